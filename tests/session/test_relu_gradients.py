@@ -110,6 +110,7 @@ class EncoderOfBits:
     """`FlatEncoder` on a CPU, as the one on a GPU: it takes any layout, and fills `bits`."""
 
     takes_address = True
+    decode_strided = None
 
     def __init__(self, *args: Any) -> None:
         self.encode = FlatEncoder(*args)

@@ -55,6 +55,7 @@ from paredown.session.stored_tensors import (
     StoredValues,
     StoredView,
     decode_steps_of,
+    memory_of,
 )
 from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
@@ -246,40 +247,29 @@ class Activations:
                 self.not_packed[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
         slot = self._slots.get(saved.name)
-        if slot is None or not slot.fits(saved, tensor, tensor.untyped_storage().nbytes()):
+        if slot is None or not slot.fits(saved, tensor):
             slot, piece = None, StoragePiece(tensor)
             self.names.add(saved.name)
         else:
             piece = StoragePiece(tensor, slot.known)
-        self._pack(saved, piece, slot, (saved.node, saved.raw))
+        storage = self._current_storage()
+        if piece.numel >= self.min_numel and piece.address not in storage.unpacked:
+            self._store(saved, piece, slot, storage, saved.node, saved.raw)
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
         """`save` for a tensor in the same place of the model as one of an earlier pass, which `seen` describes: its slot is replayed."""
-        slot: Any = seen.slot
-        storage = tensor.untyped_storage()
-        is_input = storage._cdata in inputs
-        is_known = slot is not None and not is_input and slot.plan_number == self._plan_number and self.on_packed is None
-        if is_known and type(tensor) is Tensor and slot.fits(seen, tensor, storage.nbytes()):
-            self._pack(seen, StoragePiece(tensor, slot.known), slot, (node, raw))
-            return
+        slot: SlotStorage | None = seen.slot
+        if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
+            piece = StoragePiece(tensor, slot.known)
+            if piece.address not in inputs and slot.memory == memory_of(tensor, piece.storage):
+                storage: ForwardStorage = getattr(self._local, "storage", None) or self._running[-1]
+                if piece.address not in storage.unpacked:
+                    self._store(seen, piece, slot, storage, node, raw)
+                return
+        is_input = tensor.untyped_storage()._cdata in inputs
         self.save(seen.again("input" if is_input else "activation", node, raw, tensor))
         slot = None if is_input else self._slots.get(seen.name)
         seen.slot = slot if slot is not None and slot.is_fixed else None
-
-    def _pack(self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, at: tuple[Any, Any]) -> None:
-        """Store a piece, and measure the time on a CPU; `at`: the node and the handle of the saved tensor."""
-        storage: ForwardStorage | None = getattr(self._local, "storage", None)
-        if storage is None:
-            storage = self._running[-1]
-        if piece.numel < self.min_numel or piece.address in storage.unpacked:
-            return
-        with self._lock:
-            if piece.tensor.is_cuda:
-                self._store(saved, piece, slot, storage, at)
-                return
-            start = self.packing_time.clock()
-            self._store(saved, piece, slot, storage, at)
-        self.packing_time.add_since(start)
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotStorage:
         """Decide how the saved tensors of a slot are stored."""
@@ -288,11 +278,21 @@ class Activations:
         return slot
 
     def _store(
-        self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage, at: tuple[Any, Any]
+        self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        tensor, (node, raw) = piece.tensor, at
-        if slot is None:
-            slot = self._slot(saved, piece)
+        """Store a piece, and measure the time on a CPU; `node`, `raw`: those of the saved tensor."""
+        if piece.tensor.is_cuda:
+            with self._lock:
+                self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
+            return
+        start = self.packing_time.clock()
+        with self._lock:
+            self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
+        self.packing_time.add_since(start)
+
+    def _replace(self, saved: Saved, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage, node: Any, raw: Any) -> None:
+        """Find or make the stored form of a piece, and register it in place of the saved tensor."""
+        tensor = piece.tensor
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
         use, detail = found
         key = (*piece.key, found)
@@ -375,10 +375,11 @@ class Activations:
         if recomputed is not None:
             return recomputed
         packed = self._encoded(slot, decision, piece)
-        if type(previous) is StoredValues:
-            previous.packed = packed  # this operation needs more precision than the one that saved the tensor first
+        assert slot.encode is not None
+        if type(previous) is StoredValues:  # this operation needs more precision than the one that saved the tensor first
+            previous.replace(packed, slot.encode.decode_strided)
             return previous
-        return StoredValues(piece, packed)
+        return StoredValues(piece, packed, slot.encode.decode_strided)
 
     def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> PackedTensor:
         encode = slot.encode

@@ -26,7 +26,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paredown.codec.packed import FlatEncoder, PackedTensor
+from paredown.codec.packed import DecodeStrided, FlatEncoder, PackedTensor
 from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
@@ -171,12 +171,18 @@ class StoredForm(ABC):
 class StoredValues(StoredForm):
     """Values encoded in a format."""
 
-    __slots__ = ("_decoded", "packed")
+    __slots__ = ("_decode_strided", "_decoded", "packed")
 
-    def __init__(self, piece: StoragePiece, packed: PackedTensor) -> None:
+    def __init__(self, piece: StoragePiece, packed: PackedTensor, decode_strided: DecodeStrided | None = None) -> None:
+        """`decode_strided`: of the encoder, where a kernel decodes into any dense tensor."""
         super().__init__(piece)
         self.packed: PackedTensor | None = packed
+        self._decode_strided = decode_strided
         self._decoded: StorageRef | None = None
+
+    def replace(self, packed: PackedTensor, decode_strided: DecodeStrided | None) -> None:
+        """Store the same values in another format."""
+        self.packed, self._decode_strided = packed, decode_strided
 
     def _packed_bytes(self) -> int:
         return self.packed.nbytes if self.packed is not None else 0
@@ -194,11 +200,10 @@ class StoredValues(StoredForm):
         return decoded
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The same without a flat tensor in between, on a GPU and where no other saved tensor shares it."""
-        packed = self.packed
-        if packed is None or self.plain_values is not None or self.num_views > 1 or not packed.codes.is_cuda:
+        """The same without a flat tensor in between, where no other saved tensor shares it."""
+        if self._decode_strided is None or self.packed is None or self.plain_values is not None or self.num_views > 1:
             return self.values().as_strided(size, stride)
-        return packed.decode_strided(size, stride)
+        return self._decode_strided(self.packed.parts, size, stride, self.dtype)
 
     def _drop(self) -> None:
         self.packed = None
@@ -359,7 +364,7 @@ class SlotStorage:
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
         self.offset, self.numel, self.is_whole, self.layout = tensor.storage_offset(), piece.numel, piece.is_whole, piece.layout()
-        self.memory = (tensor.dtype, piece.storage.nbytes(), tensor.size(), tensor.stride(), self.offset)
+        self.memory = memory_of(tensor, piece.storage)
         self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
         self.detail = detail  # use and detail of the stored form: part of its key
         self.known, self.plan_number = (piece.is_whole, piece.numel), plan_number
@@ -378,10 +383,15 @@ class SlotStorage:
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
         self.by_address = False  # whether `encode` takes the saved tensor itself
 
-    def fits(self, saved: Saved, tensor: Tensor, nbytes: int) -> bool:
+    def fits(self, saved: Saved, tensor: Tensor) -> bool:
         """Whether the decisions hold for this saved tensor."""
-        memory = (tensor.dtype, nbytes, tensor.size(), tensor.stride(), tensor.storage_offset())
-        return memory == self.memory and saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
+        is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
+        return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
+
+
+def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """All that decisions depend on: dtype, bytes of the storage, size, strides and offset."""
+    return tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 class PackingTime:

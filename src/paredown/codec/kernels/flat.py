@@ -30,6 +30,7 @@ from paredown.codec.kernels.launch import (
     element_constants,
     empty_flat,
     empty_row,
+    empty_strided,
     encodes,
     random_of,
     run_direct,
@@ -279,6 +280,11 @@ class FlatDecoder:
         minimums = scales if minimums is None else minimums.view(AS_INTEGERS[minimums.dtype])
         self._direct.launch(key, (codes, out, scales, minimums, out, out))
         return out
+
+    def strided(self, parts: PackedParts, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A new dense tensor with these sizes and strides, filled with decoded values in the order of memory."""
+        assert parts.codes is not None
+        return self(parts, empty_strided(size, stride, dtype, parts.codes))
 
 
 def _parts_and_pointers(flat: Flat, x: Tensor, step: Tensor | None) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
