@@ -104,7 +104,6 @@ class ReluOutput(Tensor):
 
     _bits: Tensor
 
-    @staticmethod
     def __new__(cls, bits: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> ReluOutput:
         """A tensor of this size, dense in the order of the mask, without memory of its own."""
         made = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]

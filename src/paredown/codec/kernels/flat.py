@@ -101,6 +101,16 @@ def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl
 
 
 @triton.jit
+def affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """x scaled and shifted by the weight and bias of its channel."""
+    if HAS_WEIGHT:
+        x = x * tl.load(weight_ptr + channel)
+    if HAS_BIAS:
+        x = x + tl.load(bias_ptr + channel)
+    return x
+
+
+@triton.jit
 def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
@@ -116,11 +126,7 @@ def normed(
         else:
             rows = start // CHANNEL_COUNT + ((start % CHANNEL_COUNT).to(tl.int32) + tl.arange(0, TILE)) // CHANNEL_COUNT
             x = (x - tl.load(mean_ptr + rows, mask=inside, other=0.0)) * tl.load(deviation_ptr + rows, mask=inside, other=0.0)
-    if HAS_WEIGHT:
-        x = x * tl.load(weight_ptr + channel)
-    if HAS_BIAS:
-        x = x + tl.load(bias_ptr + channel)
-    return x
+    return affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT, HAS_BIAS)
 
 
 @triton.jit
@@ -139,11 +145,7 @@ def normed_by_groups(
         exists = row < numel // CHANNEL_COUNT
         mean = tl.load(mean_ptr + row, mask=exists, other=0.0)
         x = (x - mean[:, None]) * tl.load(deviation_ptr + row, mask=exists, other=0.0)[:, None]
-    if HAS_WEIGHT:
-        x = x * tl.load(weight_ptr + channel)
-    if HAS_BIAS:
-        x = x + tl.load(bias_ptr + channel)
-    return x
+    return affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT, HAS_BIAS)
 
 
 @triton.jit

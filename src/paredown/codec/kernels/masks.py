@@ -95,7 +95,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """`x` in a dtype that the kernels of masks take; `stores`: values are written as they are, or copied."""
+    """`x` in a dtype that the kernels of masks take; `stores`: the kernel writes it or copies its values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)
