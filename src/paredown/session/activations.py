@@ -19,6 +19,9 @@ reference keeps the storage object's identity from being reused.
 The caller keeps the model's outputs alive. Packed they would be in memory twice, so their stored forms refer to the original tensor again
 when the forward pass ends.
 
+On a GPU the backward of a ReLU reads the stored bits (`codec.recompute.ReluOutput`). A ReLU's output that the next operation encodes is
+read once for both: from the second pass on its mask is packed by the kernel that encodes it (`StoredMask.delayed`).
+
 Where the values of a tensor decide that it is not packed after all (large logits, constant channels): `value_bounds.py`.
 """
 
@@ -224,10 +227,15 @@ class Activations:
             original = form.original()
             if original is not None:
                 held.setdefault(key[0], original)
-        restored = [key for key, form in storage.forms.items() if key[0] in held and form.restore_original(held[key[0]])]
-        forms = storage.forms
+        forms, restored, alive = storage.forms, list[Any](), list[Any]()
+        for key, form in forms.items():
+            holder = held.get(key[0])
+            if holder is not None:
+                if form.restore_original(holder):
+                    restored.append(key)
+            elif not form.storage.expired():
+                alive.append(key)
         self.restored = frozenset(forms[key].name for key in restored)
-        alive = [key for key, form in forms.items() if key[0] not in held and not form.storage.expired()]
         self._count(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
         self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
 

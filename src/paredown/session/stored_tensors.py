@@ -85,8 +85,8 @@ class StorageRef:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.cdata: int = storage._weak_ref()
 
-    def __del__(self) -> None:
-        free_weak_ref(self.cdata)
+    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        free(self.cdata)  # bound here: modules are cleared before the last objects at exit
 
     def expired(self) -> bool:
         """Whether the storage was freed."""
@@ -95,9 +95,6 @@ class StorageRef:
     def storage(self) -> torch.UntypedStorage | None:
         """The storage; None if it was freed."""
         return torch.UntypedStorage._new_with_weak_ptr(self.cdata)
-
-
-free_weak_ref = torch.UntypedStorage._free_weak_ref  # kept here: modules are cleared before the last objects at exit
 
 
 class StoredForm(ABC):
