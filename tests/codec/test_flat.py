@@ -13,6 +13,7 @@ from paredown.formats.rounding import Rounding, Seed
 
 flat = pytest.importorskip("paredown.codec.kernels.flat")
 masks = pytest.importorskip("paredown.codec.kernels.masks")
+launch = pytest.importorskip("paredown.codec.kernels.launch")
 FORMATS = ("int8/64@bf16", "e4m3fn/64@bf16", "int4/32@fp32", "uint4/64@bf16+bf16", "uint2/64@bf16+fp32", "e2m1fn/32@e8m0")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 SEED = Seed(7, tensor=3, step=11)
@@ -101,3 +102,15 @@ def test_the_mask_of_the_values_beside_their_codes(numel: int, dtype: torch.dtyp
         bits = torch.full((-(-numel // 8),), 255, dtype=torch.uint8, device=device)
         assert all(torch.equal(a, b) for a, b in zip(encoder(x.to(device), step, bits)[:1], expected[:1], strict=True))
         assert torch.equal(bits.cpu(), pack_mask(x, 0.0, float("nan")))
+
+
+def test_decoded_values_have_their_layout_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, format = "cuda" if torch.cuda.is_available() else "cpu", Format.parse("int8/64@bf16")
+    if device == "cpu":  # the allocator that the GPU's path calls, for a CPU
+        monkeypatch.setattr(launch, "_empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    x = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+    expected = encode(x, format)
+    found = flat.FlatDecoder(x.numel(), format).strided(expected.to(device).parts, x.size(), x.stride(), x.dtype)
+    assert found.stride() == x.stride()
+    assert torch.equal(found.cpu(), expected.decode())
