@@ -339,7 +339,7 @@ class Activations:
             form.original = weakref.ref(tensor if tensor._base is None else tensor._base)
         form.num_views += 1
         view = StoredView(form, *(slot.layout if slot.is_whole else piece.layout()))
-        if slot.is_source:
+        if slot.is_source and saved.node is not None:
             storage.sources[saved.node._sequence_nr()] = saved.node, view
         saved.raw.register_hooks(lambda _: view, StoredView.tensor if tensor.is_cuda else self.packing_time.unpacked)
         self.on_packed(saved, piece, form)
