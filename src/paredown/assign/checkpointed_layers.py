@@ -119,7 +119,7 @@ def repeated_layers(trace: Trace) -> list[str]:
 
 def _saved_bytes(trace: Trace, path: str) -> int:
     checkpointed = checkpointed_trace(trace, (path,))
-    return sum(slot.nbytes for slot in trace.activations) - sum(slot.nbytes for slot in checkpointed.activations)
+    return sum(slot.nbytes for slot in trace.activations) - sum(slot.nbytes for slot in checkpointed.kept_activations)
 
 
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:

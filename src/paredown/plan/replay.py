@@ -273,9 +273,11 @@ def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, Slo
 def _packed(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
     """The packed parts of an activation, and their decoded copies."""
     decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
+    if slot.beside_packed:
+        yield Interval(Role.TEMPORARY, slot.module, slot.birth, slot.birth, slot.beside_packed)
     for part in slot.parts:
         packed_bytes = part_bytes(slot, part, storage)
         if packed_bytes:
             yield Interval(Role.ACTIVATION, slot.module, part.packed, part.released, packed_bytes)
-        for start, end in part.decoded:
+        for start, end in () if part.becomes_result else part.decoded:
             yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)

@@ -117,7 +117,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
     layers = outermost(modules_of(trace), plan.recompute) if plan.recompute else []
     again = _operations((one for layer in layers for one in _forward_of(trace, layer)), calibration)
     if layers and not trace.operations:  # a trace of an earlier version: what the layers saved is written and read once more
-        kept = {slot.name for slot in checkpointed_trace(trace, plan.recompute).activations}
+        kept = {slot.name for slot in checkpointed_trace(trace, plan.recompute).kept_activations}
         dropped = sum(slot.nbytes for slot in trace.activations if slot.name not in kept)
         again = StepTime(2 * dropped / calibration.bytes_per_second[ELEMENTWISE], 0.0)
     return again + StepTime(0.0, calibration.host.checkpoint * len(layers))

@@ -341,7 +341,7 @@ class Activations:
             form.original = weakref.ref(tensor if tensor._base is None else tensor._base)
         form.num_views += 1
         view = StoredView(form, *(slot.layout if slot.is_whole else piece.layout()))
-        if slot.is_source:
+        if slot.is_source and saved.node is not None:
             storage.sources[saved.node._sequence_nr()] = saved.node, view
         unpack = self.packing_time.unpacked if not tensor.is_cuda else StoredView.relu_output if slot.is_relu else StoredView.tensor
         saved.raw.register_hooks(lambda _: view, unpack)

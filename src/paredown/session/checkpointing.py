@@ -6,6 +6,10 @@ the hooks of this file do nothing in that second call. Class, parameter names an
 placeholders alone: hooks that it registered on them would replace those of checkpointing and silently disable it (docs/decisions/005).
 
 Batch norms update their running statistics once per batch: not in the second call.
+
+`SecondPasses` packs what the second forward passes save, of these modules and of those that the model checkpoints itself: the large tensors
+that `trace/checkpoints.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside the
+operation that reads them: each decoded copy is multiplied in place and becomes the result.
 """
 
 # pyright: reportPrivateUsage=false
@@ -15,15 +19,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
+from paredown.session.activations import Activations, ForwardStorage
+from paredown.session.stored_tensors import RecomputedValues, StoredValues, StoredView
+from paredown.trace.autograd_graph import Saved
+from paredown.trace.checkpoints import CapturedHooks, Store, stored_operand
 from paredown.trace.hooks import Hook
 from paredown.trace.operations import is_checkpoint_input
 
@@ -159,3 +171,99 @@ def _is_list_of_layers(module: nn.Module) -> bool:
     children = list(module.children())
     is_uniform = len({type(child) for child in children}) == 1 and next(children[0].children(), None) is not None
     return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and is_uniform)
+
+
+# --- what second forward passes save -------------------------------------------------------------------------------------------------
+
+
+class SecondPasses:
+    """Packs what the second forward passes of checkpointed layers save, as `Activations` packs what a forward pass saves."""
+
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
+
+    def begin(self) -> Store:
+        """The function that stores the tensors of a pass that begins now."""
+        return partial(self._store, SecondPassStorage())
+
+    def _store(self, storage: SecondPassStorage, saved: Saved) -> StoredOperand | None:
+        assert saved.tensor is not None
+        captured, local = CapturedHooks(saved.tensor), self._activations._local
+        before, local.storage = getattr(local, "storage", None), storage
+        try:
+            with torch.no_grad():
+                self._activations.save(replace(saved, raw=captured))
+        finally:
+            local.storage = before
+        if captured.packed is None or captured.unpack is None:
+            return None
+        return StoredOperand(captured.packed, captured.unpack, saved.tensor, is_factor=saved.op == "mul")
+
+
+class SecondPassStorage(ForwardStorage):
+    """The stored forms of one second forward pass."""
+
+    def source(self, node: Any) -> StoredView | None:
+        """The stored operand of a node of the second graph."""
+        stored = stored_operand(node)
+        return stored.view if isinstance(stored, StoredOperand) else None
+
+
+class StoredOperand:
+    """A packed tensor of a second forward pass."""
+
+    __slots__ = ("_is_factor", "device", "dtype", "unpack", "view")
+
+    def __init__(self, view: StoredView, unpack: Callable[[StoredView], Tensor], tensor: Tensor, *, is_factor: bool) -> None:
+        self.view, self.unpack, self._is_factor = view, unpack, is_factor
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    @property
+    def is_decoded_alone(self) -> bool:
+        """Whether no other saved tensor shares its decoded values."""
+        form = self.view.form
+        return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
+
+    def tensor(self) -> Tensor:
+        """The unpacked tensor; of a factor, one that is decoded when the product is computed."""
+        return Factor.of(self) if self._is_factor and self.is_decoded_alone else self.unpack(self.view)
+
+
+@final
+class Factor(Tensor):
+    """An operand of a product that is decoded when an operation uses it: backward of a product reads its two operands at once.
+
+    Multiplied by a gradient of the same layout, the decoded copy is overwritten by the result, so that three tensors exist instead of five.
+    """
+
+    operand: StoredOperand
+
+    @staticmethod
+    def of(operand: StoredOperand) -> Factor:
+        """The factor that decodes `operand`."""
+        view = operand.view
+        layout: dict[str, Any] = {"strides": view.stride, "dtype": operand.dtype, "device": operand.device}
+        factor: Factor = Tensor._make_wrapper_subclass(Factor, view.size, **layout)  # type: ignore[attr-defined]
+        factor.operand = operand
+        return factor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operation on the decoded values."""
+        if func is torch.ops.aten.detach.default:
+            return Factor.of(args[0].operand)
+        if func is torch.ops.aten.mul.Tensor and [type(arg) for arg in args] == [Tensor, Factor]:
+            gradient, decoded = args[0], args[1].decoded()
+            is_equal = (gradient.size(), gradient.stride(), gradient.dtype) == (decoded.size(), decoded.stride(), decoded.dtype)
+            return decoded.mul_(gradient) if is_equal else gradient * decoded
+        plain = tree_map_only(Factor, Factor.decoded, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+    def decoded(self) -> Tensor:
+        """The values, in new memory."""
+        return self.operand.unpack(self.operand.view)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Factor({tuple(self.shape)}, {self.dtype})"

@@ -40,6 +40,7 @@ from paredown.trace.autograd_graph import (
     next_number,
     tensors_in,
 )
+from paredown.trace.checkpoints import SecondPass
 from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 
 DECODED = f"{Decoded.__name__}Backward"
@@ -201,7 +202,7 @@ class CheckpointedSaves:
 
 def keeps_objects(hook: Any) -> bool:
     """Whether a saved-tensor hook may hold the saved tensor object; those of torch.utils.checkpoint do not."""
-    if isinstance(getattr(hook, "__self__", None), CheckpointedSaves):
+    if isinstance(getattr(hook, "__self__", None), CheckpointedSaves | SecondPass):
         return False
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 

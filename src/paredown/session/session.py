@@ -56,7 +56,7 @@ from paredown.session.changes import (
     state_changes,
     stored_bytes,
 )
-from paredown.session.checkpointing import CheckpointedModules
+from paredown.session.checkpointing import CheckpointedModules, SecondPasses
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
@@ -110,6 +110,7 @@ class Session:
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
         self._watch.passed_over = frozenset(self._checkpointed.modules)
+        self._watch.on_recomputation = SecondPasses(self._activations).begin
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._weights.checkpointed = frozenset(self._checkpointed.modules)

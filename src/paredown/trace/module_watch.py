@@ -10,7 +10,7 @@ inputs are reported.
     layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
     encoder.3:mul.other      an operand of a multiplication in the forward of `encoder.3`; of a second one, `encoder.3:mul#2.other`
     relu@2:output            the second call of `relu` in one forward pass
-    encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (trace/checkpoint_inputs.py)
+    encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (trace/checkpoints.py)
 
 Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
 `save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
@@ -47,10 +47,12 @@ from paredown.trace.autograd_graph import (
     saved_of,
     tensors_in,
 )
-from paredown.trace.checkpoint_inputs import (
+from paredown.trace.checkpoints import (
     HIDDEN,
     REENTRANT,
     HiddenLayer,
+    RecomputedLayer,
+    Store,
     describe_input,
     has_default_hooks,
     inputs_of,
@@ -123,6 +125,8 @@ class Watch:
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         self.reports_checkpoint_inputs = True
         self._checkpointed: set[str] = set()  # layers whose inside was reported once
+        self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
+        self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
         # modules called in the first pass: inside of those (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
@@ -328,6 +332,8 @@ class Watch:
             if named[2] is None or named[2].numel() >= self._min_numel:
                 saved = describe(node, row, named, current, call)
                 self._on_saved(saved)
+                if saved.tensor is None and self.on_recomputation is not None and current.in_checkpoint:
+                    current.hooked.append(saved)
                 yield saved
             elif self.collects_small:
                 saved = describe(node, row, named, current, call)
@@ -360,6 +366,11 @@ class Watch:
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         self._report_inputs(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
+        if self.on_recomputation is not None and place.startswith(f"{call.path}:"):
+            if call.path not in self._recomputed or current.hooked:
+                self._recomputed[call.path] = RecomputedLayer(frame, call.module, current.hooked, self.on_recomputation)
+            self._recomputed[call.path].follow(frame)
+        current.hooked.clear()
         self._checkpointed.add(call.path)
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
