@@ -4,10 +4,10 @@
     python benchmarks/bench_session.py --model resnet50 --plan int8 # some of it; the baseline always runs
     python benchmarks/bench_session.py --quick                      # tiny shapes on the CPU: whether it runs, no figures
 
-All under bf16 autocast with fused optimizers. Beside each step stand the host's microseconds per packed tensor and those of an empty
-eager operation (an addition in place to one value, issued 2000 times), which distinguish a slow host from slow code. The former is the
-difference of the steps of a session and of the baseline, both with a small batch that leaves the device idle, divided by the number of
-saved tensors that the session packs in a step.
+All under bf16 autocast with fused optimizers. Beside each step stand the seconds of its kernels by the profiler, the host's microseconds
+per packed tensor and those of an empty eager operation (an addition in place to one value, issued 2000 times): they distinguish a slow host
+from slow code. The time per packed tensor is the difference of the steps of a session and of the baseline, both with a small batch that
+leaves the device idle, divided by the number of saved tensors that the session packs in a step.
 
 Each way is a fresh model; after warm-up a run of steps is timed by events between them,
 and the peak is torch.cuda.max_memory_allocated over those steps. Ratios are to the baseline in the same run. `predicted` is
@@ -43,7 +43,7 @@ from loops import (
     pictures,
     release,
 )
-from networks import AttentionUNet, llama
+from networks import AttentionUNet, GraphNetwork, LstmLanguageModel, ScanLanguageModel, llama
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -86,12 +86,14 @@ class Row:
     p20_seconds: float | None = None
     p80_seconds: float | None = None
     host_seconds: float | None = None  # to issue one step
+    kernel_seconds: float | None = None  # of all kernels of one step, by the profiler
     small_step_seconds: float | None = None  # of a step with a small batch: host time
     num_packed: int | None = None  # saved tensors that are packed in such a step
     host_us_per_packed: float | None = None
     empty_op_us: float | None = None
     peak_ratio: float | None = None
     time_ratio: float | None = None
+    kernel_ratio: float | None = None
     size_ratio: float | None = None
     examples_per_second_ratio: float | None = None
     first_loss: float | None = None
@@ -130,8 +132,17 @@ def images(size: int, device: str, *, side: int = 64) -> Batch:
     return torch.randn(size, 3, side, side, device=device), torch.randint(3, (size, side, side), device=device)
 
 
+def graphs(num_thousands: int, device: str, *, num_inputs: int = 64, num_classes: int = 40) -> Batch:
+    """A random graph with 1000 edges and 100 nodes for each of `num_thousands`, and a class for each node."""
+    num_nodes = 100 * num_thousands
+    edges = torch.randint(num_nodes, (2, 1000 * num_thousands), device=device)
+    nodes, labels = torch.randn(num_nodes, num_inputs, device=device), torch.randint(num_classes, (num_nodes,), device=device)
+    return {"nodes": nodes, "edges": edges, "labels": labels}
+
+
 def full_jobs() -> tuple[Job, ...]:
     """The jobs of the table, for a GPU."""
+    short = lambda size, device: texts(size, device, length=256, vocabulary=16384)  # noqa: E731
     words = lambda size, device: texts(size, device, vocabulary=32000)  # noqa: E731
     last = lambda size, device: pictures(size, device, channels_last=True)  # noqa: E731
     return (
@@ -141,6 +152,9 @@ def full_jobs() -> tuple[Job, ...]:
         Job("swin", 128, lambda: torchvision_model("swin_t"), pictures, "adamw"),
         Job("llama", 8, llama, words, "adamw", has_checkpointing=True),
         Job("densenet121", 128, lambda: torchvision_model("densenet121"), last, "adamw", channels_last=True),
+        Job("scan", 8, ScanLanguageModel, words, "adamw"),
+        Job("graph", 600, GraphNetwork, graphs, "adamw"),
+        Job("lstm", 64, LstmLanguageModel, short, "adamw"),
         Job("attention_unet", 32, AttentionUNet, images, "adamw"),
     )
 
@@ -151,12 +165,16 @@ def quick_jobs() -> tuple[Job, ...]:
     small = lambda size, device: pictures(size, device, side=32, num_classes=10)  # noqa: E731
     words = lambda size, device: texts(size, device, length=32, vocabulary=128)  # noqa: E731
     small_llama = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
+    scans = lambda size, device: texts(size, device, length=64, vocabulary=128)  # noqa: E731
     tiny = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
     return (
         Job("resnet50", 8, MODELS["resnet50"], last, "sgdm", channels_last=True),
         Job("gpt2", 4, lambda: gpt2(**tiny), words, "adamw", has_checkpointing=True),
         Job("vit", 8, MODELS["vit"], small, "sgdm"),
         Job("llama", 4, lambda: llama(**small_llama), words, "adamw", has_checkpointing=True),
+        Job("scan", 4, lambda: ScanLanguageModel(64, 2, 4, 16, 128), scans, "adamw"),
+        Job("graph", 2, lambda: GraphNetwork(64, 2), graphs, "adamw"),
+        Job("lstm", 4, lambda: LstmLanguageModel(64, 128), words, "adamw"),
         Job("attention_unet", 2, lambda: AttentionUNet(16), lambda size, device: images(size, device, side=16), "adamw"),
     )
 
@@ -176,10 +194,11 @@ def measure(job: Job, way: Way, device: str, num_steps: int) -> Row:
         first, *_ = [step() for _ in range(WARM_UP)]
         times = cuda_times(step, num_steps) if device == "cuda" else cpu_times(step, num_steps)
         changes = None if session is None else len(session.changes)
+        kernels = kernel_seconds(step) if device == "cuda" else None
         small = make_step(model, job.batch(max(2, job.size // SMALL), device), optimizer, device)
         host = small_step_seconds(small, device)
         num_packed = None if session is None else count_packed(session, small)
-    row = replace(row, small_step_seconds=host, num_packed=num_packed, empty_op_us=empty_op_us(device))
+    row = replace(row, kernel_seconds=kernels, small_step_seconds=host, num_packed=num_packed, empty_op_us=empty_op_us(device))
     return replace(row, first_loss=float(first), num_changes=changes, **times)
 
 
@@ -205,6 +224,15 @@ def small_step_seconds(step: Callable[[], Tensor], device: str, num_steps: int =
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds[WARM_UP:])
+
+
+def kernel_seconds(step: Callable[[], Tensor]) -> float:
+    """The sum of the times of all kernels and copies of a step, by the profiler: what a fast host would leave of the step's time."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
 
 
 def empty_op_us(device: str, num_ops: int = 2000) -> float:
@@ -296,6 +324,8 @@ def compared(row: Row, plain: Row) -> Row:
     peak = row.peak_bytes / plain.peak_bytes if row.peak_bytes and plain.peak_bytes else None
     if row.num_packed and row.small_step_seconds is not None and plain.small_step_seconds is not None:
         row = replace(row, host_us_per_packed=1e6 * (row.small_step_seconds - plain.small_step_seconds) / row.num_packed)
+    if row.kernel_seconds and plain.kernel_seconds:
+        row = replace(row, kernel_ratio=row.kernel_seconds / plain.kernel_seconds)
     return replace(row, peak_ratio=peak, time_ratio=slower, size_ratio=larger, examples_per_second_ratio=larger / slower)
 
 
@@ -395,11 +425,12 @@ def line(row: Row) -> str:
     )
     more = f"  {times(row.size_ratio)} examples, {times(row.examples_per_second_ratio)} as fast" if row.limit_bytes else ""
     changes = "" if row.num_changes is None else f" changes {row.num_changes}"
+    kernels = "" if row.kernel_seconds is None else f" kernels {1e3 * row.kernel_seconds:.2f} {times(row.kernel_ratio)}"
     host = "" if row.host_us_per_packed is None else f" host {row.host_us_per_packed:.1f} us x {row.num_packed} packed"
     host += "" if row.empty_op_us is None else f", empty op {row.empty_op_us:.1f} us"
     return (
         f"{head} {gib(row.peak_bytes)} {times(row.peak_ratio)} {gib(row.predicted_peak_bytes)} {milliseconds} {times(row.time_ratio)}"
-        f"  loss {row.first_loss:.3f} to {row.last_loss:.3f}{changes}{host}{more}"
+        f"{kernels}  loss {row.first_loss:.3f} to {row.last_loss:.3f}{changes}{host}{more}"
     )
 
 
@@ -415,7 +446,9 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     ways = chosen(WAYS, options.plan)
     log = Log("session.json", device, options)
-    print("job, examples, way; peak GiB, ratio, predicted GiB; step ms: median, p20, p80, host; ratio", flush=True)
+    print(
+        "job, examples, way; peak GiB, ratio, predicted GiB; step ms: median, p20, p80, host; ratio; kernels ms, ratio", flush=True
+    )
     jobs = quick_jobs() if options.quick else full_jobs()
     asked = [job for job in jobs if not options.model or job.name in options.model]
     found = [rows_of(job, ways, device, options.steps) for job in asked]
