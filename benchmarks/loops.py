@@ -138,9 +138,10 @@ def applied(way: Way, model: nn.Module, seed: int = 0) -> Iterator[Any]:
 
 
 def release(device: str) -> None:
-    """Give back what the last case left."""
+    """Give back what the last case left, cuBLAS's workspace of 64 MiB too: a network without matrix products does not have it."""
     gc.collect()
     if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
         torch.cuda.empty_cache()
 
 

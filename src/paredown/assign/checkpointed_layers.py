@@ -42,7 +42,7 @@ from paredown.assign.problem import AssignmentProblem
 from paredown.assign.strategies import AssignmentPoint, role_table_error
 from paredown.plan.calibration import REFERENCE
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
-from paredown.plan.footprint import peak_of
+from paredown.plan.footprint import bound_of
 from paredown.plan.plan import Plan
 from paredown.plan.step_time import added_time
 from paredown.roles import Role
@@ -83,7 +83,7 @@ def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Solu
     layers = repeated_layers(trace)
 
     def fits(count: int) -> bool:
-        return peak_of(trace, Plan((), recompute=tuple(layers[:count]))) <= budget_bytes
+        return bound_of(trace, Plan((), recompute=tuple(layers[:count]))) <= budget_bytes
 
     if not layers or not fits(len(layers)):
         return None

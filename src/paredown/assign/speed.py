@@ -29,7 +29,7 @@ from paredown.errors import BudgetError, CalibrationError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.calibration import REFERENCE, Calibration, find_calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace
-from paredown.plan.footprint import peak_of
+from paredown.plan.footprint import bound_of
 from paredown.plan.plan import Plan
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
@@ -115,7 +115,7 @@ def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> I
     layers = repeated_layers(trace)
 
     def fits(chosen: tuple[str, ...]) -> bool:
-        return peak_of(trace, Plan((), recompute=chosen)) <= budget_bytes
+        return bound_of(trace, Plan((), recompute=chosen)) <= budget_bytes
 
     if not layers:
         return
