@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paredown import Plan, apply
-from paredown.codec.recompute import NO_BOUND, pack_mask
-from paredown.session import stored_tensors
+from paredown.codec import recompute
+from paredown.codec.recompute import NO_BOUND, ReluOutput, pack_mask
 from paredown.session.stored_tensors import StoragePiece, StoredMask, StoredView
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -36,15 +36,15 @@ def relu_with_stored_mask(x: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[StoredMask]:
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[ReluOutput]:
     """The masks that were unpacked."""
-    found, unpack = list[StoredMask](), StoredMask._unpacked
-    monkeypatch.setattr(StoredMask, "_unpacked", lambda self: (found.append(self), unpack(self))[1])
+    found, unpack = list[ReluOutput](), ReluOutput._unpacked
+    monkeypatch.setattr(ReluOutput, "_unpacked", lambda self: (found.append(self), unpack(self))[1])
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_is_that_of_torch(layout: str, unpacked: list[StoredMask]) -> None:
+def test_the_gradient_is_that_of_torch(layout: str, unpacked: list[ReluOutput]) -> None:
     x, weight = values(layout), torch.randn_like(values(layout))
     (expected,) = torch.autograd.grad(torch.relu(x), x, weight)
     for grad in (weight, weight.bfloat16().float()):
@@ -57,7 +57,7 @@ def test_the_gradient_is_that_of_torch(layout: str, unpacked: list[StoredMask]) 
     assert not unpacked
 
 
-def test_gradients_of_other_layouts_take_an_unpacked_mask(unpacked: list[StoredMask]) -> None:
+def test_gradients_of_other_layouts_take_an_unpacked_mask(unpacked: list[ReluOutput]) -> None:
     x = values("channels_last")
     for grad in (torch.randn(4, 6, 5, 7), torch.ones(()).expand(4, 6, 5, 7)):
         (expected,) = torch.autograd.grad(torch.relu(x), x, grad)
@@ -87,8 +87,8 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_session_stores_masks_so(device: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, zeroed = list[Tensor](), stored_tensors.apply_mask
-    monkeypatch.setattr(stored_tensors, "apply_mask", lambda grad, bits: (calls.append(bits), zeroed(grad, bits))[1])
+    calls, zeroed = list[Tensor](), recompute.apply_mask
+    monkeypatch.setattr(recompute, "apply_mask", lambda grad, bits: (calls.append(bits), zeroed(grad, bits))[1])
     model = nn.Sequential(nn.ReLU(), Doubled()).to(device)
     x = torch.randn(8, 16, 12, 12, device=device).to(memory_format=LAYOUTS[layout]).requires_grad_()
     weight = torch.randn_like(x)

@@ -27,10 +27,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isnan, nan
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from paredown.codec import backend
 from paredown.codec.cpu import one_thread
@@ -83,6 +85,40 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
     is_kept = unpack_mask(bits, torch.empty(grad.numel(), dtype=torch.uint8, device=grad.device), inside=1.0, outside=0.0)
     torch.where(is_kept.bool(), grad.as_strided(*flat), grad.new_zeros(()), out=out.as_strided(*flat))
     return out
+
+
+class ReluOutput(Tensor):
+    """The output of a ReLU of which the mask is stored: backward zeroes the gradient by the bits; other operations get an unpacked mask.
+
+    torch's backward of a ReLU reads 2 bytes of the gradient and 2 of the unpacked mask (in bf16), which unpacking has written; the bits are
+    an eighth of a byte.
+    """
+
+    _bits: Tensor
+
+    @staticmethod
+    def __new__(cls, bits: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> ReluOutput:
+        """A tensor of this size, dense in the order of the mask, without memory of its own."""
+        made = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]
+        made._bits = bits
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]  # autograd detaches what a hook returned; nothing else refers to it
+        if func is torch.ops.aten.threshold_backward.default and type(args[1]) is cls and args[2] == 0:
+            grad, output = args[0], args[1]
+            if type(grad) is Tensor and grad.stride() == output.stride() and grad.size() == output.size():
+                return apply_mask(grad, output._bits)
+        args, kwargs = tree_map_only(cls, lambda output: output._unpacked(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _unpacked(self) -> Tensor:
+        flat = torch.empty(self.numel(), dtype=self.dtype, device=self._bits.device)
+        return unpack_mask(self._bits, flat, inside=1.0, outside=0.0).as_strided(self.size(), self.stride())
 
 
 # --- recompute --------------------------------------------------------------------------------------------------------

@@ -38,14 +38,15 @@ from torch import Tensor
 
 from paredown.codec.packed import FlatEncoder, PackedTensor
 from paredown.codec.recompute import pack_mask
-from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
 from paredown.session.stored_tensors import (
     PackingTime,
     RecomputedValues,
+    SlotStorage,
+    StorageDecision,
     StoragePiece,
     StoredForm,
     StoredIntegers,
@@ -55,12 +56,11 @@ from paredown.session.stored_tensors import (
     StoredView,
     decode_steps_of,
 )
-from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, depends_on_values, use_and_detail
+from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use
-from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
+from paredown.trace.rematerialization import rematerialization_of
 
-FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of the others may differ from call to call
 LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
 REASONS = {
     "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
@@ -78,18 +78,6 @@ IN_PLACE = (
 )
 
 
-@dataclass(frozen=True)
-class StorageDecision:
-    """How a slot is stored. `asked`: the plan's format; `format`: the one used, None if unmodified; `reason`: why they differ."""
-
-    asked: Format | None
-    format: Format | None
-    rounding: Rounding
-    overflow: Overflow | None
-    reason: str
-    tensor_id: int
-
-
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
@@ -99,8 +87,6 @@ class ForwardStorage:
 
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
-    names: dict[Any, str] = field(default_factory=dict)  # key in `forms` -> name of the first slot that saved it
-    originals: dict[int, int] = field(default_factory=dict)  # storage address -> bytes of the original that forms replace
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
@@ -120,57 +106,6 @@ class ActivationBytes(NamedTuple):
     baseline: int = 0
 
 
-class SlotStorage:
-    """What is decided once for the saved tensors of a slot, and replayed while they have this layout and the plan does not change."""
-
-    __slots__ = (
-        *(
-            "by_address",
-            "checks_values",
-            "decision",
-            "detail",
-            "dtype",
-            "encode",
-            "is_centered",
-            "is_fixed",
-            "is_relu",
-            "is_source",
-            "is_whole",
-        ),
-        *("layout", "nbytes", "needs", "numel", "offset", "pin", "size", "stride", "sufficient", "use"),
-    )
-
-    def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any]) -> None:
-        tensor = piece.tensor
-        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.nbytes, self.numel, self.is_whole, self.layout = piece.storage.nbytes(), piece.numel, piece.is_whole, piece.layout()
-        self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
-        self.detail = detail  # use and detail of the stored form: part of its key
-        self.is_fixed = saved.use in FIXED_USES or (tensor.is_cuda and saved.use is Use.MASK)
-        if saved.use is Use.VALUE and saved.op == "mul" and not tensor.is_cuda:
-            self.is_fixed = False  # its values decide
-        self.checks_values = depends_on_values(saved)
-        self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
-        self.is_relu = saved.op == "relu" and saved.use is Use.SIGN
-        self.decision: StorageDecision | None = None
-        self.encode: FlatEncoder | None = None
-        self.sufficient: Format | None = None  # a format that is precise enough for the operation
-        self.by_address = False  # whether `encode` takes the saved tensor itself
-
-    def fits(self, saved: Saved, tensor: Tensor, nbytes: int) -> bool:
-        """Whether the decisions hold for this saved tensor."""
-        return (
-            tensor.dtype is self.dtype
-            and nbytes == self.nbytes
-            and tensor.size() == self.size
-            and tensor.stride() == self.stride
-            and tensor.storage_offset() == self.offset
-            and saved.use is self.use
-            and saved.pin is self.pin
-            and saved.is_centered is self.is_centered
-        )
-
-
 class Activations:
     """Packs the tensors that one model saves for backward."""
 
@@ -187,9 +122,10 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
-        self.on_packed: Observer = lambda saved, piece, form: None  # called after each saved tensor is packed
+        self.on_packed: Observer | None = None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
         self._slots: dict[str, SlotStorage] = {}
+        self._plan_number = 0  # of the plan and seed that slots were decided for
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
         self._local = threading.local()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
@@ -224,12 +160,16 @@ class Activations:
         """Use `plan` from the next forward pass on."""
         self.plan = plan
         self._decided.clear()
-        self._slots.clear()
+        self._forget_slots()
 
     def resume(self, seed: int, forwards: int) -> None:
         """Draw the random bits of `seed` that follow `forwards` forward passes."""
         self.seed, self.forwards = seed, forwards
+        self._forget_slots()
+
+    def _forget_slots(self) -> None:
         self._slots.clear()
+        self._plan_number += 1
 
     def begin(self, *, is_sharded: bool) -> None:
         """Start of a forward pass."""
@@ -279,14 +219,16 @@ class Activations:
             if original is not None:
                 held.setdefault(key[0], original)
         restored = [key for key, form in storage.forms.items() if key[0] in held and form.restore_original(held[key[0]])]
-        self.restored = frozenset(storage.names[key] for key in restored)
-        alive = [key for key, form in storage.forms.items() if key[0] not in held and not form.storage.expired()]
-        self._count(storage, {**not_packed, **{key[0]: storage.originals[key[0]] for key in (*restored, *alive)}})
-        self.not_freed = {storage.names[key]: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
+        forms = storage.forms
+        self.restored = frozenset(forms[key].name for key in restored)
+        alive = [key for key, form in forms.items() if key[0] not in held and not form.storage.expired()]
+        self._count(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
+        self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
 
     def _count(self, storage: ForwardStorage, unmodified: dict[int, int]) -> None:
         """Update `largest`; `unmodified`: storage address -> bytes of the saved tensors whose original stays in memory."""
-        baseline = sum({**storage.originals, **unmodified}.values())
+        originals = {key[0]: form.original_bytes for key, form in storage.forms.items()}
+        baseline = sum({**originals, **unmodified}.values())
         if baseline > self.largest.baseline:
             self.largest = ActivationBytes(sum(unmodified.values()) + sum(form.nbytes for form in storage.forms.values()), baseline)
 
@@ -303,58 +245,77 @@ class Activations:
             slot, piece = None, StoragePiece(tensor)
             self.names.add(saved.name)
         else:
-            piece = StoragePiece(tensor, (slot.is_whole, slot.numel))
+            piece = StoragePiece(tensor, slot.known)
+        self._pack(saved, piece, slot, (saved.node, saved.raw))
+
+    def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
+        """`save` for a tensor in the same place of the model as one of an earlier pass, which `seen` describes: its slot is replayed."""
+        slot: SlotStorage | None = seen.slot
+        if slot is not None and slot.is_fixed and slot.plan_number == self._plan_number and self.on_packed is None:
+            storage = tensor.untyped_storage()
+            if type(tensor) is Tensor and storage._cdata not in inputs and slot.fits(seen, tensor, storage.nbytes()):
+                self._pack(seen, StoragePiece(tensor, slot.known), slot, (node, raw))
+                return
+        kind = "input" if tensor.untyped_storage()._cdata in inputs else "activation"
+        self.save(seen.again(kind, node, raw, tensor))
+        seen.slot = self._slots.get(seen.name) if kind == "activation" else None
+
+    def _pack(self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, at: tuple[Any, Any]) -> None:
+        """Store a piece, and measure the time on a CPU; `at`: the node and the handle of the saved tensor."""
         storage = self._current_storage()
         if piece.numel < self.min_numel or piece.address in storage.unpacked:
             return
-        if tensor.is_cuda:
+        if piece.tensor.is_cuda:
             with self._lock:
-                self._store(saved, piece, slot, storage)
+                self._store(saved, piece, slot, storage, at)
             return
         start = self.packing_time.clock()
         with self._lock:
-            self._store(saved, piece, slot, storage)
+            self._store(saved, piece, slot, storage, at)
         self.packing_time.add_since(start)
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotStorage:
         """Decide how the saved tensors of a slot are stored."""
-        slot = SlotStorage(saved, piece, use_and_detail(saved, piece.tensor))
+        slot = SlotStorage(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
         self._slots[saved.name] = slot
         return slot
 
-    def _store(self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage) -> None:
-        tensor = piece.tensor
-        slot = slot or self._slot(saved, piece)
-        use, detail = found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
+    def _store(
+        self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage, at: tuple[Any, Any]
+    ) -> None:
+        tensor, (node, raw) = piece.tensor, at
+        if slot is None:
+            slot = self._slot(saved, piece)
+        found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
+        use, detail = found
         key = (*piece.key, found)
         form = storage.forms.get(key)
         if form is None or use is Use.VALUE:
-            previous, form = form, MAKERS[use](self, saved, piece, form, slot if use is Use.VALUE else detail)
+            previous = form
+            form = self._values(saved, piece, form, slot, node) if use is Use.VALUE else MAKERS[use](self, saved, piece, detail)
             if form is None:
                 storage.unpacked[piece.address] = tensor.detach()
                 return
             if form is not previous:
                 self._add(key, form, saved, piece, storage)
-        if (
-            tensor.grad_fn is not saved.node
-        ):  # the output of the saving node itself arrives as a new tensor object that dies at once
-            form.original = weakref.ref(tensor if tensor._base is None else tensor._base)
+        if tensor.grad_fn is not node:  # the output of the saving node itself arrives as a new tensor object that dies at once
+            base = tensor._base
+            form.original = weakref.ref(tensor if base is None else base)
         form.num_views += 1
         view = StoredView(form, *(slot.layout if slot.is_whole else piece.layout()))
-        if slot.is_source and saved.node is not None:
-            storage.sources[saved.node._sequence_nr()] = saved.node, view
-        unpack = self.packing_time.unpacked if not tensor.is_cuda else StoredView.relu_output if slot.is_relu else StoredView.tensor
-        saved.raw.register_hooks(lambda _: view, unpack)
-        self.on_packed(saved, piece, form)
+        if slot.is_source and node is not None:
+            storage.sources[node._sequence_nr()] = node, view
+        raw.register_hooks(view, self.packing_time.unpacked if not tensor.is_cuda else slot.unpack)
+        if self.on_packed is not None:
+            self.on_packed(saved, piece, form)
         if self.not_packed:
             self.not_packed.pop(saved.name, None)
 
     def _add(self, key: Any, form: StoredForm, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> None:
         """Record a new form."""
         storage.forms[key] = form
-        storage.names[key] = saved.name
-        storage.originals[piece.address] = piece.storage.nbytes()
-        if is_view_modified_in_place(piece.tensor):
+        form.name, form.original_bytes = saved.name, piece.storage.nbytes()
+        if piece.tensor._base is not None and is_view_modified_in_place(piece.tensor):
             storage.in_place.add(key)
         self._forms.append(weakref.ref(form))
 
@@ -381,7 +342,9 @@ class Activations:
 
     # --- one function for each use: the stored form, None to leave the tensor unmodified -----------------------------------------
 
-    def _values(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, slot: SlotStorage) -> StoredForm | None:
+    def _values(
+        self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, slot: SlotStorage, node: Any
+    ) -> StoredForm | None:
         decision = slot.decision
         if decision is None:
             decision = slot.decision = self.decide(saved, piece)
@@ -389,7 +352,10 @@ class Activations:
         if decision.format is None:
             return previous if previous is not None and self._keeps_enough(previous, saved) else None
         if slot.checks_values:
-            reason = self._bounds.reason_to_keep(saved, decision.format, self._forwards)
+            reason = self._bounds.known_reason(saved.name, decision.format, self._forwards)
+            if reason is None:
+                whole = saved if saved.tensor is not None else saved.again(saved.kind, node, None, piece.tensor)
+                reason = self._bounds.reason_to_keep(whole, decision.format, self._forwards)
             if reason:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
@@ -444,7 +410,7 @@ class Activations:
             slot.sufficient = packed.format
         return True
 
-    def _bits(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+    def _bits(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
         bounds: Bounds = detail
         if bounds.values is None:
             return None
@@ -452,21 +418,20 @@ class Activations:
         is_in_order = x.is_cuda and piece.is_whole and x.numel() == piece.numel and x.storage_offset() == 0
         return StoredMask(piece, pack_mask(x if is_in_order else piece.flat(), bounds.low, bounds.high), bounds.values)
 
-    def _integers(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+    def _integers(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
         width: torch.dtype = detail
         return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else StoredIntegers(piece, width)
 
-    def _shape(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+    def _shape(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
         return StoredShape(piece)
 
-    def _exact(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+    def _exact(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
         self.not_packed.setdefault(saved.name, saved.reason)
         return None
 
 
-Maker = Callable[[Activations, Saved, StoragePiece, StoredForm | None, Any], StoredForm | None]
+Maker = Callable[[Activations, Saved, StoragePiece, Any], StoredForm | None]
 MAKERS: dict[Use, Maker] = {
-    Use.VALUE: Activations._values,
     Use.SIGN: Activations._bits,
     Use.INSIDE: Activations._bits,
     Use.MASK: Activations._bits,

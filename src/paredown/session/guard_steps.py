@@ -105,7 +105,7 @@ class GuardRunner:
     def close(self) -> None:
         """Remove the hooks."""
         self._handle.remove()
-        self._activations.on_packed = lambda saved, piece, form: None
+        self._activations.on_packed = None
 
     # --- before a step ----------------------------------------------------------------------------------------------------
 

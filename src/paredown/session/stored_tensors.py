@@ -19,17 +19,21 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from paredown.codec.packed import PackedTensor
-from paredown.codec.recompute import DecodeSteps, Norm, apply_mask, recompute, unpack_mask
-from paredown.trace.autograd_graph import is_packed_whole
-from paredown.trace.rematerialization import Rematerialization
+from paredown.codec.packed import FlatEncoder, PackedTensor
+from paredown.codec.recompute import DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding
+from paredown.session.value_bounds import depends_on_values
+from paredown.trace.autograd_graph import Saved, is_packed_whole
+from paredown.trace.operations import Use
+from paredown.trace.rematerialization import SOURCE_OPS, Rematerialization
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -99,7 +103,21 @@ free_weak_ref = torch.UntypedStorage._free_weak_ref  # kept here: modules are cl
 class StoredForm(ABC):
     """What is stored in place of a flat piece of memory."""
 
-    __slots__ = ("__weakref__", "dtype", "is_whole", "num_views", "numel", "original", "plain_values", "storage", "version")
+    __slots__ = (
+        *(
+            "__weakref__",
+            "dtype",
+            "is_whole",
+            "name",
+            "num_views",
+            "numel",
+            "original",
+            "original_bytes",
+            "plain_values",
+            "storage",
+        ),
+        "version",
+    )
 
     def __init__(self, piece: StoragePiece) -> None:
         self.storage = StorageRef(piece.storage)  # of the original; while this reference exists, its address is not reused
@@ -107,6 +125,8 @@ class StoredForm(ABC):
         self.original, self.version = weakref.ref(piece.tensor), piece.tensor._version
         self.plain_values: Tensor | None = None
         self.num_views = 0  # saved tensors that it stands for
+        self.name = ""  # of the first slot that saved it
+        self.original_bytes = 0  # of the storage that it replaces
 
     @property
     def nbytes(self) -> int:
@@ -286,6 +306,10 @@ class StoredView:
     def __init__(self, form: StoredForm, size: torch.Size, stride: tuple[int, ...], offset: int, is_all: bool) -> None:
         self.form, self.size, self.stride, self.offset, self.is_all = form, size, stride, offset, is_all
 
+    def __call__(self, tensor: Tensor) -> StoredView:
+        """This view: it is its own pack hook, which spares a function for each saved tensor."""
+        return self
+
     def tensor(self) -> Tensor:
         """The unpacked saved tensor."""
         if self.is_all:
@@ -296,39 +320,89 @@ class StoredView:
         """The output of a ReLU for its backward: its mask without unpacking it, if that is what is stored."""
         form = self.form
         if self.is_all and type(form) is StoredMask and form.bits is not None:
-            return ReluOutput(self, form.bits, form.dtype)
+            return ReluOutput(form.bits, self.size, self.stride, form.dtype)
         return self.tensor()
 
 
-class ReluOutput(Tensor):
-    """The output of a ReLU of which the mask is stored: backward zeroes the gradient by the bits; other operations get an unpacked mask.
+@dataclass(frozen=True)
+class StorageDecision:
+    """How a slot is stored. `asked`: the plan's format; `format`: the one used, None if unmodified; `reason`: why they differ."""
 
-    torch's backward of ReLU reads the gradient and the unpacked mask, 4 bytes of bf16, beside the 2 bytes that unpacking writes; bits are
-    an eighth of a byte.
-    """
+    asked: Format | None
+    format: Format | None
+    rounding: Rounding
+    overflow: Overflow | None
+    reason: str
+    tensor_id: int
 
-    _view: StoredView
-    _bits: Tensor
 
-    @staticmethod
-    def __new__(cls, view: StoredView, bits: Tensor, dtype: torch.dtype) -> ReluOutput:
-        """A tensor with the size and strides of `view`, and without memory of its own."""
-        made = Tensor._make_wrapper_subclass(cls, view.size, strides=view.stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]
-        made._view, made._bits = view, bits
-        return made  # type: ignore[no-any-return]
+FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of the others may differ from call to call
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]  # autograd detaches what a hook returned; nothing else refers to it
-        if func is torch.ops.aten.threshold_backward.default and type(args[1]) is cls and args[2] == 0:
-            grad, output = args[0], args[1]
-            if type(grad) is Tensor and grad.stride() == output._view.stride and grad.size() == output._view.size:
-                return apply_mask(grad, output._bits)
-        args, kwargs = tree_map_only(cls, lambda output: output._view.tensor(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+class SlotStorage:
+    """What is decided once for the saved tensors of a slot, and replayed while they have this layout and the plan does not change."""
+
+    __slots__ = (
+        *(
+            "by_address",
+            "checks_values",
+            "decision",
+            "detail",
+            "dtype",
+            "encode",
+            "is_centered",
+            "is_fixed",
+            "is_source",
+            "is_whole",
+        ),
+        *(
+            "known",
+            "layout",
+            "nbytes",
+            "needs",
+            "numel",
+            "offset",
+            "pin",
+            "plan_number",
+            "size",
+            "stride",
+            "sufficient",
+            "unpack",
+            "use",
+        ),
+    )
+
+    def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
+        tensor = piece.tensor
+        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.nbytes, self.numel, self.is_whole, self.layout = piece.storage.nbytes(), piece.numel, piece.is_whole, piece.layout()
+        self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
+        self.detail = detail  # use and detail of the stored form: part of its key
+        self.known, self.plan_number = (piece.is_whole, piece.numel), plan_number
+        self.is_fixed = saved.use in FIXED_USES or (tensor.is_cuda and saved.use is Use.MASK)
+        if saved.use is Use.VALUE and saved.op == "mul" and not tensor.is_cuda:
+            self.is_fixed = False  # its values decide
+        self.checks_values = depends_on_values(saved)
+        self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
+        is_relu = saved.op == "relu" and saved.use is Use.SIGN
+        self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # on a GPU
+        self.decision: StorageDecision | None = None
+        self.encode: FlatEncoder | None = None
+        self.sufficient: Format | None = None  # a format that is precise enough for the operation
+        self.by_address = False  # whether `encode` takes the saved tensor itself
+
+    def fits(self, saved: Saved, tensor: Tensor, nbytes: int) -> bool:
+        """Whether the decisions hold for this saved tensor."""
+        return (
+            tensor.dtype is self.dtype
+            and nbytes == self.nbytes
+            and tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+            and saved.use is self.use
+            and saved.pin is self.pin
+            and saved.is_centered is self.is_centered
+        )
 
 
 class PackingTime:

@@ -90,11 +90,13 @@ class ValueBounds:
         self._known: dict[str, KnownReason] = {}  # on a GPU: valid until new values are read
         self._last: Reading | None = None  # the one that `_read` returned last
 
+    def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
+        """What `reason_to_keep` returned for a slot, if it would return that again; None if it has to be called."""
+        known = self._known.get(name)
+        return known.reason if known is not None and forwards % READ_INTERVAL and known.holds(format) else None
+
     def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
         """Why a saved tensor stays unmodified in this forward pass although `format` was chosen; "" if it may be packed."""
-        known = self._known.get(saved.name)
-        if known is not None and forwards % READ_INTERVAL and known.holds(format):
-            return known.reason
         self._last = None
         reason = self._reason(saved, format, forwards)
         if self._last is not None and saved.tensor is not None and saved.tensor.is_cuda:

@@ -227,10 +227,14 @@ class VerificationRuns:
         with ExitStack() as stack:
             if chosen is not None:
                 stack.enter_context(
-                    patched_attributes(watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None)
+                    patched_attributes(
+                        watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None, _on_saved_again=None
+                    )
                 )
             if is_exact:  # slots that would be recomputed are stored themselves: recomputing rounds in another order
-                stack.enter_context(patched_attributes(activations, decide=exact, _slots={}, _recomputed=lambda *_: None))
+                stack.enter_context(
+                    patched_attributes(activations, decide=exact, _slots={}, _plan_number=-1, _recomputed=lambda *_: None)
+                )
             if records_formats:
                 stack.enter_context(
                     patched_attributes(activations, on_packed=lambda saved, _, form: self._record_format(saved.name, form))

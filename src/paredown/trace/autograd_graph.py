@@ -55,11 +55,17 @@ class Saved:
     node: Any
     raw: Any
     tensor: Tensor | None  # None for "hooked"
+    slot: Any = None  # in a description that is reported again: what its receiver keeps with it
 
     @property
     def needs(self) -> Needs:
         """What backward needs of the tensor."""
         return Needs(self.use, self.pin, self.is_centered)
+
+    def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
+        """The same description of a later tensor."""
+        described = self.use, kind, self.pin, None, self.reason, self.is_centered
+        return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
 
 @dataclass(eq=False, slots=True)

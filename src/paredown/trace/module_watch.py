@@ -87,11 +87,15 @@ class Segment:
     part: GraphPart
 
 
+SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
+
+
 class Watch:
     """Hooks on every module of `model` that call `on_saved` for each saved tensor; `attach()` registers, `detach()` removes them.
 
     `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
-    the path and the positional arguments of each module inside of the model that is called.
+    the path and the positional arguments of each module inside of the model that is called. `on_saved_again`, if given, is called instead
+    of `on_saved` for a tensor in a place that an earlier pass reported: with that description, the node, handle, tensor and `Pass.inputs`.
     """
 
     def __init__(
@@ -102,10 +106,12 @@ class Watch:
         on_begin: Callable[[], bool] = lambda: True,
         on_end: Callable[[Any], None] = lambda output: None,
         on_enter: Callable[[str, Any], None] = lambda path, args: None,
+        on_saved_again: SavedAgain | None = None,
         min_numel: int = 0,
     ) -> None:
         self.model, self._min_numel = model, min_numel  # smaller tensors are not reported
         self._on_saved, self._on_begin, self._on_end, self._on_enter = on_saved, on_begin, on_end, on_enter
+        self._on_saved_again = on_saved_again
         self._running = threading.local()
         self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
@@ -464,10 +470,13 @@ class Watch:
         is_enabled = torch.is_grad_enabled()  # the model may have called this module under no_grad
         torch._C._set_grad_enabled(False)
         try:
+            if self._on_saved_again is not None:
+                for t, node, raw, tensor in tensors:
+                    self._on_saved_again(t, node, raw, tensor, current.inputs)
+                return
             for t, node, raw, tensor in tensors:
                 kind = "input" if tensor.untyped_storage()._cdata in current.inputs else "activation"
-                described = t.use, kind, t.pin, None, t.reason, t.is_centered
-                self._on_saved(Saved(t.name, t.module, t.op, t.operand, *described, t.attribute, node, raw, tensor))
+                self._on_saved(t.again(kind, node, raw, tensor))
         finally:
             torch._C._set_grad_enabled(is_enabled)
 
