@@ -154,9 +154,12 @@ class Log:
     def __init__(self, file: str, device: str, options: argparse.Namespace) -> None:
         folder = options.out or RESULTS
         self.path = folder / file if options.out or not options.quick else None
-        self.rows: list[dict[str, Any]] = []
         self.runs = json.loads(self.path.read_text()) if self.path and self.path.exists() else []
-        self.runs.append({**machine(device, PACKAGES, options.commit), "rows": self.rows})
+        run: dict[str, Any] = {**machine(device, PACKAGES, options.commit), "rows": []}
+        if getattr(options, "resume", False) and self.runs and self.runs[-1]["commit"] == run["commit"]:
+            run = self.runs.pop()  # its rows are there already
+        self.runs.append(run)
+        self.rows: list[dict[str, Any]] = run["rows"]
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, row: Any) -> None:
