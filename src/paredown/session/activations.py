@@ -122,6 +122,9 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
+        self.form_of: Callable[[Saved, StoragePiece, PackedTensor], StoredForm] = lambda saved, piece, packed: StoredValues(
+            piece, packed
+        )
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
         self._slots: dict[str, SlotStorage] = {}
@@ -368,7 +371,7 @@ class Activations:
         if type(previous) is StoredValues:
             previous.packed = packed  # this operation needs more precision than the one that saved the tensor first
             return previous
-        return StoredValues(piece, packed)
+        return self.form_of(saved, piece, packed)
 
     def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> PackedTensor:
         encode = slot.encode

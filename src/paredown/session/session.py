@@ -56,7 +56,7 @@ from paredown.session.changes import (
     state_changes,
     stored_bytes,
 )
-from paredown.session.checkpointing import CheckpointedModules, SecondPasses
+from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs, SecondPasses
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
@@ -112,6 +112,7 @@ class Session:
         self._checkpointed = CheckpointedModules(plan, model)
         self._watch.passed_over = frozenset(self._checkpointed.modules)
         self._watch.on_recomputation = SecondPasses(self._activations).begin
+        self._offloaded = OffloadedInputs(self._activations) if plan.offload else None
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._weights.checkpointed = frozenset(self._checkpointed.modules)
@@ -196,6 +197,7 @@ class Session:
         rows += activation_changes(self.plan, packed, self._checkpointed.has, self._watch.in_place_on_views)
         rows += self._compiled.changes() if self._compiled is not None else []
         rows += [Change(*row) for row in self._head.rows()]
+        rows += self._offloaded.changes() if self._offloaded is not None and self.forwards else []
         rest = self.plan.find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"

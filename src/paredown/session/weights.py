@@ -282,14 +282,15 @@ class Weights:
 
     def _finish(self, call: WeightCall, output: Any) -> None:
         """End of a module's call: replace the weights that it saved, and pack its parameters."""
+        entries, is_deferred = call.entries, call.saves is not None
         call.end_saves()
-        entries = call.entries
         if not entries:
             return
         is_same = not any([entry.weight.keep_changes() for entry in entries])
         hooks = top_hooks(True)
         is_hooked = hooks is not None and keeps_objects(hooks[0])
-        if output is not None and is_same and torch.is_grad_enabled():
+        is_held = any([entry.parameter._use_count() > entry.holders[0] for entry in entries])
+        if output is not None and is_same and (is_held or not is_deferred) and torch.is_grad_enabled():
             memory = {entry.weight.address: entry.weight for entry in entries}
             is_hooked = call.place.finder.release(output, call.first, memory) or is_hooked
             if any([entry.parameter._use_count() > entry.holders[0] for entry in entries]):

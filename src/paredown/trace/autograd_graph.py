@@ -80,6 +80,11 @@ class ModuleCall:
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
 
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether it is the layer of a checkpoint with use_reentrant=False."""
+        return self.checkpoint is not None and self.checkpoint[1].startswith(f"{self.path}:")
+
 
 @dataclass(eq=False, slots=True)
 class Pass:
