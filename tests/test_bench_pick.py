@@ -131,8 +131,8 @@ def test_coverage_counts_means_and_runs(bench: Any, monkeypatch: pytest.MonkeyPa
 def test_coverage_counts_runs_with_other_seeds_than_those_of_trials(bench: Any) -> None:
     named = made_up_prior(6, 12, seeds=3)
     earlier = replace(named, plans=tuple(replace(plan, level="") for plan in named.plans))
+    case = next(bench.cases(earlier, "60%"))
     for draw in range(4):
-        case = next(bench.cases(earlier, "60%"))
         runs, looked = bench.unseen_runs(case, draw), case.looked(case.picking(), draw)
         seen = {looked.error(column, 0) for column in range(12)}
         assert np.isfinite(runs).sum(axis=1).tolist() == [2] * 12 and not seen & set(runs[np.isfinite(runs)].tolist())
