@@ -243,7 +243,7 @@ class Collection:
         self.reasons.append(f"{key}\n{reason}")
 
     def next_job(self) -> dict[str, Any] | None:
-        """The next job to start; None where all that is left waits for rates, or nothing is left."""
+        """The next job to start; None where nothing is left, or where the rates of all other tasks are still being tried."""
         for job in self.jobs():
             key = job["key"]
             if key not in self.trials and key not in self.running and self.failures[key] < MOST_ATTEMPTS:
