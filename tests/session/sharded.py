@@ -152,14 +152,13 @@ def stored_in_process(model: nn.Module, optimizer: AdamW) -> int:
     """Bytes of the storages of weights, gradients and moments in this process; call it while there are gradients."""
     tensors: list[Tensor] = []
     for p in model.parameters():
-        assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
         entry, weight = optimizer.entry_of(p), weight_of(p)
-        assert entry is not None
+        assert entry is not None and p.grad is not None
         tensors += [
             v for name, v in optimizer.state[p].items() if isinstance(v, Tensor) and v.dim() and not name.startswith("weight.")
         ]
-        tensors += [p._local_tensor] if weight is None else weight.packed.parts.tensors()
-        tensors += [p.grad._local_tensor] if entry.gradient is None else entry.gradient.packed.parts.tensors()
+        tensors += [local(p)] if weight is None else weight.packed.parts.tensors()
+        tensors += [local(p.grad)] if entry.gradient is None else entry.gradient.packed.parts.tensors()
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 

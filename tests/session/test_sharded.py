@@ -257,11 +257,25 @@ def test_replicas_have_the_losses_of_shards(four: list[dict[str, Any]]) -> None:
         assert losses[:2] == expected[:2] and torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-3)
 
 
+def stored_in_one_process() -> int:
+    model = of.gpt()
+    session = paredown.apply(of.LPMM, model)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    of.train(model, optimizer, 0, range(1))
+    ids, targets = of.texts(200)
+    token_loss(model(ids), targets).backward()
+    nbytes = of.stored_in_process(model, optimizer)
+    session.close()
+    return nbytes
+
+
 def test_memory_and_traffic_are_as_predicted(four: list[dict[str, Any]]) -> None:
     trace = trace_step(of.gpt(), of.texts(0), loss=token_loss, optimizer="adamw", device="cpu")
     foot, alone = footprint(trace, of.LPMM, world_size=WORLD, strategy="fsdp2"), footprint(trace, of.LPMM)
     assert four[0]["training"]["stored"] == foot.model_bytes
-    assert foot.model_bytes - foot.padding_bytes <= alone.model_bytes / WORLD < 1.05 * (foot.model_bytes - foot.padding_bytes)
+    divided = stored_in_one_process() / WORLD
+    assert abs(four[0]["training"]["stored"] - foot.padding_bytes - foot.wide_bytes - divided) < 0.05 * divided
+    assert foot.wide_bytes == 0 and alone.model_bytes == stored_in_one_process()
     for process in four:
         sent = process["training"]["sent"]
         assert (WORLD - 1) * sent["all_gather"] == foot.communication.all_gather
