@@ -178,7 +178,7 @@ class Footprint:
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes by which weights that the plan packs on one device are larger here, part of `model_bytes`: `fully_shard` leaves them plain."""
+        """Bytes by which weights that `fully_shard` leaves plain are larger than packed on one device, part of `model_bytes`."""
         shared = self.distribution
         if shared is None or shared.strategy != "fsdp2":
             return 0
