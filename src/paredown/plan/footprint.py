@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from itertools import accumulate
@@ -206,10 +206,23 @@ class Footprint:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of rows that `fully_shard` adds to shards, part of `model_bytes`: the share of one process beyond an even division."""
-        if self.distribution is None or self.distribution.strategy != "fsdp2":
+        """Bytes of the rows that `fully_shard` adds where dimension 0 does not divide, part of `model_bytes`."""
+        shared = self.distribution
+        return 0 if shared is None or shared.strategy != "fsdp2" else self.model_bytes - self._undivided_bytes // shared.world_size
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes by which weights that `fully_shard` leaves plain are larger than packed on one device, part of `model_bytes`."""
+        shared = self.distribution
+        if shared is None or shared.strategy != "fsdp2":
             return 0
-        return self.model_bytes - model_bytes(self.trace, self.plan) // self.distribution.world_size
+        return (self._undivided_bytes - model_bytes(self.trace, self.plan)) // shared.world_size
+
+    @cached_property
+    def _undivided_bytes(self) -> int:
+        """`model_bytes` of one process that has all rows, under the same strategy."""
+        assert self.distribution is not None
+        return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
     @property
     def as_written(self) -> Footprint:
@@ -270,7 +283,12 @@ class Footprint:
         parts = {"all-gather": sent.all_gather, "reduce-scatter": sent.reduce_scatter, "all-reduce": sent.all_reduce}
         parts["all-to-all"] = sent.all_to_all
         texts = [f"{name} {say_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes]
-        return [f"  each of {shared.world_size} processes ({shared.strategy}) sends in a step: {', '.join(texts) or 'nothing'}"]
+        apart = {"padding": self.padding_bytes, "weights that stay plain": self.wide_bytes}
+        lines = [f"  {name}, part of what is stored: {say_bytes(nbytes)}" for name, nbytes in apart.items() if nbytes > 0]
+        return [
+            f"  each of {shared.world_size} processes ({shared.strategy}) sends in a step: {', '.join(texts) or 'nothing'}",
+            *lines,
+        ]
 
 
 def _time_of(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime | str:

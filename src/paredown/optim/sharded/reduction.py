@@ -145,13 +145,18 @@ def _reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futur
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():
-        chunks = torch.zeros((size, -(-values.numel() // size)), dtype=values.dtype, device=values.device)
-        chunks.view(-1)[: values.numel()] = values
-        chunk = reduction.own_chunk(chunks, bucket.index(), group).div_(size)
+        chunk = reduction.own_chunk(_chunks(values, size), bucket.index(), group).div_(size)
         values.copy_(reduction.for_all(chunk, bucket.index(), group).view(-1)[: values.numel()])
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(values)
     return done
+
+
+def _chunks(values: Tensor, size: int) -> Tensor:
+    """A copy of `values` in `size` rows, padded with zeros."""
+    chunks = torch.zeros((size, -(-values.numel() // size)), dtype=values.dtype, device=values.device)
+    chunks.view(-1)[: values.numel()] = values
+    return chunks
 
 
 class ReduceScatter:
