@@ -153,7 +153,7 @@ def empty_strided(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype,
     """torch.empty_strided on the device of `like`, a GPU."""
     if _empty_on_gpu is None or torch._C._cuda_getDevice() != like.get_device():
         return torch.empty_strided(size, stride, dtype=dtype, device=like.device)
-    return _empty_on_gpu(size, stride, dtype)
+    return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
 
 
 class Direct:
