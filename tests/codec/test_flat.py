@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paredown.codec.packed import FlatEncoder, default_overflow, encode, encode_flat
+from paredown.codec.recompute import pack_mask
 from paredown.codec.reference import COVER, PackedParts
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
@@ -84,3 +85,19 @@ def test_repeated_masks_are_those_of_other_bounds_and_values() -> None:
             bits = masks.pack_mask(x.to(device), low, float("nan"), torch.empty(313, dtype=torch.uint8, device=device))
             values = masks.unpack_mask(bits, torch.empty(2500, device=device), low + 1, -1.0)
             assert torch.equal(values.cpu(), torch.where(x > low, low + 1, -1.0))
+
+
+@pytest.mark.parametrize("rounding", [Rounding.NEAREST_EVEN, Rounding.STOCHASTIC])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [2048, 2500])
+def test_the_mask_of_the_values_beside_their_codes(numel: int, dtype: torch.dtype, rounding: Rounding) -> None:
+    device, format = "cuda" if torch.cuda.is_available() else "cpu", Format.parse("int4/64@bf16")
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(1)).relu().to(dtype)
+    x[5], x[7] = torch.nan, -0.0
+    encoder = flat.FlatEncoder(numel, (format, rounding, default_overflow(format), COVER), Seed(7, 3))
+    step = torch.tensor([4], dtype=torch.int32, device=device)
+    for _ in range(2):
+        expected = encoder(x.to(device), step)
+        bits = torch.full((-(-numel // 8),), 255, dtype=torch.uint8, device=device)
+        assert all(torch.equal(a, b) for a, b in zip(encoder(x.to(device), step, bits)[:1], expected[:1], strict=True))
+        assert torch.equal(bits.cpu(), pack_mask(x, 0.0, float("nan")))

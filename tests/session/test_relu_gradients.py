@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from paredown import Plan, apply
 from paredown.codec import recompute
+from paredown.codec.packed import FlatEncoder, PackedTensor
 from paredown.codec.recompute import NO_BOUND, ReluOutput, pack_mask
+from paredown.session import activations, stored_tensors
 from paredown.session.stored_tensors import StoragePiece, StoredMask, StoredView
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -68,6 +70,7 @@ def test_gradients_of_other_layouts_take_an_unpacked_mask(unpacked: list[ReluOut
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_second_derivatives_batched_gradients_and_anomaly_detection() -> None:
     x, weight = values(), torch.randn(4, 6, 5, 7, requires_grad=True)
+    expected: tuple[Tensor, ...] = ()
     for relu in (torch.relu, relu_with_stored_mask):
         with torch.autograd.detect_anomaly(check_nan=False):
             (first,) = torch.autograd.grad(relu(x), x, weight, create_graph=True)
@@ -99,3 +102,93 @@ def test_a_session_stores_masks_so(device: str, layout: str, monkeypatch: pytest
         assert torch.equal(found, expected) and found.stride() == expected.stride()
     assert len(calls) == (3 if device == "cuda" else 0)
     session.close()
+
+
+# --- masks that the kernel packs which encodes the same tensor ---------------------------------------------------------------------
+
+
+class EncoderOfBits:
+    """`FlatEncoder` on a CPU, as the one on a GPU: it takes any layout, and fills `bits`."""
+
+    takes_address = True
+    decode_strided = None
+
+    def __init__(self, *args: Any) -> None:
+        self.encode = FlatEncoder(*args)
+
+    def __call__(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
+        flat = x.as_strided((x.numel(),), (1,))
+        if bits is not None:
+            bits.copy_(pack_mask(flat, 0.0, NO_BOUND))
+        return self.encode(flat, step)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(4, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1)
+        self.relu, self.skips, self.modifies = nn.ReLU(), False, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.first(x))
+        if self.modifies:
+            y = y.add_(1.0)
+        return self.last(y * 2.0 if self.skips else self.second(y))
+
+
+class Run:
+    """Gradients of passes under a session, and the number of masks that were packed on their own."""
+
+    def __init__(self, device: str, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_packed = 0
+        monkeypatch.setattr(stored_tensors, "IN_ONE_PASS", devices)
+        monkeypatch.setattr(activations, "pack_mask", self._pack)
+        if device == "cpu":
+            monkeypatch.setattr(activations, "FlatEncoder", EncoderOfBits)
+        torch.manual_seed(0)
+        self.model = Layers().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.x = torch.randn(8, 4, 14, 14, device=device).to(memory_format=torch.channels_last)
+        self.session = apply(Plan.preset("activations4"), self.model)
+
+    def _pack(self, x: Tensor, low: float, high: float) -> Tensor:
+        self.num_packed += 1
+        return pack_mask(x if x.is_cuda else x.as_strided((x.numel(),), (1,)), low, high)
+
+    def gradients(self) -> list[Tensor | None]:
+        self.model.zero_grad(set_to_none=True)
+        self.model(self.x).square().sum().backward()
+        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mask_is_packed_with_the_codes_of_the_same_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skips = (False, False, False, True, False, False)
+
+    def gradients(devices: tuple[str, ...]) -> tuple[list[list[Tensor | None]], int]:
+        run = Run(device, devices, monkeypatch)
+        found: list[list[Tensor | None]] = []
+        for run.model.skips in skips:
+            found.append(run.gradients())
+        run.session.close()
+        return found, run.num_packed
+
+    (expected, apart), (found, together) = gradients(()), gradients((device,))
+    assert apart == len(skips)
+    assert together == 3, "the first pass, the one that skips the layer (at its end), and the one after it"
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(
+            a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(mine, theirs, strict=True)
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tensor_that_is_modified_before_its_mask_is_packed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(device, (device,), monkeypatch)
+    for _ in range(2):
+        run.gradients()
+    run.model.modifies = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run.gradients()
+    run.session.close()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run.gradients()

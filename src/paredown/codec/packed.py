@@ -101,13 +101,6 @@ class PackedTensor:
         backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))
         return out if self.order == FLAT else out.permute(_inverse(self.order))
 
-    def decode_strided(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The values of a flat packed tensor as a tensor with these sizes and strides, which is dense in the order of packing."""
-        kernels = backend.find_kernels() if self.codes.is_cuda else None
-        if kernels is not None and kernels.covers_recompute(self.format):
-            return kernels.decode_flat(self.parts, self.format, kernels.empty_strided(size, stride, self.dtype, self.codes))
-        return self.decode().as_strided(size, stride)
-
     def to(self, device: torch.device | str | int) -> PackedTensor:
         """The same packed tensor on `device`."""
         if isinstance(device, torch.dtype):
@@ -189,10 +182,13 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
     )
 
 
+DecodeStrided = Callable[[PackedParts, torch.Size, tuple[int, ...], torch.dtype], Tensor]
+
+
 class FlatEncoder:
     """`encode_flat` for tensors of one size, dtype and device, called in every step: what depends on those is looked up once."""
 
-    __slots__ = ("_how", "_kernel", "_seed", "dtype", "format", "shape")
+    __slots__ = ("_how", "_kernel", "_seed", "decode_strided", "dtype", "format", "shape")
 
     def __init__(self, like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> None:
         self.format, self.shape, self.dtype = format, torch.Size((numel,)), like.dtype
@@ -203,16 +199,24 @@ class FlatEncoder:
         self._kernel = (
             kernels.FlatEncoder(numel, (format, *self._how, COVER), seed, is_row=True) if kernels and is_covered else None
         )
+        self.decode_strided: DecodeStrided | None = (
+            None  # decodes into a new tensor with given sizes and strides, where a kernel can
+        )
+        if kernels is not None and is_covered:
+            self.decode_strided = kernels.FlatDecoder(numel, format).strided
 
     @property
     def takes_address(self) -> bool:
         """Whether the values are read from the address of the argument on, whatever its shape; otherwise it is flat and contiguous."""
         return self._kernel is not None
 
-    def __call__(self, x: Tensor, step: Any) -> PackedTensor:
-        """`x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU."""
+    def __call__(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
+        """`x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU.
+
+        `bits`, where `takes_address`, is filled with the mask of values above 0 in the same pass over `x`.
+        """
         if self._kernel is not None:
-            return PackedTensor(self.format, self.shape, self.dtype, FLAT, PackedParts(*self._kernel(x, step)))
+            return PackedTensor(self.format, self.shape, self.dtype, FLAT, PackedParts(*self._kernel(x, step, bits)))
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
 
 

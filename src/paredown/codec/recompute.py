@@ -47,8 +47,8 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
     """The mask of dense `x` in its memory order (on a CPU `x` is flat): ceil(numel / 8) bytes."""
     kernels = backend.find_kernels() if x.is_cuda else None
     if kernels is not None:
-        return kernels.pack_mask(x, low, high, kernels.empty_strided((-(-x.numel() // 8),), (1,), torch.uint8, x))
-    out = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+        return kernels.pack_mask(x, low, high, empty_mask(x))
+    out = empty_mask(x)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
     with one_thread(x):
         for start in range(0, x.numel(), PIECE):
@@ -59,6 +59,14 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
             bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
             out[start // 8 : start // 8 + len(bits)] = (bits * weights).sum(1, dtype=torch.uint8)
     return out
+
+
+def empty_mask(x: Tensor) -> Tensor:
+    """Uninitialized memory for the mask of `x`."""
+    kernels, num_bytes = backend.find_kernels() if x.is_cuda else None, -(-x.numel() // 8)
+    if kernels is None:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+    return kernels.empty_strided((num_bytes,), (1,), torch.uint8, x)
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
@@ -96,7 +104,6 @@ class ReluOutput(Tensor):
 
     _bits: Tensor
 
-    @staticmethod
     def __new__(cls, bits: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> ReluOutput:
         """A tensor of this size, dense in the order of the mask, without memory of its own."""
         made = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import FlatEncoder, PackedTensor
-from paredown.codec.recompute import pack_mask
+from paredown.codec.recompute import NO_BOUND, empty_mask, pack_mask
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
@@ -55,6 +55,7 @@ from paredown.session.stored_tensors import (
     StoredValues,
     StoredView,
     decode_steps_of,
+    memory_of,
 )
 from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
@@ -87,6 +88,7 @@ class ForwardStorage:
 
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
+    masks: dict[Any, tuple[StoredMask, SlotStorage]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
@@ -122,9 +124,7 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
-        self.form_of: Callable[[Saved, StoragePiece, PackedTensor], StoredForm] = lambda saved, piece, packed: StoredValues(
-            piece, packed
-        )
+        self.form_of: Callable[[Saved, StoragePiece, PackedTensor], StoredForm | None] | None = None  # another form for some tensors
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
         self._slots: dict[str, SlotStorage] = {}
@@ -214,6 +214,10 @@ class Activations:
         storage: ForwardStorage = self._local.storage
         self._local.storage = None
         self._running = [other for other in self._running if other is not storage]
+        for mask, slot in storage.masks.values():
+            if mask.delayed is not None:  # the operation that was expected to encode it did not
+                slot.is_delayed = False
+                mask.pack(pack_mask)
         not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
         held = storage.unpacked
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
@@ -244,38 +248,29 @@ class Activations:
                 self.not_packed[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
         slot = self._slots.get(saved.name)
-        if slot is None or not slot.fits(saved, tensor, tensor.untyped_storage().nbytes()):
+        if slot is None or not slot.fits(saved, tensor):
             slot, piece = None, StoragePiece(tensor)
             self.names.add(saved.name)
         else:
             piece = StoragePiece(tensor, slot.known)
-        self._pack(saved, piece, slot, (saved.node, saved.raw))
+        storage = self._current_storage()
+        if piece.numel >= self.min_numel and piece.address not in storage.unpacked:
+            self._store(saved, piece, slot, storage, saved.node, saved.raw)
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
         """`save` for a tensor in the same place of the model as one of an earlier pass, which `seen` describes: its slot is replayed."""
         slot: SlotStorage | None = seen.slot
-        if slot is not None and slot.is_fixed and slot.plan_number == self._plan_number and self.on_packed is None:
-            storage = tensor.untyped_storage()
-            if type(tensor) is Tensor and storage._cdata not in inputs and slot.fits(seen, tensor, storage.nbytes()):
-                self._pack(seen, StoragePiece(tensor, slot.known), slot, (node, raw))
+        if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
+            piece = StoragePiece(tensor, slot.known)
+            if piece.address not in inputs and slot.memory == memory_of(tensor, piece.storage):
+                storage: ForwardStorage = getattr(self._local, "storage", None) or self._running[-1]
+                if piece.address not in storage.unpacked:
+                    self._store(seen, piece, slot, storage, node, raw)
                 return
-        kind = "input" if tensor.untyped_storage()._cdata in inputs else "activation"
-        self.save(seen.again(kind, node, raw, tensor))
-        seen.slot = self._slots.get(seen.name) if kind == "activation" else None
-
-    def _pack(self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, at: tuple[Any, Any]) -> None:
-        """Store a piece, and measure the time on a CPU; `at`: the node and the handle of the saved tensor."""
-        storage = self._current_storage()
-        if piece.numel < self.min_numel or piece.address in storage.unpacked:
-            return
-        if piece.tensor.is_cuda:
-            with self._lock:
-                self._store(saved, piece, slot, storage, at)
-            return
-        start = self.packing_time.clock()
-        with self._lock:
-            self._store(saved, piece, slot, storage, at)
-        self.packing_time.add_since(start)
+        is_input = tensor.untyped_storage()._cdata in inputs
+        self.save(seen.again("input" if is_input else "activation", node, raw, tensor))
+        slot = None if is_input else self._slots.get(seen.name)
+        seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotStorage:
         """Decide how the saved tensors of a slot are stored."""
@@ -284,18 +279,31 @@ class Activations:
         return slot
 
     def _store(
-        self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage, at: tuple[Any, Any]
+        self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        tensor, (node, raw) = piece.tensor, at
-        if slot is None:
-            slot = self._slot(saved, piece)
+        """Store a piece, and measure the time on a CPU; `node`, `raw`: those of the saved tensor."""
+        if piece.tensor.is_cuda:
+            with self._lock:
+                self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
+            return
+        start = self.packing_time.clock()
+        with self._lock:
+            self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
+        self.packing_time.add_since(start)
+
+    def _replace(self, saved: Saved, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage, node: Any, raw: Any) -> None:
+        """Find or make the stored form of a piece, and register it in place of the saved tensor."""
+        tensor = piece.tensor
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
         use, detail = found
         key = (*piece.key, found)
         form = storage.forms.get(key)
         if form is None or use is Use.VALUE:
             previous = form
-            form = self._values(saved, piece, form, slot, node) if use is Use.VALUE else MAKERS[use](self, saved, piece, detail)
+            if use is Use.VALUE:
+                form = self._values(saved, piece, form, slot, node)
+            else:
+                form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[use](self, saved, piece, detail)
             if form is None:
                 storage.unpacked[piece.address] = tensor.detach()
                 return
@@ -368,10 +376,12 @@ class Activations:
         if recomputed is not None:
             return recomputed
         packed = self._encoded(slot, decision, piece)
-        if type(previous) is StoredValues:
-            previous.packed = packed  # this operation needs more precision than the one that saved the tensor first
+        assert slot.encode is not None
+        if type(previous) is StoredValues:  # this operation needs more precision than the one that saved the tensor first
+            previous.replace(packed, slot.encode.decode_strided)
             return previous
-        return self.form_of(saved, piece, packed)
+        form = self.form_of(saved, piece, packed) if self.form_of is not None else None
+        return form or StoredValues(piece, packed, slot.encode.decode_strided)
 
     def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> PackedTensor:
         encode = slot.encode
@@ -380,7 +390,16 @@ class Activations:
             how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
             encode = slot.encode = FlatEncoder(piece.tensor, piece.numel, decision.format, how, seed)
             slot.by_address = encode.takes_address and piece.is_whole and slot.offset == 0
-        return encode(piece.tensor if slot.by_address else piece.flat(), self._step(piece.tensor))
+        step = self._step(piece.tensor)
+        if not slot.by_address:
+            return encode(piece.flat(), step)
+        mask, of_mask = self._current_storage().masks.get(piece.key) or (None, None)
+        if of_mask is None or mask is None or mask.delayed is None:
+            if of_mask is not None:
+                of_mask.is_delayed = True  # from the next pass on
+            return encode(piece.tensor, step)
+        mask.bits, mask.delayed = empty_mask(piece.tensor), None
+        return encode(piece.tensor, step, mask.bits)
 
     def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
         """A form that recomputes the tensor from one that is stored already; None if it cannot, or not precisely enough."""
@@ -412,6 +431,16 @@ class Activations:
                 return False
             slot.sufficient = packed.format
         return True
+
+    def _sign(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage) -> StoredForm:
+        """The mask of a ReLU: packed now, or delayed if the slot of another operation encoded the same tensor in the last pass."""
+        x = piece.tensor
+        if slot.is_delayed and self.on_packed is None:
+            form = StoredMask(piece, None, (1.0, 0.0), x.detach())
+        else:
+            form = StoredMask(piece, pack_mask(x, 0.0, NO_BOUND), (1.0, 0.0))
+        storage.masks[piece.key] = form, slot
+        return form
 
     def _bits(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
         bounds: Bounds = detail

@@ -290,7 +290,7 @@ class OffloadedInputs:
     """Stores packed inputs of checkpointed layers in host memory."""
 
     def __init__(self, activations: Activations) -> None:
-        self._make, activations.form_of = activations.form_of, self._form_of
+        activations.form_of = self._form_of
         self._copies = HostCopies()
         self._last: weakref.ref[OffloadedValues] | None = None
         self._num_offloaded, self._reason = 0, NO_INPUTS
@@ -299,12 +299,12 @@ class OffloadedInputs:
         """A row where nothing is in host memory."""
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
-    def _form_of(self, saved: Saved, piece: StoragePiece, packed: PackedTensor) -> StoredForm:
+    def _form_of(self, saved: Saved, piece: StoragePiece, packed: PackedTensor) -> StoredForm | None:
         if saved.op != CHECKPOINT:
-            return self._make(saved, piece, packed)
+            return None
         if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():
             self._reason = CAPTURED if piece.tensor.is_cuda else NO_GPU
-            return self._make(saved, piece, packed)
+            return None
         self._num_offloaded += 1
         form = OffloadedValues(piece, packed, self._copies, self._last)
         self._last = weakref.ref(form)

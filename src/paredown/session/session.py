@@ -105,8 +105,8 @@ class Session:
             self._missing = tuple(plan.check(self._parameter_slots()))
         self._activations = Activations(plan, seed)
         self._is_checked, self._modules = False, list(model.modules())
-        save = {"on_saved": self._activations.save, "on_saved_again": self._activations.save_again}
-        self._watch = Watch(model, **save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
+        self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
+        self._watch.on_saved_again = self._activations.save_again
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)

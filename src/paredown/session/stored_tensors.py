@@ -26,8 +26,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paredown.codec.packed import FlatEncoder, PackedTensor
-from paredown.codec.recompute import DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
+from paredown.codec.packed import DecodeStrided, FlatEncoder, PackedTensor
+from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.session.value_bounds import depends_on_values
@@ -53,15 +53,15 @@ class StoragePiece:
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
         """`known`: whether the piece is the whole storage, and its number of values, of an earlier tensor with the same layout."""
         self.tensor = tensor
-        self.storage = tensor.untyped_storage()
-        self.address = self.storage._cdata
+        self.storage = storage = tensor.untyped_storage()
+        self.address = address = storage._cdata
         if known is None:
-            storage_bytes = self.storage.nbytes()
+            storage_bytes = storage.nbytes()
             is_whole = is_packed_whole(tensor, storage_bytes)
             known = is_whole, storage_bytes // tensor.itemsize if is_whole else tensor.numel()
         self.is_whole, self.numel = known
-        key = (self.address, tensor._version, tensor.dtype)
-        self.key: tuple[Any, ...] = key if self.is_whole else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
+        key = (address, tensor._version, tensor.dtype)
+        self.key: tuple[Any, ...] = key if known[0] else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def flat(self) -> Tensor:
         """The values of the piece in memory order, shape (numel,)."""
@@ -171,12 +171,18 @@ class StoredForm(ABC):
 class StoredValues(StoredForm):
     """Values encoded in a format."""
 
-    __slots__ = ("_decoded", "packed")
+    __slots__ = ("_decode_strided", "_decoded", "packed")
 
-    def __init__(self, piece: StoragePiece, packed: PackedTensor) -> None:
+    def __init__(self, piece: StoragePiece, packed: PackedTensor, decode_strided: DecodeStrided | None = None) -> None:
+        """`decode_strided`: of the encoder, where a kernel decodes into any dense tensor."""
         super().__init__(piece)
         self.packed: PackedTensor | None = packed
+        self._decode_strided = decode_strided
         self._decoded: StorageRef | None = None
+
+    def replace(self, packed: PackedTensor, decode_strided: DecodeStrided | None) -> None:
+        """Store the same values in another format."""
+        self.packed, self._decode_strided = packed, decode_strided
 
     def _packed_bytes(self) -> int:
         return self.packed.nbytes if self.packed is not None else 0
@@ -194,11 +200,10 @@ class StoredValues(StoredForm):
         return decoded
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The same without a flat tensor in between, on a GPU and where no other saved tensor shares it."""
-        packed = self.packed
-        if packed is None or self.plain_values is not None or self.num_views > 1 or not packed.codes.is_cuda:
+        """The same without a flat tensor in between, where no other saved tensor shares it."""
+        if self._decode_strided is None or self.packed is None or self.plain_values is not None or self.num_views > 1:
             return self.values().as_strided(size, stride)
-        return packed.decode_strided(size, stride)
+        return self._decode_strided(self.packed.parts, size, stride, self.dtype)
 
     def _drop(self) -> None:
         self.packed = None
@@ -233,25 +238,38 @@ class RecomputedValues(StoredForm):
 
 @final
 class StoredMask(StoredForm):
-    """One exact bit for each value, decoded as one of two values."""
+    """One exact bit for each value, decoded as one of two values.
 
-    __slots__ = ("bits", "inside", "outside")
+    `delayed`: a tensor that the operation after it is going to encode. The mask is packed in the same pass over memory, or at the latest
+    when the forward pass ends.
+    """
 
-    def __init__(self, piece: StoragePiece, bits: Tensor, values: tuple[float, float]) -> None:
+    __slots__ = ("bits", "delayed", "inside", "outside")
+
+    def __init__(
+        self, piece: StoragePiece, bits: Tensor | None, values: tuple[float, float], delayed: Tensor | None = None
+    ) -> None:
         super().__init__(piece)
-        self.bits: Tensor | None = bits
+        self.bits, self.delayed = bits, delayed
         self.inside, self.outside = values
+
+    def pack(self, pack_mask: Callable[[Tensor, float, float], Tensor]) -> None:
+        """Pack a mask that was delayed until now."""
+        tensor, self.delayed = self.delayed, None
+        if tensor is not None and tensor._version == self.version:
+            self.bits = pack_mask(tensor, 0.0, NO_BOUND)
 
     def _packed_bytes(self) -> int:
         return self.bits.nbytes if self.bits is not None else 0
 
     def _unpacked(self) -> Tensor:
-        assert self.bits is not None
+        if self.bits is None:  # the tensor was modified before its mask was packed, and then torch raises this error too
+            raise RuntimeError(MODIFIED.format(self.version, "a later one"))
         out = torch.empty(self.numel, dtype=self.dtype, device=self.bits.device)
         return unpack_mask(self.bits, out, inside=self.inside, outside=self.outside)
 
     def _drop(self) -> None:
-        self.bits = None
+        self.bits = self.delayed = None
 
 
 @final
@@ -336,46 +354,17 @@ class StorageDecision:
     tensor_id: int
 
 
+IN_ONE_PASS = ("cuda",)  # devices with a kernel that encodes a tensor and packs its mask
 FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of the others may differ from call to call
 
 
 class SlotStorage:
     """What is decided once for the saved tensors of a slot, and replayed while they have this layout and the plan does not change."""
 
-    __slots__ = (
-        *(
-            "by_address",
-            "checks_values",
-            "decision",
-            "detail",
-            "dtype",
-            "encode",
-            "is_centered",
-            "is_fixed",
-            "is_source",
-            "is_whole",
-        ),
-        *(
-            "known",
-            "layout",
-            "nbytes",
-            "needs",
-            "numel",
-            "offset",
-            "pin",
-            "plan_number",
-            "size",
-            "stride",
-            "sufficient",
-            "unpack",
-            "use",
-        ),
-    )
-
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
-        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.nbytes, self.numel, self.is_whole, self.layout = piece.storage.nbytes(), piece.numel, piece.is_whole, piece.layout()
+        self.offset, self.numel, self.is_whole, self.layout = tensor.storage_offset(), piece.numel, piece.is_whole, piece.layout()
+        self.memory = memory_of(tensor, piece.storage)
         self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
         self.detail = detail  # use and detail of the stored form: part of its key
         self.known, self.plan_number = (piece.is_whole, piece.numel), plan_number
@@ -385,24 +374,24 @@ class SlotStorage:
         self.checks_values = depends_on_values(saved)
         self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
         is_relu = saved.op == "relu" and saved.use is Use.SIGN
+        is_in_order = tensor.device.type in IN_ONE_PASS and piece.is_whole and self.offset == 0 and tensor.numel() == piece.numel
+        self.can_be_delayed = is_relu and is_in_order  # a mask that can be packed by the kernel that encodes the same tensor
+        self.is_delayed = False  # whether a later operation encodes the tensor, and packs its mask too
         self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # on a GPU
         self.decision: StorageDecision | None = None
         self.encode: FlatEncoder | None = None
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
         self.by_address = False  # whether `encode` takes the saved tensor itself
 
-    def fits(self, saved: Saved, tensor: Tensor, nbytes: int) -> bool:
+    def fits(self, saved: Saved, tensor: Tensor) -> bool:
         """Whether the decisions hold for this saved tensor."""
-        return (
-            tensor.dtype is self.dtype
-            and nbytes == self.nbytes
-            and tensor.size() == self.size
-            and tensor.stride() == self.stride
-            and tensor.storage_offset() == self.offset
-            and saved.use is self.use
-            and saved.pin is self.pin
-            and saved.is_centered is self.is_centered
-        )
+        is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
+        return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
+
+
+def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """All that decisions depend on: dtype, bytes of the storage, size, strides and offset."""
+    return tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 class PackingTime:

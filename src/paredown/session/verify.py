@@ -228,7 +228,7 @@ class VerificationRuns:
             if chosen is not None:
                 stack.enter_context(
                     patched_attributes(
-                        watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None, _on_saved_again=None
+                        watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None, on_saved_again=None
                     )
                 )
             if is_exact:  # slots that would be recomputed are stored themselves: recomputing rounds in another order

@@ -79,6 +79,7 @@ class ModuleCall:
     counts: dict[str, int] = field(default_factory=dict)  # operation -> number of nodes that saved tensors
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
+    cache: Any = None  # what the last call of a module without children saved (`module_watch.CallCache`)
 
     @property
     def is_checkpointed(self) -> bool:
@@ -125,9 +126,7 @@ class Pass:
         return kind if tensor is not None and tensor.untyped_storage()._cdata == storage else None
 
 
-def next_number() -> int:
-    """The sequence number of the next node that this thread creates."""
-    return torch._C._autograd._get_sequence_nr()
+next_number = torch._C._autograd._get_sequence_nr  # () -> the sequence number of the next node that this thread creates
 
 
 def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
@@ -380,22 +379,18 @@ class GraphPart:
                 if node is None or node.name() != name:
                     return None
                 nodes.append(node)
-        return self._read(nodes)
-
-    def _read(self, nodes: Sequence[Any]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
         tensors: list[tuple[Saved, Any, Any, Tensor]] = []
-        for trail in self.trails:
-            node = nodes[trail.index]
-            raw = getattr(node, trail.raw)
-            if raw.unpack_hook is not None or (trail.operand is not None and trail.operand.at(node).use is not trail.saved.use):
-                return None
-            try:
-                tensor = getattr(node, trail.tensor)
-            except RuntimeError:  # modified in place since it was saved: backward raises the error
-                return None
-            if tensor is None:
-                return None
-            tensors.append((trail.saved, node, raw, tensor))
+        try:
+            for trail in self.trails:
+                node = nodes[trail.index]
+                raw, tensor = getattr(node, trail.raw), None
+                if raw.unpack_hook is None and (trail.operand is None or trail.operand.at(node).use is trail.saved.use):
+                    tensor = getattr(node, trail.tensor)
+                if tensor is None:
+                    return None
+                tensors.append((trail.saved, node, raw, tensor))
+        except RuntimeError:  # modified in place since it was saved: backward raises the error
+            return None
         return tensors
 
 

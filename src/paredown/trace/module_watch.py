@@ -69,8 +69,7 @@ class CallCache:
     """What the last call of a module without children saved; while calls create as many nodes, the graph is not searched again."""
 
     num_nodes: int
-    size: torch.Size
-    dtype: torch.dtype
+    layout: tuple[torch.Size, torch.dtype]  # of the output
     needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
     part: GraphPart
 
@@ -87,6 +86,8 @@ class Segment:
     part: GraphPart
 
 
+is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+NEEDED, NOT_NEEDED = (True,), (False,)
 SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
@@ -94,7 +95,7 @@ class Watch:
     """Hooks on every module of `model` that call `on_saved` for each saved tensor; `attach()` registers, `detach()` removes them.
 
     `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
-    the path and the positional arguments of each module inside of the model that is called. `on_saved_again`, if given, is called instead
+    the path and the positional arguments of each module inside of the model that is called. `on_saved_again`, if set, is called instead
     of `on_saved` for a tensor in a place that an earlier pass reported: with that description, the node, handle, tensor and `Pass.inputs`.
     """
 
@@ -105,13 +106,12 @@ class Watch:
         *,
         on_begin: Callable[[], bool] = lambda: True,
         on_end: Callable[[Any], None] = lambda output: None,
-        on_enter: Callable[[str, Any], None] = lambda path, args: None,
-        on_saved_again: SavedAgain | None = None,
+        on_enter: Callable[[str, Any], None] | None = None,
         min_numel: int = 0,
     ) -> None:
         self.model, self._min_numel = model, min_numel  # smaller tensors are not reported
         self._on_saved, self._on_begin, self._on_end, self._on_enter = on_saved, on_begin, on_end, on_enter
-        self._on_saved_again = on_saved_again
+        self.on_saved_again: SavedAgain | None = None
         self._running = threading.local()
         self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
@@ -215,7 +215,7 @@ class Watch:
             self._on_end(output)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        current = self._current() or self._branch(module, args)
+        current: Pass | None = getattr(self._running, "current", None) or self._branch(module, args)
         if current is None or current.over is not None:
             if current is not None and current.is_repeated:  # slots of later calls keep their names
                 path = (self._paths.get(module) or ("", False))[0]
@@ -227,14 +227,18 @@ class Watch:
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
         path = path if times == 1 else f"{path}@{times}"
-        self._on_enter(path, args)
-        if not torch.is_grad_enabled():
+        if self._on_enter is not None:
+            self._on_enter(path, args)
+        if not is_grad_enabled():
             self._enter_hidden(current, module, path, args)
-        current.calls.append(ModuleCall(module, path, is_plain_leaf, next_number()))
+        call = ModuleCall(module, path, is_plain_leaf, next_number())
+        current.calls.append(call)
         current.is_repeated = False
+        if not current.is_branch:
+            call.cache = self._call_caches.get(path)
         if has_default_hooks():
             self._find_checkpoint(current, args)
-            current.is_repeated = self._repeats_checkpoint(current.calls[-1])
+            current.is_repeated = self._repeats_checkpoint(call)
         if (module in self.passed_over and not self.collects_small) or current.is_repeated:
             current.over = module
         elif self._unfollowed and path.partition("@")[0] in self._checkpointed:  # it runs without the checkpoint of the first pass
@@ -244,30 +248,40 @@ class Watch:
                 self._attach_to(part)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        current = self._current()
-        if current is None or current.over not in (None, module):
+        current: Pass | None = getattr(self._running, "current", None)
+        if current is None:
             return
+        call = current.calls[-1]
+        if call.cache is not None and call.module is module and current.over is None and self._repeat(current, call, args, output):
+            self._end_call(current, call, output)
+        elif current.over is None or current.over is module:
+            self._read_call(current, module, args, output)
+
+    def _read_call(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        """Report what a call saved, by reading the graph behind its output."""
         calls = current.calls
         while len(calls) > 1 and calls[-1].module is not module:  # calls that ended by an exception which the model caught
             calls.pop()
         if len(calls) > 1:
             call = calls[-1]
-            call.needs = tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
-            cache = self._call_caches.get(call.path) if not current.is_branch else None
-            if (cache or current.over) is not None and call.first - calls[0].first - len(current.seen) != current.unreached:
+            call.needs = _needs_of(args)
+            if (call.cache or current.over) is not None and call.first - calls[0].first - len(current.seen) != current.unreached:
                 self._report_again(current, args, before=call.first)  # nodes that the parents created before this call
             if current.over is not None:
                 current.seen.update(range(call.first, next_number()))
                 current.over = None
-            elif cache is None or not self._repeat(current, call, cache, output):
+            elif call.cache is None or not self._repeat(current, call, args, output):
                 self._report_again(current, output)
-            if call.checkpoint is not None:
-                self._report_checkpoint(current, call, output)
-            if current.hidden is not None and current.hidden.module is module:
-                current.hidden = None
-            calls.pop()
+            self._end_call(current, call, output)
         if current.is_branch and len(calls) == 1:
             self._running.current = None
+
+    def _end_call(self, current: Pass, call: ModuleCall, output: Any) -> None:
+        if call.checkpoint is not None:
+            self._report_checkpoint(current, call, output)
+        if current.hidden is not None and current.hidden.module is call.module:
+            current.hidden = None
+        current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
         """The branch of the running forward pass that another thread begins by calling `module`; None where that is not followed.
@@ -438,25 +452,25 @@ class Watch:
             self._call_caches.pop(call.path, None)
             return
         part = GraphPart.of([output.grad_fn], created, saved_here)
-        self._call_caches[call.path] = CallCache(len(created), output.size(), output.dtype, call.needs, part)
+        self._call_caches[call.path] = CallCache(len(created), (output.size(), output.dtype), call.needs, part)
 
-    def _repeat(self, current: Pass, call: ModuleCall, cache: CallCache, output: Any) -> bool:
+    def _repeat(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> bool:
         """Report what this call saved from the cache of the last one; False, and no report, if the calls differ."""
-        end, last = next_number(), output.grad_fn if isinstance(output, Tensor) else None
+        cache, first, end = call.cache, call.first, next_number()
         if (
-            last is None
-            or end - call.first != cache.num_nodes
-            or call.first - current.calls[0].first - len(current.seen) != current.unreached
-            or output.dtype != cache.dtype
-            or output.size() != cache.size
-            or call.needs != cache.needs
+            end - first != cache.num_nodes
+            or first - current.calls[0].first - len(current.seen) != current.unreached  # nodes of the parents come first
+            or not isinstance(output, Tensor)
+            or (output.size(), output.dtype) != cache.layout
+            or _needs_of(args) != cache.needs
         ):
             return False
-        tensors = cache.part.follow((last,))
+        tensors = cache.part.follow((output.grad_fn,))
         if tensors is None:
             return False
-        current.seen.update(range(call.first, end))
-        self._report_tensors(current, tensors)
+        current.seen.update(range(first, end))
+        if tensors:
+            self._report_tensors(current, tensors)
         return True
 
     def _replay(self, current: Pass, values: Any, before: int | None, segment: Segment) -> bool:
@@ -474,24 +488,30 @@ class Watch:
         current.unreached = segment.unreached
         for index, counts in segment.counts:
             current.calls[index].counts.update(counts)
-        self._report_tensors(current, found)
+        if found:
+            self._report_tensors(current, found)
         return True
 
     def _report_tensors(self, current: Pass, tensors: list[tuple[Saved, Any, Any, Tensor]]) -> None:
-        if not tensors:
-            return
-        is_enabled = torch.is_grad_enabled()  # the model may have called this module under no_grad
-        torch._C._set_grad_enabled(False)
+        is_enabled = is_grad_enabled()  # the model may have called this module under no_grad
+        set_grad_enabled(False)
         try:
-            if self._on_saved_again is not None:
+            if self.on_saved_again is not None:
                 for t, node, raw, tensor in tensors:
-                    self._on_saved_again(t, node, raw, tensor, current.inputs)
+                    self.on_saved_again(t, node, raw, tensor, current.inputs)
                 return
             for t, node, raw, tensor in tensors:
                 kind = "input" if tensor.untyped_storage()._cdata in current.inputs else "activation"
                 self._on_saved(t.again(kind, node, raw, tensor))
         finally:
-            torch._C._set_grad_enabled(is_enabled)
+            set_grad_enabled(is_enabled)
+
+
+def _needs_of(args: Any) -> tuple[bool, ...]:
+    """Which of the tensors among the arguments of a call require a gradient."""
+    if len(args) == 1 and type(args[0]) is Tensor:
+        return NEEDED if args[0].requires_grad else NOT_NEEDED
+    return tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
 
 
 def _point_of(current: Pass, before: int | None) -> tuple[int, ...]:

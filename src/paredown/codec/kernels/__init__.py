@@ -1,6 +1,7 @@
 """The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
 
 from paredown.codec.kernels.flat import (  # noqa: F401
+    FlatDecoder,
     FlatEncoder,
     covers_recompute,
     decode_flat,

@@ -30,6 +30,7 @@ from paredown.codec.kernels.launch import (
     element_constants,
     empty_flat,
     empty_row,
+    empty_strided,
     encodes,
     random_of,
     run_direct,
@@ -100,6 +101,16 @@ def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl
 
 
 @triton.jit
+def affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """x scaled and shifted by the weight and bias of its channel."""
+    if HAS_WEIGHT:
+        x = x * tl.load(weight_ptr + channel)
+    if HAS_BIAS:
+        x = x + tl.load(bias_ptr + channel)
+    return x
+
+
+@triton.jit
 def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
@@ -115,11 +126,7 @@ def normed(
         else:
             rows = start // CHANNEL_COUNT + ((start % CHANNEL_COUNT).to(tl.int32) + tl.arange(0, TILE)) // CHANNEL_COUNT
             x = (x - tl.load(mean_ptr + rows, mask=inside, other=0.0)) * tl.load(deviation_ptr + rows, mask=inside, other=0.0)
-    if HAS_WEIGHT:
-        x = x * tl.load(weight_ptr + channel)
-    if HAS_BIAS:
-        x = x + tl.load(bias_ptr + channel)
-    return x
+    return affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT, HAS_BIAS)
 
 
 @triton.jit
@@ -138,11 +145,7 @@ def normed_by_groups(
         exists = row < numel // CHANNEL_COUNT
         mean = tl.load(mean_ptr + row, mask=exists, other=0.0)
         x = (x - mean[:, None]) * tl.load(deviation_ptr + row, mask=exists, other=0.0)[:, None]
-    if HAS_WEIGHT:
-        x = x * tl.load(weight_ptr + channel)
-    if HAS_BIAS:
-        x = x + tl.load(bias_ptr + channel)
-    return x
+    return affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT, HAS_BIAS)
 
 
 @triton.jit
@@ -216,7 +219,7 @@ class FlatEncoder:
     The parts are flat, or have one row with `is_row`. `how`: format, rounding, overflow and "cover".
     """
 
-    __slots__ = ("_direct", "_is_random", "_is_row", "flat")
+    __slots__ = ("_direct", "_is_random", "_is_row", "_with_bits", "flat")
 
     def __init__(self, numel: int, how: Any, seed: Seed, *, is_row: bool = False) -> None:
         random = random_of(seed, numel, how[1])
@@ -224,14 +227,20 @@ class FlatEncoder:
         k0, k1 = (key - (1 << 32) if key >> 31 else key for key in seed.base_keys()) if self._is_random else (0, 0)
         self.flat = _flat(numel, how, self._is_random, random.wide)
         self._direct = Direct(self.flat.launches, (seed.first_index, k0, k1))
+        with_bits = encodes(1, numel, how, True, self._is_random, random.wide, True)
+        self._with_bits = Direct(with_bits, self._direct.scalars)
 
-    def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
-        """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device."""
+    def __call__(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> list[Tensor]:
+        """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device.
+
+        `bits` is filled with the mask of values above 0.
+        """
         index, source = x.get_device(), x.data_ptr()
+        direct, bits_at = (self._direct, source) if bits is None else (self._with_bits, bits.data_ptr())
         key = (index, x.dtype, torch.uint8)
-        compiled = self._direct.find(key, source)
+        compiled = direct.find(key, source | bits_at)
         if compiled is None:
-            return self._first(key, x, step if self._is_random else None)
+            return self._first(direct, key, x, step if self._is_random else None, bits)
         flat, empty = self.flat, empty_row if self._is_row else empty_flat
         codes = empty(flat.num_bytes, torch.uint8, x)
         scales = lowest = empty(flat.num_blocks, flat.scale, x)
@@ -240,13 +249,13 @@ class FlatEncoder:
             lowest = empty(flat.num_blocks, flat.minimum, x)
             parts.append(lowest)
         step_at = step.data_ptr() if self._is_random else None
-        addresses = (source, codes.data_ptr(), scales.data_ptr(), lowest.data_ptr(), source, source, step_at)
+        addresses = (source, codes.data_ptr(), scales.data_ptr(), lowest.data_ptr(), source, source, step_at, bits_at)
         run_direct(compiled, index, addresses)
         return parts
 
-    def _first(self, key: Any, x: Tensor, step: Tensor | None) -> list[Tensor]:
+    def _first(self, direct: Direct, key: Any, x: Tensor, step: Tensor | None, bits: Tensor | None) -> list[Tensor]:
         parts, pointers = _parts_and_pointers(self.flat, x, step)
-        self._direct.launch(key, pointers)
+        direct.launch(key, pointers if bits is None else (*pointers[:-1], bits))
         return [part.view(1, -1) for part in parts] if self._is_row else parts
 
 
@@ -274,6 +283,11 @@ class FlatDecoder:
         self._direct.launch(key, (codes, out, scales, minimums, out, out))
         return out
 
+    def strided(self, parts: PackedParts, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A new dense tensor with these sizes and strides, filled with decoded values in the order of memory."""
+        assert parts.codes is not None
+        return self(parts, empty_strided(size, stride, dtype, parts.codes))
+
 
 def _parts_and_pointers(flat: Flat, x: Tensor, step: Tensor | None) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
     """[codes, scales] or [codes, scales, minimums] for flat `x`, each flat and empty, and the pointers of `encode_kernel`."""
@@ -286,7 +300,7 @@ def _parts_and_pointers(flat: Flat, x: Tensor, step: Tensor | None) -> tuple[lis
         parts.append(lowest)
     source = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
     shared = (scales.view(AS_INTEGERS[scales.dtype]), lowest.view(AS_INTEGERS[lowest.dtype]))
-    return parts, (source, codes, *shared, source, source, step)
+    return parts, (source, codes, *shared, source, source, step, source)
 
 
 def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:

@@ -320,14 +320,16 @@ def largest_finite(x: Tensor) -> Tensor:
 
 def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: PackedParts, *, stores_codes: bool) -> None:
     element, random = encoding.format.element, random_of(encoding.seed, x.numel(), encoding.rounding)
-    pointers = (bf16_as_integers(x), out, *shared_of(parts, x), _table(element, encoding.rounding, x.device), random.step)
+    pointers = (bf16_as_integers(x), out, *shared_of(parts, x), _table(element, encoding.rounding, x.device), random.step, x)
     how = (encoding.format, encoding.rounding, encoding.overflow, encoding.rule)
     for launch in encodes(*x.shape, how, stores_codes, random.step_in_memory, random.wide):
         launch(pointers, random.scalars)
 
 
 @lru_cache(maxsize=4096)
-def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool) -> list[Launch]:
+def encodes(
+    rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool, stores_bits: bool = False
+) -> list[Launch]:
     """Launches for (rows, cols); `how`: format, rounding, overflow and the rule of scales."""
     format, rounding, overflow, rule = how
     lowest, highest = table_limits(format.element, rounding) if format.element.kind is ElementKind.TABLE else (0.0, 0.0)
@@ -338,6 +340,7 @@ def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: 
         "RULE": RULES[rule].value,
         "SAYS_NAN": overflow is Overflow.SATURATE or format.element.nan_code is not None,
         "STORES_CODES": stores_codes,
+        "STORES_BITS": stores_bits,
         "STEP_IN_MEMORY": step_in_memory,
         "WIDE": wide,
         **block_constants(format),

@@ -65,12 +65,12 @@ def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
     """`out`: one bit for each of the values that begin at the address of `x`; see `codec/recompute.py`."""
-    return _launch("pack_mask_kernel", (low, high), x.numel(), x, out)
+    return _launch("pack_mask_kernel", (float(low), float(high)), x.numel(), x, out)
 
 
 def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Tensor:
     """`out`, flat: one of two values for each bit."""
-    return _launch("unpack_mask_kernel", (inside, outside), out.numel(), bits, out)
+    return _launch("unpack_mask_kernel", (float(inside), float(outside)), out.numel(), bits, out)
 
 
 def apply_mask(grad: Tensor, bits: Tensor, out: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def apply_mask(grad: Tensor, bits: Tensor, out: Tensor) -> Tensor:
 def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, out: Tensor, bits: Tensor | None = None) -> Tensor:
     if not numel:
         return out
-    direct = _mask_launch(name, numel, tuple(float(value) for value in values))
+    direct = _mask_launch(name, numel, values)
     index, source_at, target_at = source.get_device(), source.data_ptr(), out.data_ptr()
     addresses = (source_at, target_at) if bits is None else (source_at, target_at, bits.data_ptr())
     key = (index, source.dtype, out.dtype)
@@ -95,7 +95,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """`x` in a dtype that the kernels of masks take; `stores`: values are written as they are, or copied."""
+    """`x` in a dtype that the kernels of masks take; `stores`: the kernel writes it or copies its values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)

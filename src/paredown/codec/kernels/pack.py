@@ -74,6 +74,14 @@ def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
+def joined_bits(bits, inside, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Eight bits to a byte, the first one lowest: (TILE,) int32 of 0 and 1 -> (TILE / 8,) uint8; 0 where the mask is false."""
+    if MASKED:
+        bits = tl.where(inside, bits, 0)
+    return tl.sum(bits.reshape(TILE // 8, 8) << tl.arange(0, 8)[None, :], 1).to(tl.uint8)
+
+
+@triton.jit
 def random_tile(
     start, k0, k1, step_ptr, ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr
 ):
@@ -304,18 +312,30 @@ def store_values(ptr, values, inside, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k0", "k1", "first_index"])
 def encode_kernel(
-    x_ptr, out_ptr, scales_ptr, minimums_ptr, tensor_scale_ptr, table_ptr, step_ptr, lowest, highest, max_value,
+    x_ptr, out_ptr, scales_ptr, minimums_ptr, tensor_scale_ptr, table_ptr, step_ptr, bits_ptr, lowest, highest, max_value,
     first_tile, tiles_per_row, cols, row_bytes, blocks_per_row, first_index, k0, k1,
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, RULE: tl.constexpr,
     SAYS_NAN: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, STORES_CODES: tl.constexpr,
-    WIDE: tl.constexpr, ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+    STORES_BITS: tl.constexpr, WIDE: tl.constexpr, ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x to codes, scales and minimums, as drawn above; or (not STORES_CODES) to the values that these decode to."""
+    """Rows of x to codes, scales and minimums, as drawn above; or (not STORES_CODES) to the values that these decode to.
+
+    STORES_BITS, for one long row: the mask of values above 0 beside the codes, as in `masks.py`.
+    """
     row, tile = place(first_tile, tiles_per_row, ONE_ROW)
     start = row * cols + tile * TILE
     left = tl.minimum(cols - tile * TILE, TILE).to(tl.int32)
     inside = tl.arange(0, TILE) < left
     x = load_values(x_ptr + start, tl.arange(0, TILE), inside, MASKED)
+    if STORES_BITS:
+        at_bits = tl.arange(0, TILE // 8)
+        store_tile(
+            bits_ptr + start // 8,
+            at_bits,
+            joined_bits(1 - (x <= 0.0).to(tl.int32), inside, MASKED, TILE),
+            at_bits * 8 < left,
+            MASKED,
+        )
     random = random_tile(first_index + start, k0, k1, step_ptr, ROUNDING, STEP_IN_MEMORY, WIDE, TILE)
     if BLOCK_LEN > 0:
         BLOCKS: tl.constexpr = TILE // BLOCK_LEN
