@@ -348,6 +348,10 @@ class OffloadedValues(StoredForm):
         self._host = self._fetched = None
 
 
+def _pinned_copy(part: Tensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
+
+
 class HostCopies:
     """Copies packed tensors between a GPU and host memory, on a stream of its own; between CPU tensors at once."""
 
@@ -367,9 +371,7 @@ class HostCopies:
             return packed.mapped(Tensor.clone)
         stream = self._stream(packed.device)
         with torch.cuda.stream(stream):
-            host = packed.mapped(
-                lambda part: torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
-            )
+            host = packed.mapped(_pinned_copy)
         for part in packed.parts.tensors():
             part.record_stream(stream)
         return host

@@ -306,9 +306,12 @@ class WeightUse:
     def count_holders(self) -> None:
         """Record the reference counts of the unpacked parameter before its module runs."""
         weight = self.weight
+        if not self.parameter.requires_grad:  # frozen: it has no AccumulateGrad node
+            weight.accumulator, self.holders = None, self.count()
+            return
         if self._like is not weight.empty:  # the dtype or device changed, and with it the AccumulateGrad node
             self._accumulator, self._like = None, weight.empty
-        if self._accumulator is None and self.parameter.requires_grad and not torch.is_inference_mode_enabled():
+        if self._accumulator is None and not torch.is_inference_mode_enabled():
             self._accumulator = accumulator_of(self.parameter)
         weight.accumulator = self._accumulator
         self.holders = self.count()

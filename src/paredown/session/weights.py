@@ -275,7 +275,7 @@ class Weights:
 
     def _leave(self, place: PackedModule, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
-        if any(call.place is place for call in calls):
+        if calls and (calls[-1].place is place or any(call.place is place for call in calls)):
             while calls[-1].place is not place:  # calls that ended without their forward hook
                 self._finish(calls.pop(), None)
             self._finish(calls.pop(), output)

@@ -324,6 +324,9 @@ class RecomputedPasses(dict[Any, RecomputedTensors]):
         return tensors
 
 
+FRAME = ("recompute_fn", "recomputed", "check_recomputed_tensors_match")  # private names of torch 2.11 to 2.13
+
+
 class RecomputedLayer:
     """A checkpointed layer whose second forward passes store large tensors packed.
 
@@ -341,7 +344,8 @@ class RecomputedLayer:
 
     def follow(self, frame: Any) -> None:
         """Store what the second forward pass of this checkpoint saves; of one that saved another number of tensors nothing is stored."""
-        if len(frame.weak_holders) != len(self.saves) or not any(self.saves):
+        is_known = all(hasattr(frame, name) for name in FRAME)
+        if not is_known or len(frame.weak_holders) != len(self.saves) or not any(self.saves):
             return
         reference = weakref.ref(frame)  # the frame must not refer to itself: its tensors would outlive backward
         frame.recomputed = RecomputedPasses()
