@@ -331,6 +331,28 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"   {way:22s}{trials:4.1f} trials   " + "   ".join(cells)
 
 
+def spreads(earlier: PriorData, budget: str) -> Iterator[dict[str, Any]]:
+    """For each task the standard deviation of the true means of plans that fit, and of the mean of three runs of one plan.
+
+    The variance of observed means has noise in it, which is subtracted; effects of seeds, which all plans share, are taken off before.
+    """
+    for case in cases(earlier, budget):
+        runs = case.runs.level[case.fits]
+        counts = np.isfinite(runs).sum(axis=1)
+        if len(runs) < 2 or not np.isfinite(case.runs.parts.rest):
+            continue
+        means, rest = np.nansum(runs, axis=1) / np.maximum(counts, 1), case.runs.parts.rest
+        variance = float(means.var(ddof=1) - rest * (1 / counts).mean())
+        yield {
+            "prior": earlier.name,
+            "budget": budget,
+            "task": earlier.tasks[case.row].name,
+            "plans_that_fit": len(runs),
+            "spread": round(max(variance, 0.0) ** 0.5, 5),
+            "noise_of_three": round((rest / 3) ** 0.5, 5),
+        }
+
+
 # --- coverage -------------------------------------------------------------------------------------------------------------
 
 
@@ -402,12 +424,12 @@ def say_coverage(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{prior}, levels {levels}, {own[0]['tasks']} tasks, in 90 % bands after " + "; ".join(cells)
 
 
-def save(rows: list[dict[str, Any]], covered: list[dict[str, Any]]) -> None:
+def save(rows: list[dict[str, Any]], covered: list[dict[str, Any]], spread: list[dict[str, Any]]) -> None:
     """Add a run to the results."""
     path = RESULTS / "pick.json"
     runs = json.loads(path.read_text()) if path.exists() else []
     about = {"trials": NUM_TRIALS, "draws": [NUM_DRAWS, FEW_DRAWS, SEED_DRAWS], "table": [*table(rows), *say_coverage(covered)]}
-    runs.append({**machine("cpu", ("numpy", "scipy")), **about, "rows": rows, "coverage": covered})
+    runs.append({**machine("cpu", ("numpy", "scipy")), **about, "rows": rows, "coverage": covered, "spreads": spread})
     path.write_text(json.dumps(runs).replace('{"prior"', '\n  {"prior"') + "\n")
 
 
@@ -422,11 +444,12 @@ def main() -> None:
     for name in () if options.prior else sorted({name for name, _ in BUDGETS} - {name for name, _ in wanted}):
         print(f"{name}: it is not here")
     rows = [row for name, budget in wanted for row in rows_of(named(name), budget)]
-    print("\n".join(table(rows)))
+    spread = [row for name, budget in wanted for row in spreads(named(name), budget)]
+    print("\n".join([*table(rows), "", *map(str, spread)]))
     if not options.prior:
         covered = [row for name in dict.fromkeys(name for name, _ in wanted) for row in both_coverages(named(name))]
         print("\n".join(["", *say_coverage(covered)]))
-        save(rows, covered)
+        save(rows, covered, spread)
 
 
 def both_coverages(earlier: PriorData) -> Iterator[dict[str, Any]]:

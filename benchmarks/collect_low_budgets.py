@@ -7,7 +7,8 @@
 `run` tries three learning rates of each task at full precision, takes the best, and trains every plan with seed 0, then 1, then 2, in
 `--workers` processes. It stops after `--seconds`. With `--done`, files of earlier calls, it goes on where they ended: no trial runs twice.
 A plan that diverged with one seed is not run with further ones. Then one process alone times steps of every plan on each network, for
-`--timing` seconds at most. Needs no database. `--tiny`: sizes for a CPU.
+`--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run, the first ones first. Needs no database.
+`--tiny`: sizes for a CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +190,10 @@ def time_steps(tasks: list[dict[str, Any]], to: Path, seconds: float) -> None:
             if how in timed:
                 continue
             timed.add(how)
-            for row in task["plans"]:
+            for index in task.get("order", range(len(task["plans"]))):
                 if time.monotonic() > end:
                     return
+                row = task["plans"][index]
                 plan = Plan.from_json(row["plan"])
                 try:
                     measured = step_seconds(known_task(task_name(task["data"], task["how"], lr=first_rate)), plan, device)
@@ -256,10 +259,9 @@ class Collection:
             yield from (self.job(number, 0, 0, lr) for lr in RATES[task["how"]["model"]])
         rates = [self.rate(number) for number in range(len(self.tasks))]
         for seed in range(NUM_SEEDS):
-            for index in range(max(len(task["plans"]) for task in self.tasks)):
-                for number, task in enumerate(self.tasks):
-                    lr = rates[number]
-                    if lr is not None and index < len(task["plans"]) and not self.has_diverged(number, index, lr, seed):
+            for places in zip_longest(*(task.get("order", range(len(task["plans"]))) for task in self.tasks)):
+                for number, (index, lr) in enumerate(zip(places, rates, strict=True)):
+                    if index is not None and lr is not None and not self.has_diverged(number, index, lr, seed):
                         yield self.job(number, index, seed, lr)
 
     def job(self, number: int, index: int, seed: int, lr: float) -> dict[str, Any]:
