@@ -158,6 +158,13 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, **options: Any) -> Non
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
+def gradient_of(rank: int) -> Tensor:
+    """1024 values that 8 bits hold exactly, 0 in all but two processes; the sum of these two is rounded."""
+    values = torch.randint(-127, 128, (16, 64), generator=torch.Generator().manual_seed(rank)).float()
+    values[:, 0] = 127.0  # so that the scale of each block is 1
+    return values.flatten() * (1.0, 1 / 16, 0.0, 0.0)[rank]
+
+
 def stored_in_process(model: nn.Module, optimizer: AdamW) -> int:
     """Bytes of the storages of weights, gradients and moments in this process; call it while there are gradients."""
     tensors: list[Tensor] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -21,20 +22,24 @@ from torch.multiprocessing import ProcessExitedException
 
 import paredown
 from paredown import footprint, trace_step
+from paredown.codec.packed import encode
 from paredown.errors import OptimError
 from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding, Seed
 from paredown.models.transformer import token_loss
 from paredown.optim import AdamW, reduce_in_8_bits
 from paredown.optim.gradient_hooks import PackedGradient
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.sharded.local_rows import local
 from paredown.optim.sharded.packed_shards import NEEDED, reason_to_keep_shard_plain
+from paredown.optim.sharded.reduction import SUM_IDS, Reduction, reduce_bucket
 from paredown.trace.trace import Trace
 from tests.session import sharded as of
 from tests.support.processes import needs_gloo, run_on, run_on_two
 
 pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore")]  # of the libraries below, about this machine
 WORLD = 4
+IN_8_BITS = Format.parse("int8/64@bf16")
 
 
 def codes_of_pictures() -> dict[str, Any]:
@@ -147,8 +152,28 @@ def gradients(rank: int, microbatches: int) -> list[Tensor]:
     return [grad.clone() if mean else grad / microbatches for grad, mean in zip(grads, is_mean, strict=True)]
 
 
+def reduced(rank: int) -> Tensor:
+    """A bucket of DistributedDataParallel after a reduction in 8 bits."""
+    values = of.gradient_of(rank)
+    bucket = SimpleNamespace(buffer=lambda: values, index=lambda: 3)
+    return reduce_bucket(Reduction(IN_8_BITS, seed=5), dist.group.WORLD, bucket).value()
+
+
+def sent_in(rank: int, dtype: torch.dtype | None) -> dict[str, int]:
+    """Bytes of the collectives of a pass with gradients reduced in `dtype`."""
+    mesh, model = init_device_mesh("cpu", (WORLD,)), of.gpt()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    session = paredown.apply(of.LPMM, model)
+    with of.counted() as sent:
+        of.loss_of(model, rank).backward()
+    session.close()
+    return sent
+
+
 def worker(rank: int, folder: Path) -> dict[str, Any]:
-    edges = {"plain": kept_plain(rank), "replaced": replaced(rank)}
+    edges = {"plain": kept_plain(rank), "replaced": replaced(rank), "reduced": reduced(rank)}
+    edges["sent"] = [sent_in(rank, dtype) for dtype in (None, torch.bfloat16)]
     edges["gradients"] = {number: gradients(rank, number) for number in (1, 2)}
     return {**edges, "pictures": codes_of_pictures(), "training": training(rank, folder), "replicas": replicas(rank)}
 
@@ -229,6 +254,21 @@ def test_gradients_are_means_over_processes_and_microbatches(four: list[dict[str
         rows = zip(*(process["gradients"][number] for process in four), strict=True)
         found = torch.cat([torch.cat(parts).flatten() for parts in rows])
         assert 1e-4 < (found - exact).norm() / exact.norm() < 0.02, "rounded to 8 bits once or twice"
+
+
+def test_gradients_are_reduced_in_the_dtype_of_the_policy(four: list[dict[str, Any]]) -> None:
+    for process in four:
+        unmodified, half = process["sent"]
+        assert half == {"all_gather": unmodified["all_gather"], "reduce_scatter": unmodified["reduce_scatter"] // 2}
+
+
+def test_random_bits_of_a_reduction_follow_from_the_index_in_the_whole_buffer(four: list[dict[str, Any]]) -> None:
+    """The quantized sum is that of a buffer that is not divided, so it does not depend on the number of processes."""
+    mean = torch.stack([of.gradient_of(rank) for rank in range(WORLD)]).sum(0)[None] / WORLD
+    seed = Seed(5, SUM_IDS + 3, 1)
+    expected = encode(mean, IN_8_BITS, rounding=Rounding.STOCHASTIC, seed=seed, order="logical").decode()[0]
+    assert all(torch.equal(process["reduced"], expected) for process in four)
+    assert not torch.equal(expected, mean[0]) and not torch.equal(expected, paredown.round_trip(mean, IN_8_BITS)[0])
 
 
 def test_losses_are_those_of_one_process(four: list[dict[str, Any]]) -> None:

@@ -221,6 +221,24 @@ def unscaled(rank: int) -> dict[str, Any]:
     return {"infinite": has_infinite, "changed": changed, "scale": scaler.get_scale()}
 
 
+def deferred(rank: int) -> list[int]:
+    """How many weights have values that are not encoded yet, after a step of torch.optim and when fully_shard begins to gather."""
+    model = sharded(Net())
+    session = paredown.apply(WEIGHTS, model)
+    optimizer = adamw_one_by_one(list(model.parameters())[::-1])  # last the first block, which is gathered when it runs
+    loss_of(model, [rank]).backward()
+    optimizer.step()
+    packed = [weight for p in model.parameters() if (weight := weight_of(p)) is not None]
+    counts: list[int] = []
+    count = lambda *_: counts.append(sum(weight.written is not None for weight in packed))  # noqa: E731
+    count()
+    handle = model.register_forward_pre_hook(count)  # after the session's own
+    loss_of(model, [rank])
+    handle.remove()
+    session.close()
+    return counts
+
+
 @dataclass(frozen=True)
 class Way:
     """How a model is made and trained, and options of fully_shard."""
@@ -249,7 +267,7 @@ WAYS = {
 
 def worker(rank: int, folder: Path) -> dict[str, Any]:
     ways = {name: way.run(sharded(way.make(), **way.options)) for name, way in WAYS.items()}
-    return {"ways": ways, "unscaled": unscaled(rank)}
+    return {"ways": ways, "unscaled": unscaled(rank), "deferred": deferred(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +286,7 @@ def test_weights_are_those_of_one_process(two: list[dict[str, Any]], name: str) 
 def test_a_step_that_one_process_must_skip_is_skipped_by_all(two: list[dict[str, Any]]) -> None:
     assert [process["unscaled"]["infinite"] for process in two] == [False, True]
     assert all(process["unscaled"]["changed"] == 0.0 and process["unscaled"]["scale"] == 32.0 for process in two)
+
+
+def test_deferred_values_are_encoded_before_gathers(two: list[dict[str, Any]]) -> None:
+    assert [process["deferred"] for process in two] == [[1, 0]] * 2

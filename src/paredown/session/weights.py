@@ -76,9 +76,7 @@ class Weights:
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
         self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
-        self.checkpointed: frozenset[nn.Module] = (
-            frozenset()
-        )  # modules in plan.recompute, whose own hooks end before those of this class
+        self.checkpointed: frozenset[nn.Module] = frozenset()  # modules in plan.recompute, whose own hooks end before those here
         self._held: dict[Weight, WeightUse] = {}
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
@@ -202,13 +200,15 @@ class Weights:
             self.weights.update({name: shard.weight for name, shard in packed.items()})
 
     def _repack_shards(self) -> None:
-        """Pack the shards that load_state_dict(assign=True) or model.to() has replaced by plain ones."""
+        """Pack shards that load_state_dict(assign=True) or model.to() has replaced by plain ones; encode deferred values of others."""
         replaced: dict[str, tuple[DTensor, Format]] = {}
         for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
             del self.shards[name], self.weights[name]
             packed_shards.forget_gathered(shard.managed)
             replaced[name] = shard.managed.sharded_param, shard.weight.packed.format
         self._pack_shards(replaced)
+        for shard in self.shards.values():
+            shard.weight.encode()  # now: fully_shard gathers on another CUDA stream, where values of this one may be freed too early
 
     def _register_hooks(self) -> None:
         model = self._model()

@@ -55,7 +55,7 @@ def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: 
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
         model.register_comm_hook(
-            None, lambda state, bucket: _reduce_bucket(reduction, group, bucket)
+            None, lambda state, bucket: reduce_bucket(reduction, group, bucket)
         )  # torch refuses annotations as text
         return reduction
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
@@ -140,7 +140,7 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
     return received.view(row.dtype)
 
 
-def _reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """The communication hook of DistributedDataParallel: the mean of a bucket over all processes."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
