@@ -124,7 +124,9 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
-        self.form_of: Callable[[Saved, StoragePiece, PackedTensor], StoredForm | None] | None = None  # another form for some tensors
+        self.form_of: Callable[[Saved, StoragePiece, PackedTensor], StoredForm | None] | None = (
+            None  # another form for some tensors
+        )
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
         self._slots: dict[str, SlotStorage] = {}
