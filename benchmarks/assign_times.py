@@ -20,7 +20,7 @@ replaced by one for as much less. Steps are timed as in bench_session.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from bench_session import WARM_UP, cpu_times, cuda_times, gpt2, texts
 from loops import Batch, Job, Log, build, failure, gib, make_optimizer, make_step, pictures, release
+from networks import llama
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -94,8 +95,10 @@ def full_jobs() -> dict[str, tuple[Job, str]]:
     small_vit = partial(MODELS["vit"], dim=384, num_layers=12, num_heads=12)
     resnet18 = partial(MODELS["resnet18"], width=64)
     small_gpt = partial(MODELS["gpt"], vocabulary=256, dim=768, num_layers=12, num_heads=24, context=1024)
+    words = partial(texts, vocabulary=32000)
     return {
         "resnet50": (Job("ResNet-50", 256, resnet50, last, "sgdm", channels_last=True), "layer?.*"),
+        "llama": (Job("Llama 0.4B", 8, llama, words, "adamw"), "model.layers.*"),
         "vit_b16": (Job("ViT-B/16", 128, ViT, pictures, "adamw"), "layers.*"),
         "gpt2": (Job("GPT-2 124M", 16, gpt2, texts, "adamw"), "transformer.h.*"),
         "resnet18": (Job("small ResNet-18", 4096, resnet18, tiny_last, "sgdm", channels_last=True), "layer?.*"),
@@ -168,24 +171,24 @@ ASSIGNED: dict[str, dict[str, Any]] = {
 }
 
 
-def checkpointed(model: nn.Module, pattern: str) -> None:
-    """Every layer behind torch.utils.checkpoint."""
+def checkpointed(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Layers behind torch.utils.checkpoint."""
     modules = dict(model.named_modules())
-    for path in outermost(modules, (pattern,)):
+    for path in outermost(modules, tuple(patterns)):
         modules[path].forward = partial(checkpoint, modules[path].forward, use_reentrant=False)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measured(planner: Planner, plan: pare.Plan | None, num_steps: int, *, by_hand: bool = False) -> dict[str, Any]:
-    """Columns of a row: a fresh model, warm-up, then `num_steps` steps."""
+def measured(planner: Planner, plan: pare.Plan | None, num_steps: int, *, by_hand: Sequence[str] = ()) -> dict[str, Any]:
+    """Columns of a row: a fresh model, warm-up, then `num_steps` steps. `by_hand`: layers behind torch.utils.checkpoint."""
     job, device = planner.job, planner.device
     release(device)
     torch.manual_seed(0)
     model, batch = build(job, device), job.batch(job.size, device)
     if by_hand:
-        checkpointed(model, planner.pattern)
+        checkpointed(model, by_hand)
     session = pare.apply(plan, model) if plan is not None else None
     try:
         is_ours = plan is not None and planner.lowers_parameters(plan)
@@ -237,7 +240,7 @@ def rows_of(planner: Planner, num_steps: int) -> Iterator[Row]:
     yield compared(full, full, full)
     every = planner.checkpointing
     row = replace(blank, way="checkpointing", num_again=len(layers), predicted_peak_bytes=planner.predicted(every))
-    plain = attempt(row, lambda: measured(planner, None, num_steps, by_hand=True))
+    plain = attempt(row, lambda: measured(planner, None, num_steps, by_hand=[planner.pattern]))
     yield compared(plain, full, plain)
     peak = plain.peak_bytes or planner.predicted(every)
     for way in ASSIGNED:

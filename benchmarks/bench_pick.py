@@ -16,10 +16,12 @@ itself, where it is known and less, since plans that hardly learn have most of a
 Beside these, `unseen`: each seed in turn is hidden from the pick, and the picked plan's run with it is compared with the mean of all
 plans that fit; below 0 is better than a random plan. The best plan of a noisy seed would be a lucky one.
 
-Coverage: after random trials, the share of the other plans whose mean error, and whose single runs, lie in their 90 % bands.
+Coverage: after random trials, the share of the other plans whose mean error, and whose single runs, lie in their 90 % bands; of runs
+with seeds that no trial had, where plans have runs of their own.
 
 Ways: `pick` with some trials; `nothing`: no trial; `random`: the same number of trials of random plans that fit, the least error is taken;
-`random, same beliefs`: of these, what the prior makes of them.
+`random, same beliefs`: of these, what the prior makes of them; `one at random`: a random plan that fits; `assign`: the plan that it makes;
+`best on average`: that of all other tasks.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,8 +56,17 @@ NUM_DRAWS = 20  # of the noise of trials, and of random plans
 FEW_DRAWS = 4  # where tasks are many
 SEED_DRAWS = 4  # for each hidden seed
 COUNTS = (0, 3, 6, 10)  # trials before coverage
+COVERAGE_DRAWS = 6
 MOST_TASKS = 30  # of a prior, whose coverage is counted
-BUDGETS = (("stored", "40%"), ("stored", "60%"), ("simulated", "22%"), ("released", "22%"))
+PICTURES_ALONE, BY_TASK = ("stored",), ("low_budgets",)
+BUDGETS = (
+    ("low_budgets", "30%"),
+    ("low_budgets", "25%"),
+    ("stored", "40%"),
+    ("stored", "60%"),
+    ("simulated", "22%"),
+    ("released", "22%"),
+)
 
 
 @dataclass(frozen=True)
@@ -144,12 +156,33 @@ def at_random_believed(case: Case, draw: int, num: int) -> tuple[int, int]:
     return int(picking.candidates.rows[picking.choice().plan].column), len(picking.trials)
 
 
+def assigned(case: Case, draw: int, num: int) -> tuple[int, int]:
+    """What `assign` makes for the largest budget that fits, without a trial; a random plan where the prior has none."""
+    shares = {c: re.fullmatch(r"assign ([\d.]+)% role", case.earlier.plans[c].template) for c in case.fits}
+    known = {c: float(share[1]) for c, share in shares.items() if share}
+    return (int(max(known, key=lambda c: known[c])), 0) if known else one_at_random(case, draw, num)
+
+
+def one_at_random(case: Case, draw: int, num: int) -> tuple[int, int]:
+    """Any plan that fits, each in turn, in a random order."""
+    return int(np.random.default_rng(case.row).permutation(case.fits)[draw % len(case.fits)]), 0
+
+
+def best_on_average(case: Case, draw: int, num: int) -> tuple[int, int]:
+    """The plan that fits with the least mean distance from the best plan on the tasks before, in errors of random guessing."""
+    errors = np.nanmean(scaled(case.before)[:, case.fits], axis=2)
+    return int(case.fits[np.nanmean(errors - np.nanmin(errors, axis=1, keepdims=True), axis=0).argmin()]), 0
+
+
 WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
     "pick": (picked, NUM_TRIALS),
     "pick, 3 trials": (picked, 3),
     "nothing": (picked, 0),
     "random": (at_random, NUM_TRIALS),
     "random, same beliefs": (at_random_believed, NUM_TRIALS),
+    "one at random": (one_at_random, 1),
+    "assign": (assigned, 0),
+    "best on average": (best_on_average, 0),
 }
 
 
@@ -157,14 +190,15 @@ WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
 
 
 def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
-    """Each task with pictures; all rows of its data are left out. Runs of twins are those of each other."""
+    """Each task; all rows of its data are left out, of priors BY_TASK its own row alone. Runs of twins are those of each other."""
     whole = TaskPrior.of(earlier)
     earlier = replace(earlier, runs=with_twins(earlier.runs, twins_of(earlier)))
     runs = scaled(earlier)
     for row, task in enumerate(earlier.tasks):
-        if task.metric != "error" or "/" in task.data:
+        if (task.metric != "error" and earlier.name in PICTURES_ALONE) or "/" in task.data:
             continue
         kin = [other.name for other in earlier.tasks if other.data.partition("/")[0] == task.data]
+        kin = [task.name] if earlier.name in BY_TASK else kin
         full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
         unit = task.blind or random_guess_error(task.metric, task.answers) or 1.0
         means = seed_means(earlier.runs[row], is_calm(earlier)[row])
@@ -297,6 +331,28 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"   {way:22s}{trials:4.1f} trials   " + "   ".join(cells)
 
 
+def spreads(earlier: PriorData, budget: str) -> Iterator[dict[str, Any]]:
+    """For each task the standard deviation of the true means of plans that fit, and of the mean of three runs of one plan.
+
+    The variance of observed means has noise in it, which is subtracted; effects of seeds, which all plans share, are taken off before.
+    """
+    for case in cases(earlier, budget):
+        runs = case.runs.level[case.fits]
+        counts = np.isfinite(runs).sum(axis=1)
+        if len(runs) < 2 or not np.isfinite(case.runs.parts.rest):
+            continue
+        means, rest = np.nansum(runs, axis=1) / np.maximum(counts, 1), case.runs.parts.rest
+        variance = float(means.var(ddof=1) - rest * (1 / counts).mean())
+        yield {
+            "prior": earlier.name,
+            "budget": budget,
+            "task": earlier.tasks[case.row].name,
+            "plans_that_fit": len(runs),
+            "spread": round(max(variance, 0.0) ** 0.5, 5),
+            "noise_of_three": round((rest / 3) ** 0.5, 5),
+        }
+
+
 # --- coverage -------------------------------------------------------------------------------------------------------------
 
 
@@ -304,12 +360,14 @@ def coverage(earlier: PriorData, *, has_levels: bool) -> Iterator[dict[str, Any]
     """For each number of trials the share of plans whose mean, and of runs, that lie in their 90 % bands; mean over tasks left out."""
     known = earlier if has_levels else replace(earlier, plans=tuple(replace(plan, level="") for plan in earlier.plans))
     every = -(-sum(1 for _ in cases(earlier, "100%")) // MOST_TASKS)
-    found: dict[int, list[tuple[float, float]]] = {}
+    found: dict[int, list[np.ndarray]] = {}
     for case in list(cases(earlier, "1000%"))[::every]:
         before = known.without([task.name for task in known.tasks if task.name not in {row.name for row in case.before.tasks}])
         blind = replace(case, earlier=replace(case.earlier, plans=known.plans), before=before)
         for count in COUNTS:
-            found.setdefault(count, []).append(inside(case, blind, count))
+            found.setdefault(count, []).append(
+                np.mean([inside(case, blind, count, draw) for draw in range(COVERAGE_DRAWS)], axis=0)
+            )
     head = {"prior": earlier.name, "levels": "given" if has_levels else "found"}
     for count, shares in found.items():
         means, runs = np.mean(shares, axis=0)
@@ -322,30 +380,40 @@ def coverage(earlier: PriorData, *, has_levels: bool) -> Iterator[dict[str, Any]
         }
 
 
-def inside(case: Case, blind: Case, count: int) -> tuple[float, float]:
+def inside(case: Case, blind: Case, count: int, draw: int) -> tuple[float, float]:
     """Shares of the untried plans of a task whose mean, and of whose runs, lie in their bands after `count` random trials."""
-    picking, dice = blind.picking(), np.random.default_rng([count, case.row])
+    picking, dice = blind.picking(), np.random.default_rng([count, case.row, draw])
     columns, unit = picking.candidates.columns, picking.unit or 1.0
     tried = dice.choice(columns, min(count, len(columns) - 1), replace=False)
-    looked = case.looked(case.picking(), draw=0)
+    looked = case.looked(case.picking(), draw)
     for column in tried:
         picking.learn(looked.measure(_plan(case.earlier, int(column)), 0))
-    estimate, rest = picking.estimate(), np.flatnonzero(~np.isin(columns, tried))
-    has_names = any(plan.level for plan in case.earlier.plans)
-    truth = np.minimum(case.truths["smoothed" if has_names else "seeds"][columns[rest]] / unit, WORST)
-    runs = np.minimum(case.earlier.runs[case.row, columns[rest]] / unit, WORST)
+    runs, has_names = unseen_runs(case, draw if count else None), any(plan.level for plan in case.earlier.plans)
+    num_runs = _num_runs(case, runs)
+    rest = np.flatnonzero(~np.isin(columns, tried) & (num_runs[columns] > 0))
+    estimate, columns = picking.estimate(), columns[rest]
+    means = np.where(np.isfinite(runs), runs, 0.0).sum(axis=1) / np.maximum(num_runs, 1)
+    truth = np.minimum((case.truths["smoothed"] if has_names else means)[columns] / unit, WORST)
+    runs = np.minimum(runs[columns] / unit, WORST)
     (low, high), (run_low, run_high) = ([part[rest] for part in band] for band in (estimate.mean_band(), estimate.run_band()))
-    slack = 1.645 * case.noise / unit / np.sqrt(_num_runs(case)[columns[rest]])  # the true means are not known better
-    half = np.hypot((high - low) / 2, slack)
+    half = np.hypot((high - low) / 2, 1.645 * case.noise / unit / np.sqrt(num_runs[columns]))  # the true means are not known better
     is_in = np.isfinite(runs) & (runs >= run_low[:, None] - 1e-9) & (runs <= run_high[:, None] + 1e-9)
     return float(np.mean(np.abs(truth - (low + high) / 2) <= half + 1e-9)), float(is_in.sum() / np.isfinite(runs).sum())
 
 
-def _num_runs(case: Case) -> np.ndarray:
+def unseen_runs(case: Case, draw: int | None) -> np.ndarray:
+    """The task's runs (plans, seeds) with seeds that no trial of the draw had; all of them where the plans of a level share their runs."""
+    runs = case.earlier.runs[case.row].copy()
+    if draw is not None and runs.shape[1] > 1 and not any(plan.level for plan in case.earlier.plans):
+        runs[:, np.random.default_rng(draw).permutation(runs.shape[1])[0]] = np.nan  # the seed of its trials (looked.py)
+    return runs
+
+
+def _num_runs(case: Case, runs: np.ndarray) -> np.ndarray:
     """Runs behind the true mean of each plan, (plans,)."""
     names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(case.earlier.plans)])
-    counts = np.isfinite(case.earlier.runs[case.row]).sum(axis=1)
-    return np.array([max(int(counts[names == name].sum()), 1) for name in names])
+    counts = np.isfinite(runs).sum(axis=1)
+    return np.array([int(counts[names == name].sum()) for name in names])
 
 
 def say_coverage(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -356,12 +424,12 @@ def say_coverage(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{prior}, levels {levels}, {own[0]['tasks']} tasks, in 90 % bands after " + "; ".join(cells)
 
 
-def save(rows: list[dict[str, Any]], covered: list[dict[str, Any]]) -> None:
+def save(rows: list[dict[str, Any]], covered: list[dict[str, Any]], spread: list[dict[str, Any]]) -> None:
     """Add a run to the results."""
     path = RESULTS / "pick.json"
     runs = json.loads(path.read_text()) if path.exists() else []
     about = {"trials": NUM_TRIALS, "draws": [NUM_DRAWS, FEW_DRAWS, SEED_DRAWS], "table": [*table(rows), *say_coverage(covered)]}
-    runs.append({**machine("cpu", ("numpy", "scipy")), **about, "rows": rows, "coverage": covered})
+    runs.append({**machine("cpu", ("numpy", "scipy")), **about, "rows": rows, "coverage": covered, "spreads": spread})
     path.write_text(json.dumps(runs).replace('{"prior"', '\n  {"prior"') + "\n")
 
 
@@ -376,11 +444,12 @@ def main() -> None:
     for name in () if options.prior else sorted({name for name, _ in BUDGETS} - {name for name, _ in wanted}):
         print(f"{name}: it is not here")
     rows = [row for name, budget in wanted for row in rows_of(named(name), budget)]
-    print("\n".join(table(rows)))
+    spread = [row for name, budget in wanted for row in spreads(named(name), budget)]
+    print("\n".join([*table(rows), "", *map(str, spread)]))
     if not options.prior:
         covered = [row for name in dict.fromkeys(name for name, _ in wanted) for row in both_coverages(named(name))]
         print("\n".join(["", *say_coverage(covered)]))
-        save(rows, covered)
+        save(rows, covered, spread)
 
 
 def both_coverages(earlier: PriorData) -> Iterator[dict[str, Any]]:

@@ -4,28 +4,28 @@
     python benchmarks/bench_time.py --model resnet50 gpt2     # some networks
     python benchmarks/bench_time.py --quick                   # small ones on the CPU: whether it runs, no figures
 
-The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set. Two predictions stand in a row: by rates of the device
-alone, and with the operations of the network timed one by one. `kernel_seconds` is the sum of kernel times of one step by the profiler,
-`small_batch_seconds` the time of a step whose tensors are so small that the host is the limit: what the two parts of a prediction are
-compared with. Steps are timed as in bench_session.py.
+Networks are those of bench_session.py. The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set. Two predictions
+stand in a row: by rates of the device alone, and with the operations of the network timed one by one. With --parts the baseline and int8
+have `kernel_seconds`, the sum of kernel times of one step by the profiler, and `small_batch_seconds`, the time of a step whose tensors are
+so small that the host is the limit: what the two parts of a prediction are compared with. Steps are timed as in bench_session.py. A network
+that fails is a row with its error. At the end stand the largest deviations of predicted times.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from assign_times import LEARNS, Planner, measured, quick_jobs
-from bench_session import WARM_UP, gpt2, texts, torchvision_model
-from loops import Job, Log, build, common_options, failure, gib, make_optimizer, make_step, pictures, release
-from torch import nn
+from assign_times import LEARNS, Planner, measured
+from bench_session import WARM_UP, full_jobs, quick_jobs
+from loops import Job, Log, build, common_options, failure, gib, make_optimizer, make_step, release
 
 import paredown as pare
 from paredown.calibrate.device_calibration import calibrate
@@ -36,6 +36,7 @@ FILE = "time.json"
 INT8, INT4 = "int8/64@bf16", "int4/64@bf16"
 BUDGETS = ("60%", "40%")
 SMALL_STEPS = 12
+WITHIN = 0.15
 
 
 @dataclass(frozen=True)
@@ -67,29 +68,6 @@ class Row:
     empty_operation_seconds: float | None = None
     reason: str = ""
     error: str | None = None
-
-
-def llama(**changes: int) -> nn.Module:
-    """A Llama of 0.4 billion parameters with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16, **changes}
-    config = LlamaConfig(vocab_size=32000, use_cache=False, attn_implementation="sdpa", **sizes)
-    return LlamaForCausalLM(config).train()
-
-
-def full_jobs() -> dict[str, tuple[Job, str]]:
-    """Networks of real size, with the pattern of their layers."""
-    last, words = partial(pictures, channels_last=True), partial(texts, vocabulary=32000)
-    named = lambda name: partial(torchvision_model, name)  # noqa: E731
-    return {
-        "resnet50": (Job("ResNet-50", 256, named("resnet50"), last, "sgdm", channels_last=True), "layer?.*"),
-        "vit_b16": (Job("ViT-B/16", 128, named("vit_b_16"), pictures, "adamw"), "encoder.layers.*"),
-        "gpt2": (Job("GPT-2 124M", 16, gpt2, texts, "adamw"), "transformer.h.*"),
-        "llama": (Job("Llama 0.4B", 8, llama, words, "adamw"), "model.layers.*"),
-        "densenet121": (Job("DenseNet-121", 128, named("densenet121"), last, "sgdm", channels_last=True), "features.denseblock?.*"),
-        "swin_t": (Job("Swin-T", 128, named("swin_t"), pictures, "adamw"), "features.*.*"),
-    }
 
 
 def plans_of(planner: Planner, calibration: Calibration) -> Iterator[tuple[str, pare.Plan | None]]:
@@ -191,7 +169,7 @@ def parts(planner: Planner, plan: pare.Plan | None, row: Row) -> Row:
     return replace(row, **found)
 
 
-def rows_of(planner: Planner, calibration: Calibration, num_steps: int) -> Iterator[Row]:
+def rows_of(planner: Planner, calibration: Calibration, num_steps: int, *, has_parts: bool = False) -> Iterator[Row]:
     """All ways of one network."""
     job = planner.job
     begun = time.perf_counter()
@@ -203,11 +181,29 @@ def rows_of(planner: Planner, calibration: Calibration, num_steps: int) -> Itera
         try:
             row = with_prediction(row, planner, plan, (timed, calibration))
             row = with_times(row, planner, plan, num_steps)
-            if planner.device == "cuda" and way in ("baseline", "int8"):
+            if has_parts and planner.device == "cuda" and way in ("baseline", "int8"):
                 row = parts(planner, plan, row)
         except Exception as error:
             row = replace(row, error=failure(error))
         yield row
+
+
+def network_rows(job: Job, device: str, calibration: Calibration, options: argparse.Namespace) -> Iterator[Row]:
+    """`rows_of` a network; an error of its trace or calibration is a row."""
+    try:
+        num_steps = 3 if options.quick else options.steps
+        yield from rows_of(Planner(job, "", device), calibration, num_steps, has_parts=options.parts)
+    except Exception as error:
+        yield Row(job.name, "all", job.size, error=failure(error))
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many predicted times are within 15 %, and the worst of each network."""
+    off = {(row.job, row.way): row.ratio - 1 for row in rows if row.ratio is not None}
+    worst = {job: max((pair for pair in off.items() if pair[0][0] == job), key=lambda pair: abs(pair[1])) for job, _ in off}
+    texts = [f"{job} {value:+.0%} ({way})" for job, ((_, way), value) in worst.items()]
+    within = sum(abs(value) <= WITHIN for value in off.values())
+    return f"{within} of {len(off)} predicted times within {WITHIN:.0%}; the worst of each network: {', '.join(texts)}"
 
 
 def line(row: Row) -> str:
@@ -226,7 +222,8 @@ def line(row: Row) -> str:
 def main() -> None:
     """Calibrate, then predict and measure all networks that were asked for."""
     parser = common_options(__doc__)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each plan")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each plan")
+    parser.add_argument("--parts", action="store_true", help="measure kernels and host of the baseline and int8 apart")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     torch.backends.cudnn.benchmark = not options.quick
@@ -240,13 +237,17 @@ def main() -> None:
             "checkpointed layers; peak GiB (predicted); ms: median, p20, p80, host; predicted: step, device, host; ratios",
             flush=True,
         )
-        for name in options.model or jobs:
-            job, pattern = jobs[name]
+        rows: list[Row] = []
+        for job in jobs:
+            if options.model and job.name not in options.model:
+                continue
             begun = time.perf_counter()
-            for row in rows_of(Planner(job, pattern, device), calibration, 3 if options.quick else options.steps):
+            for row in network_rows(job, device, calibration, options):
+                rows.append(row)
                 log.add(row)
                 print(line(row), flush=True)
             print(f"  {job.name} took {time.perf_counter() - begun:.0f} s", flush=True)
+        print(summary(rows))
 
 
 if __name__ == "__main__":

@@ -47,13 +47,14 @@ class Way:
     """How a step runs. A way without `formats` has no session: it is a peer's, or unmodified."""
 
     name: str
-    formats: Mapping[str, str] | None = None  # role -> format, beside the tier
+    formats: Mapping[str, str] | None = None  # role or key of a rule -> format, beside the tier
     tier: str | None = None
     optimizer: str = "torch"  # torch's fused AdamW, "paredown", or "adamw8bit" of bitsandbytes
     releases: bool = False  # gradients, during backward
     liger: str = ""  # "loss", or "all" kernels
     base: str = "bf16"  # or "nf4", "nf4-double": quantized by bitsandbytes
     is_compiled: bool = False
+    offloads: bool = False  # packed inputs of checkpointed layers, to host memory
 
     @property
     def is_peer(self) -> bool:
@@ -68,7 +69,7 @@ class Way:
         for role, text in self.formats.items():
             is_coarse = role == "activation" and pare.Format.parse(text).element.width < 8
             plan = plan.set(role, text, rounding="stochastic" if is_coarse else None)
-        return plan
+        return plan.offloading() if self.offloads else plan
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,20 @@ def gpt2_124m(is_quick: bool) -> nn.Module:
 
 
 OURS: dict[str, Any] = {"formats": {"activation": INT8}}
+INPUTS = {
+    "activation=*:checkpoint.input": INT8
+}  # alone: what second forward passes save stays unmodified, which takes less host time
 LORA_WAYS = (
     Way("peft-liger", liger="loss"),
     Way("peft-liger-all", liger="all"),
     Way("paredown", **OURS),
-    Way("paredown-frozen8", {"activation": INT8, "frozen": INT8}),
+    Way("paredown-offload", **OURS, offloads=True),
+    Way("paredown-inputs-offload", INPUTS, offloads=True),
+    Way("paredown-frozen8", {**INPUTS, "frozen": INT8}),
     Way("qlora", liger="loss", base="nf4"),
     Way("qlora-double", liger="loss", base="nf4-double"),
-    Way("paredown-nf4", {"activation": INT8, "frozen": NF4}),
-    Way("paredown-int4", {"activation": INT8, "frozen": INT4}),
+    Way("paredown-nf4", {**INPUTS, "frozen": NF4}),
+    Way("paredown-int4", {**INPUTS, "frozen": INT4}),
 )
 FULL_WAYS = (
     Way("liger-adamw8bit", liger="loss", optimizer="adamw8bit"),

@@ -8,7 +8,7 @@ and see the same batches.
 `lora_accuracy`: adapters of rank 16 (PEFT, in float32) adapt the baseline model of each seed to the Python manual in 400 steps, over a base
 in bfloat16 and over the same base in nf4. Their states of `accuracy:baseline` must be in the same folder of states.
 
-A training saves its state every 500 steps, and continues from there when it is started again.
+A training saves its state and its validation loss every 1000 steps, and continues from there when it is started again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paredown.optim import AdamW
 VOCABULARY = 8192
 CORPORA = {"accuracy": "sotu_en", "lora_accuracy": "pydoc_en"}
 VALIDATION_SHARE, NUM_VALIDATION = 0.05, 48  # of the tokens; batches
-SAVE_EVERY, CHECK_EVERY = 500, 500
+SAVE_EVERY = 1000
 LORA_TARGETS = ["qkv", "project", "mlp.0", "mlp.2"]
 TOKENS = "tokens.npz"
 GPT_30M = GPTConfig(dim=512, num_layers=8, num_heads=8, vocabulary=VOCABULARY, context=256)

@@ -88,8 +88,9 @@ class Must:
 
 def musts() -> Iterator[Must]:
     """All bounds on ratios."""
-    yield Must("lora", "paredown", "peft-liger", "peak_bytes", 0.65, read=above_base, label="peak above the base")
-    yield Must("lora", "paredown", "peft-liger", "median_seconds", 1.05)
+    for way in ("paredown", "paredown-offload", "paredown-inputs-offload"):
+        yield Must("lora", way, "peft-liger", "peak_bytes", 0.65, read=above_base, label="peak above the base")
+        yield Must("lora", way, "peft-liger", "median_seconds", 1.05)
     yield Must("lora", "paredown-frozen8", "peft-liger", "peak_bytes", 0.70)
     yield Must("lora", "paredown-frozen8", "peft-liger", "median_seconds", 1.05)
     for ours in ("paredown-nf4", "paredown-int4"):

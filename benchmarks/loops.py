@@ -138,9 +138,10 @@ def applied(way: Way, model: nn.Module, seed: int = 0) -> Iterator[Any]:
 
 
 def release(device: str) -> None:
-    """Give back what the last case left."""
+    """Give back what the last case left, cuBLAS's workspace of 64 MiB too: a network without matrix products does not have it."""
     gc.collect()
     if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
         torch.cuda.empty_cache()
 
 
@@ -153,9 +154,12 @@ class Log:
     def __init__(self, file: str, device: str, options: argparse.Namespace) -> None:
         folder = options.out or RESULTS
         self.path = folder / file if options.out or not options.quick else None
-        self.rows: list[dict[str, Any]] = []
         self.runs = json.loads(self.path.read_text()) if self.path and self.path.exists() else []
-        self.runs.append({**machine(device, PACKAGES, options.commit), "rows": self.rows})
+        run: dict[str, Any] = {**machine(device, PACKAGES, options.commit), "rows": []}
+        if getattr(options, "resume", False) and self.runs and self.runs[-1]["commit"] == run["commit"]:
+            run = self.runs.pop()  # its rows are there already
+        self.runs.append(run)
+        self.rows: list[dict[str, Any]] = run["rows"]
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, row: Any) -> None:

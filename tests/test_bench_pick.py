@@ -117,13 +117,60 @@ def test_picks_are_scored_on_a_seed_that_they_did_not_see(bench: Any) -> None:
     assert bench.unseen(case, best, 0) == pytest.approx(np.mean(expected), abs=1e-3)
 
 
-def test_coverage_counts_means_and_runs(bench: Any) -> None:
+def test_coverage_counts_means_and_runs(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine tasks, a task left out in turn; bands of runs and of means are both about nine of ten on a prior of known construction."""
+    monkeypatch.setattr(bench, "COVERAGE_DRAWS", 1)
     rows = list(bench.both_coverages(made_up_prior(9, 12)))
     assert [(row["levels"], row["trials"]) for row in rows] == [(word, n) for word in ("given", "found") for n in bench.COUNTS]
     assert (
         all(0.5 < row[part] <= 1 for row in rows for part in ("mean_bands", "run_bands"))
         and len(list(bench.say_coverage(rows))) == 2
+    )
+
+
+def test_coverage_counts_runs_with_other_seeds_than_those_of_trials(bench: Any) -> None:
+    named = made_up_prior(6, 12, seeds=3)
+    earlier = replace(named, plans=tuple(replace(plan, level="") for plan in named.plans))
+    case = next(bench.cases(earlier, "60%"))
+    for draw in range(4):
+        runs, looked = bench.unseen_runs(case, draw), case.looked(case.picking(), draw)
+        seen = {looked.error(column, 0) for column in range(12)}
+        assert np.isfinite(runs).sum(axis=1).tolist() == [2] * 12 and not seen & set(runs[np.isfinite(runs)].tolist())
+    assert (
+        np.isfinite(bench.unseen_runs(case, None)).all()
+        and np.isfinite(bench.unseen_runs(next(bench.cases(named, "60%")), 0)).all()
+    )
+
+
+def test_ways_without_trials(bench: Any) -> None:
+    """`assign` of the largest budget that fits, the plan that is best on the other tasks, and every plan in turn."""
+    made = made_up_prior(6, 12)
+    templates = {3: "assign 20% role", 5: "assign 50% role", 6: "assign 99% role", 7: "assign 55% size"}
+    plans = tuple(replace(plan, plan=None, template=templates[i]) if i in templates else plan for i, plan in enumerate(made.plans))
+    memory = np.full_like(made.memory, 0.5) * np.array([task.full_bytes for task in made.tasks])[:, None]
+    memory[:, 6] *= 1.9
+    errors = np.array(made.runs)
+    errors[1:, 8] = 0.001  # best everywhere but on the task that is new
+    case = next(bench.cases(replace(made, plans=plans, memory=memory, runs=errors, errors=errors.mean(axis=2)), "60%"))
+    assert bench.assigned(case, 0, 0) == (5, 0) and bench.best_on_average(case, 0, 0) == (8, 0)
+    assert sorted(bench.one_at_random(case, draw, 1)[0] for draw in range(11)) == [*range(6), *range(7, 12)]
+
+
+def test_spreads_are_without_noise_and_seeds(bench: Any) -> None:
+    """Means 0.04 apart, seeds that lift all plans by 0.1, noise of 0.02."""
+    source = np.random.default_rng(3)
+    means = 0.4 + 0.04 * source.standard_normal((200, 1))
+    runs = means + 0.1 * source.standard_normal((1, 3)) + 0.02 * source.standard_normal((200, 3))
+    made = made_up_prior(2, 2)
+    tasks = (replace(made.tasks[0], full_bytes=100.0), replace(made.tasks[1], full_bytes=100.0, data="other"))
+    plans = [replace(made.plans[0], label=f"plan {i}", plan=None, template=f"assign {i + 1}% role", level="") for i in range(200)]
+    both = np.stack([runs, runs + source.standard_normal((200, 3)) * 0.02])
+    sizes = np.full((2, 200), 10.0)
+    earlier = bench.PriorData.of_runs("made", "store", tasks, plans, both, memory=sizes, measured=sizes)
+    first = next(bench.spreads(earlier, "50%"))
+    assert first["plans_that_fit"] == 200
+    assert first["spread"] == pytest.approx(means.std(ddof=1), rel=0.1) and first["noise_of_three"] == pytest.approx(
+        0.0115, rel=0.15
     )
 
 
@@ -140,7 +187,10 @@ def test_the_guide_has_the_newest_table(bench: Any) -> None:
     runs = json.loads((bench.RESULTS / "pick.json").read_text())
     text = (Path(__file__).parent.parent / "docs" / "pick.md").read_text()
     for prior, budget in (("stored", "40%"), ("simulated", "22%")):
-        rows = [row for row in runs[-1]["rows"] if (row["prior"], row["budget"], row["way"]) == (prior, budget, "pick")]
+        of_pick = (
+            [row for row in run["rows"] if (row["prior"], row["budget"], row["way"]) == (prior, budget, "pick")] for run in runs
+        )
+        *_, rows = filter(None, of_pick)  # of the newest run that has them
         within = sum(row["matrix"]["within"] for row in rows)
         assert len(rows) == 11 and within >= 9
         assert f"| **{within:.1f}** |" in text

@@ -53,7 +53,7 @@ def test_every_point_has_the_peak_that_a_footprint_has(seed: int, method: str) -
     search = AssignmentProblem.of(trace, METHODS[method], seed=seed)
     for point in Random(seed).sample(search.points, min(3, len(search.points))):
         plan = Plan(rules_of(trace, search.formats(point), is_short=False))
-        assert footprint(trace, plan).peak_bytes == point.peak_bytes
+        assert footprint(trace, plan).bound_bytes == point.peak_bytes
 
 
 @examples(scaled(100))

@@ -13,12 +13,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import paredown as pare
+from paredown.assign.speed import Preference
 from paredown.calibrate import device_calibration, operation_time
 from paredown.calibrate.host_time import HostMeasurement, small_networks
 from paredown.calibrate.operation_time import distinct, repeated_call, time_operations
 from paredown.errors import CalibrationError
 from paredown.models import MODELS
 from paredown.plan.calibration import calibration_path, operation_key
+from paredown.plan.step_time import predict_step
 from paredown.trace.trace import Operation
 from tests.cli.commands import ask, asked_json
 from tests.support.calibrations import calibration
@@ -100,7 +102,10 @@ def test_what_cannot_be_repeated_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     wrong = Operation("aten.mm.default", "", "forward", arguments='[[{"t":["float32",[3,4],[4,1]]}],{}]')
     foreign = Operation("os.system", "", "forward", arguments='[["true"],{}]')
     trace = replace(traced(), operations=(wrong, foreign, replace(wrong, arguments="")))
-    assert len(list(distinct([trace]))) == 2 and time_operations([trace], "cpu") == {}
+    assert len(list(distinct([trace]))) == 2 and set(time_operations([trace], "cpu").values()) == {0.0}
+    rates = calibration("cpu")
+    with_zero = replace(rates, timed={operation_key(wrong): 0.0})
+    assert with_zero.operation_seconds(wrong) == rates.operation_seconds(wrong) and with_zero.num_untimed(trace) == 1
 
 
 def test_attention_of_gpu_traces_runs_on_real_tensors() -> None:
@@ -135,13 +140,72 @@ def test_host_costs_are_differences_over_counts(monkeypatch: pytest.MonkeyPatch)
             text: replace(cost, encode_bytes_per_second=1e30, decode_bytes_per_second=1e30) for text, cost in draft.formats.items()
         },
     )
-    cost, packed = HostMeasurement(draft).cost(["int8/64@bf16"])
+    cost, packed = HostMeasurement(draft).cost("int8/64@bf16", lambda: False)
+    late, _ = HostMeasurement(draft).cost("int8/64@bf16", lambda: True)
+    assert late.packed_weight == 2 * packed and cost.packed_weight != late.packed_weight
     plan = pare.Plan.uniform(activation="int8/64@bf16")
     counts = [sum(one.count for one in network.trace.operations if one.phase == "backward") for network in networks]
     assert cost.backward_operation == pytest.approx(2 / sum(counts))
-    assert packed["int8/64@bf16"] == pytest.approx(20 / sum(network.num_packed(plan) for network in networks))
+    assert packed == pytest.approx(20 / sum(network.num_packed(plan) for network in networks))
     layers = [one.count for one in networks[0].trace.operations if one.phase == "forward" and one.module.startswith("layers.")]
     assert cost.checkpoint == pytest.approx((10 - cost.forward_operation * sum(layers)) / 4)
+
+
+def test_operations_with_most_work_are_timed_first_and_the_rest_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a stand-in moves 10 s with each operation."""
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(operation_time.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(operation_time, "device_seconds", lambda call, device: 0.125)
+    trace = traced()
+    first = time_operations([trace], "cpu", most_seconds=35.0)
+    assert len(first) == 3
+    by_key = {operation_key(one): one for one in trace.operations}
+    least = min(by_key[key].count * by_key[key].nbytes for key in first)
+    light = [one for key, one in by_key.items() if key not in first and not one.flops]
+    assert all(one.count * one.nbytes <= least for one in light)
+    rest = time_operations([trace], "cpu", known=first)
+    assert not first.keys() & rest.keys() and first.keys() | rest.keys() == by_key.keys()
+
+
+def test_what_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes all the time: one format, and no packed weights."""
+    monkeypatch.setattr(device_calibration, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(device_calibration, "codec_seconds", lambda text, device: (1e9, 1e9, 0.0))
+    late: list[bool] = []
+
+    def cost(self: HostMeasurement, text: str, is_late: Any) -> Any:
+        late.append(is_late())
+        return calibration("cpu").host, 1e-3
+
+    monkeypatch.setattr(HostMeasurement, "__init__", lambda self, draft: None)
+    monkeypatch.setattr(HostMeasurement, "cost", cost)
+    for name in ("bandwidths", "flop_rates", "smallest_kernel"):
+        parts = {"bandwidths": {"elementwise": 1e9}, "flop_rates": {"matmul float32": ((1.0, 1e9),)}, "smallest_kernel": 1e-9}
+        monkeypatch.setattr(device_calibration, name, lambda device, value=parts[name]: value)
+    made = device_calibration.measure_device("cpu")
+    assert late == [True] and list(made.formats) == [device_calibration.FORMATS[0]]
+    assert pare.Calibration.from_json(made.to_json()) == made
+
+
+def test_a_step_on_a_present_gpu_has_its_operations_timed_once(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`assign(prefer="speed")` and `estimate` time them; elsewhere the file is used as it was made."""
+    from paredown.plan import calibration as file
+
+    trace = traced("cuda")
+    calibration("cuda").save()
+    assert file.calibration_for(trace)[0] == file.load_calibration("cuda"), "no GPU is here"
+    monkeypatch.setattr(file, "present_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(device_calibration, "present_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(device_calibration, "checked_device", lambda device: "cuda")
+    calls: list[int] = []
+    monkeypatch.setattr(operation_time, "_seconds", lambda operation, device: calls.append(1) or 0.5)
+    found, reason = file.calibration_for(trace)
+    assert found is not None and not reason and not found.num_untimed(trace) and calls
+    calls.clear()
+    preference = Preference.of(trace, "speed", None, None)
+    assert preference is not None and preference.calibration == found and not calls, "assign reads the file"
+    assert "operations not timed" in repr(predict_step(trace, calibration=calibration("cuda")))
+    assert "operations not timed" not in repr(predict_step(trace, calibration=found))
 
 
 @pytest.mark.full

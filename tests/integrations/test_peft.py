@@ -1,5 +1,7 @@
 """PEFT's adapters under plans: slots that adapters share, frozen bases, and bases that bitsandbytes has quantized."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import copy
@@ -175,3 +177,35 @@ def test_an_unknown_quantization_has_a_sentence() -> None:
         (row,) = [row for row in session.changes if "q.base_layer" in row.slot]
         assert row.given == "unmodified" and "it is a Ternary" in row.reason
         assert torch.equal(model(torch.ones(BATCH)), copy.deepcopy(model)(torch.ones(BATCH)))
+
+
+class Head(nn.Module):
+    """Embeddings, a layer and an output head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.q, self.head = nn.Embedding(8192, 16), nn.Linear(16, 16), nn.Linear(16, 8192, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.q(self.embed(ids))))
+
+
+def test_a_head_that_is_trained_as_a_whole_has_its_loss_in_chunks() -> None:
+    """PEFT's modules_to_save wraps a copy of the head; one with adapters is left unmodified, with advice."""
+    ids = torch.randint(8192, (2, 8))
+    found: list[list[Tensor]] = []
+    for is_chunked in (False, True):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q"], modules_to_save=["head"], init_lora_weights=False)
+        model = peft.get_peft_model(Head(), config)
+        with pare.apply(pare.Plan.uniform(frozen="int8/64@bf16"), model, chunked_loss=is_chunked) as session:
+            nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            assert session._head.use.num_losses == is_chunked
+            assert not [row for row in session.changes if row.asked == "a chunked loss"]
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Head(), peft.LoraConfig(r=2, target_modules=["q", "head"]))
+    with pare.apply(pare.Plan.uniform(), model) as session:
+        assert ["modules_to_save" in row.reason for row in session.changes if row.asked == "a chunked loss"] == [True]

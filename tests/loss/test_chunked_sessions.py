@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -268,10 +269,16 @@ def test_traces_without_chunks() -> None:
 
     adapted = Model()
     adapted.head = Adapter(adapted.head)  # type: ignore[assignment]
-    for model, loss in ((Model().eval(), flat), (nn.Linear(4, 8), nn.functional.mse_loss), (adapted, flat), (Model(), read)):
+    for model, loss, reason in (
+        (Model().eval(), flat, "no cross entropy reads them"),
+        (nn.Linear(4, 8), nn.functional.mse_loss, ""),
+        (adapted, flat, "target_modules"),
+        (Model(), read, "no cross entropy reads them"),
+    ):
         batch = (torch.empty(2, 4), torch.empty(2, 8)) if type(model) is nn.Linear else (tokens(), tokens())
         traces = [trace_step(model, batch, loss=loss, device="cpu", chunked_loss=is_on) for is_on in (False, True)]
-        assert traces[0] == traces[1] and traces[1].unmodified is None
+        assert traces[0] == replace(traces[1], notes=traces[0].notes) and traces[1].unmodified is None
+        assert [reason in note for note in traces[1].notes[len(traces[0].notes) :]] == [True] * bool(reason)
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])

@@ -98,20 +98,26 @@ def reduced(rank: int, *, is_sharded: bool) -> dict[str, Any]:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     model: nn.Module = fully_shard(plain, mesh=mesh) if is_sharded else DistributedDataParallel(plain)
     reduction = reduce_in_8_bits(model)
-    found, sent, send = [], [], torch.distributed.all_to_all_single
+    found, sent, send, gathered, gather = [], [], torch.distributed.all_to_all_single, [], torch.distributed.all_gather
 
     def count(received: Tensor, data: Tensor, **options: Any) -> Any:
         sent.append(data.nbytes)
         return send(received, data, **options)
 
+    def count_gathered(received: list[Tensor], data: Tensor, **options: Any) -> Any:
+        gathered.append(data.nbytes)
+        return gather(received, data, **options)
+
     torch.distributed.all_to_all_single = count  # type: ignore[assignment]
+    torch.distributed.all_gather = count_gathered
     for _ in range(2):
         model(rows(rank)).square().mean().backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         found.append([grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads])
         model.zero_grad()
-    torch.distributed.all_to_all_single = send
-    return {"found": found, "sent": sum(sent) // 2 // 2, "state": reduction.state_dict()}  # in a pass; half of it stays here
+    torch.distributed.all_to_all_single, torch.distributed.all_gather = send, gather
+    in_a_pass = {"sent": sum(sent) // 2 // 2, "gathered": sum(gathered) // 2}  # half of what is exchanged stays here
+    return {"found": found, **in_a_pass, "state": reduction.state_dict()}
 
 
 def worker(rank: int, folder: Path) -> dict[str, Any]:
@@ -173,6 +179,7 @@ def check_reductions(first: dict[bool, Any], second: dict[bool, Any]) -> None:
             trace, world_size=2, strategy=strategy, units=() if is_sharded else None, reduction="int8/64@bf16"
         )
         assert mine["sent"] == foot.communication.all_to_all > 0
+        assert is_sharded or mine["gathered"] == foot.communication.all_gather == mine["sent"]
         assert mine["state"] == {"seed": 0, "counts": {"0": 2}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,10 @@ from paredown.pick.answer import Point
 from paredown.pick.prior_collection import collect
 from paredown.pick.priors import prior_from_text, prior_to_text
 from paredown.pick.reasons import say_time
+from paredown.plan.calibration import REFERENCE
+from paredown.plan.step_time import predict_step
 from paredown.report.studies import study_of_pick
+from paredown.tasks.task_trace import trace_task
 from tests.pick.test_pick import PRIOR, make_task, tried
 from tests.pick.test_prior_collection import PLANS, SMALL, row
 
@@ -113,6 +117,21 @@ def test_predicted_times(tried: Any, is_mapping: bool) -> None:
     assert found.label == rivals[0].label and "it is the quickest: 1.10x the baseline's, 11 ms (predicted)" in found.reason
     with pytest.raises(PlanError, match="it is a number of seconds above 0, or None"):
         picked_by(tried, 0, step_seconds=lambda plan: -1.0)
+
+
+def test_times_of_a_calibrated_device(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device was calibrated, the cost model predicts step times; those that the caller passes replace them."""
+    calibration = replace(REFERENCE, device="cpu")
+    monkeypatch.setattr(sys.modules["paredown.pick.pick"], "find_calibration", lambda device: (calibration, ""))
+    task = make_task()
+    tried(by_rule)
+    found = pick(task, "60%", 0, prior=PRIOR, device="cpu")
+    for one in found.frontier.points:
+        predicted = predict_step(trace_task(task, one.plan, "cpu"), one.plan, calibration=calibration).seconds
+        assert (one.step_seconds, one.step_source) == (pytest.approx(predicted), "predicted")
+    passed = pick(task, "60%", 0, prior=PRIOR, device="cpu", step_seconds={})
+    assert not any(one.step_source for one in passed.frontier.points)
+    assert "(predicted)" in found.reason
 
 
 def test_ratios_of_prior_tasks(tried: Any) -> None:

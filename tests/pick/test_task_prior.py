@@ -230,6 +230,19 @@ def test_duplicate_plans_share_what_is_known() -> None:
     assert estimate.chance_below(0)[6] == pytest.approx(0.5, abs=0.4)
 
 
+def test_plans_of_an_estimated_level_differ_from_task_to_task() -> None:
+    """Two kinds of 30 plans, noise 0.02 in each of three runs, and 0.03 of every plan's own on every task."""
+    source = np.random.default_rng(4)
+    kinds = 0.4 + 0.1 * source.standard_normal((40, 2))
+    means = np.repeat(kinds, 30, axis=1) + 0.03 * source.standard_normal((40, 60))
+    runs = means[..., None] + 0.02 * source.standard_normal((40, 60, 3))
+    tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", answers=10) for i in range(40)]
+    plans = [PlanRow(f"plan {i}", template=f"assign {i + 1}% role") for i in range(60)]
+    prior = TaskPrior.of(PriorData.of_runs("made", "store", tasks, plans, 0.9 * runs)).prior
+    assert len(set(prior.levels.tolist())) == 2, "or this test shows nothing"
+    assert np.sqrt(prior.doubt) == pytest.approx(0.03, rel=0.15), "without it a hundredth: the offsets alone"
+
+
 def test_nothing_to_learn_from_is_a_sentence() -> None:
     with pytest.raises(PriorError, match="prior 'small' has no error in it: 1 tasks, 2 plans"):
         TaskPrior.of(small(np.full((1, 2), NAN)))

@@ -94,6 +94,16 @@ def test_an_operation_takes_what_its_bytes_or_its_flops_take() -> None:
     assert timed.operation_seconds(ADD) == 0.5 and timed.operation_seconds(PRODUCT) == 8000 / 1e9
 
 
+@pytest.mark.parametrize(("columns", "seconds"), [(50264, 1.0), (50257, 7.0), (3, 1.0)])
+def test_products_with_odd_sides_have_a_rate_of_their_own(columns: int, seconds: float) -> None:
+    rates = {"matmul bfloat16": ((1.0, 7e9),), "matmul bfloat16 unaligned": ((1.0, 1e9),)}
+    arguments = json.dumps([[{"t": ["bfloat16", [16, 64], [64, 1]]}, {"t": ["bfloat16", [64, columns], [1, 64]]}], {}])
+    product = Operation("aten.mm.default", "", "forward", "bfloat16", flops=7_000_000_000, arguments=arguments)
+    assert calibration(flops_per_second=rates).operation_seconds(product) == pytest.approx(seconds)
+    del rates["matmul bfloat16 unaligned"]
+    assert calibration(flops_per_second=rates).operation_seconds(product) == pytest.approx(1.0), "a file without that rate"
+
+
 def test_a_format_that_was_not_measured_costs_what_the_nearest_width_costs() -> None:
     costs = {"int8/64@bf16": FormatCost(8e9, 8e9, 0.0, 8.0), "int2/64@bf16": FormatCost(2e9, 2e9, 0.0, 2.0)}
     made = calibration(formats=costs)

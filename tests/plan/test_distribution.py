@@ -57,9 +57,19 @@ def test_fully_shard_stores_the_rows_of_the_largest_shard(trace: Trace) -> None:
 def test_padding_is_listed_apart(trace: Trace) -> None:
     foot, alone = footprint(trace, LPMM, world_size=WORLD, strategy="fsdp2"), footprint(trace, LPMM)
     row_bytes = (WIDTH + 1) + 3 * (WIDTH + 2)
-    assert foot.padding_bytes == foot.model_bytes - alone.model_bytes // WORLD
     assert foot.padding_bytes == (33 * WORLD - ODD) * row_bytes // WORLD + 1  # 2 rows in 4 processes; rounded up
-    assert alone.padding_bytes == 0
+    assert foot.model_bytes - foot.padding_bytes == alone.model_bytes // WORLD
+    assert alone.padding_bytes == alone.wide_bytes == foot.wide_bytes == 0 and "padding, part of what is stored" in repr(foot)
+
+
+def test_weights_that_stay_plain_are_listed_apart(trace: Trace) -> None:
+    """A shard does not know the scale of the whole tensor: 2 * 64 + 130 rows of 64 values, in 4 bits and a byte for each 16 alone."""
+    plan = Plan.uniform(weight="e2m1fn/16@e4m3fn")
+    foot, alone = footprint(trace, plan, world_size=WORLD, strategy="fsdp2"), footprint(trace, plan)
+    numel, scales = (2 * WIDTH + ODD) * WIDTH, 3 * 4  # one float32 for each weight
+    assert foot.wide_bytes == (4 * numel - numel // 2 - numel // 16 - scales) // WORLD
+    assert foot.model_bytes - foot.padding_bytes - foot.wide_bytes == -(-alone.model_bytes // WORLD)
+    assert "weights that stay plain, part of what is stored" in repr(foot)
 
 
 def test_fully_shard_sends_codes(trace: Trace) -> None:

@@ -160,6 +160,38 @@ def test_low_expected_and_high_are_in_order() -> None:
     assert foot.workspace_bytes == (DEVICES[device].matmul_workspace)
 
 
+@pytest.mark.parametrize(("rows", "margin"), [(768, 2**19), (1024, 0), (256, 0)])
+def test_the_bound_has_half_a_mib_for_each_large_tensor_of_odd_size(rows: int, margin: int) -> None:
+    """All tensors have 1.5 MiB, 2 MiB or 0.5 MiB; inputs stay from step to step."""
+    x = torch.empty(rows, 512, requires_grad=True)
+    model = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
+    foot = footprint(trace_step(model, (x, x), loss=lambda out, _: out.square().sum(), device="cuda"))
+    num_live = sum(nbytes for role, nbytes in foot.at_peak.items() if role is not Role.INPUT) // (rows * 2048)
+    assert num_live > 3 and foot.bound_bytes - foot.peak_bytes == num_live * margin
+
+
+def test_weights_and_moments_need_no_margin() -> None:
+    """Each has 2.25 MiB; the gradient comes and goes. On a CPU nothing is rounded."""
+    batch = (torch.empty(4, 768),) * 2
+    for device, margin in (("cuda", 2**19), ("cpu", 0)):
+        wide = trace_step(nn.Linear(768, 768, bias=False), batch, loss=mse_loss, device=device, optimizer="adamw")
+        assert footprint(wide).bound_bytes - footprint(wide).peak_bytes == margin
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "copies"), [("nchw", None, 4), ("nhwc", None, 4), ("nchw", "bf16", 2), ("nhwc", "bf16", 0)]
+)
+def test_the_bound_has_three_operands_of_a_convolution(layout: str, dtype: str | None, copies: int) -> None:
+    """Of 2 or 4 MiB each; of bf16 ones only where they are not channels_last."""
+    conv, x = nn.Conv2d(64, 64, 3, padding=1), torch.empty(16, 64, 32, 32)
+    if layout == "nhwc":
+        conv, x = conv.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    autocast = torch.bfloat16 if dtype else None
+    foot = footprint(trace_step(conv, (x, x), loss=mse_loss, device="cuda", autocast=autocast))
+    assert foot.bound_bytes - foot.peak_bytes == 3 * copies * x.numel()
+    assert foot.high_bytes >= foot.bound_bytes
+
+
 def test_on_cuda_sizes_are_rounded_up() -> None:
     model = nn.Linear(3, 1, bias=False)
     found = trace_step(model, (torch.ones(1, 3), torch.ones(1, 1)), loss=mse_loss, device="cuda")

@@ -112,13 +112,23 @@ def with_given_gradients(model: nn.Module) -> tuple[Session, AdamW]:
     return session, optimizer
 
 
+NETWORKS = {"gpt": gpt, "pictures": Pictures}
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """The loss of a batch."""
+    if isinstance(model, Pictures):
+        return nn.functional.cross_entropy(model(pictures(seed)), torch.arange(4))
+    ids, targets = texts(seed)
+    return token_loss(model(ids), targets)
+
+
 def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[float]:
     """A loop with two microbatches a step and clipping; losses of this process."""
     losses: list[float] = []
     for step in steps:
         for part in range(2):
-            ids, targets = texts(100 * step + 10 * part + rank)
-            loss = token_loss(model(ids), targets)
+            loss = loss_of(model, 100 * step + 10 * part + rank)
             loss.backward()
             losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -127,8 +137,8 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[flo
     return losses
 
 
-def started(plan: Plan = LPMM) -> tuple[nn.Module, Session, AdamW]:
-    model = sharded(gpt())
+def started(plan: Plan = LPMM, network: str = "gpt") -> tuple[nn.Module, Session, AdamW]:
+    model = sharded(NETWORKS[network]())
     session = paredown.apply(plan, model)
     return model, session, AdamW(model.parameters(), lr=0.01)
 
@@ -148,18 +158,24 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, **options: Any) -> Non
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
+def gradient_of(rank: int) -> Tensor:
+    """1024 values that 8 bits hold exactly, 0 in all but two processes; the sum of these two is rounded."""
+    values = torch.randint(-127, 128, (16, 64), generator=torch.Generator().manual_seed(rank)).float()
+    values[:, 0] = 127.0  # so that the scale of each block is 1
+    return values.flatten() * (1.0, 1 / 16, 0.0, 0.0)[rank]
+
+
 def stored_in_process(model: nn.Module, optimizer: AdamW) -> int:
     """Bytes of the storages of weights, gradients and moments in this process; call it while there are gradients."""
     tensors: list[Tensor] = []
     for p in model.parameters():
-        assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
         entry, weight = optimizer.entry_of(p), weight_of(p)
-        assert entry is not None
+        assert entry is not None and p.grad is not None
         tensors += [
             v for name, v in optimizer.state[p].items() if isinstance(v, Tensor) and v.dim() and not name.startswith("weight.")
         ]
-        tensors += [p._local_tensor] if weight is None else weight.packed.parts.tensors()
-        tensors += [p.grad._local_tensor] if entry.gradient is None else entry.gradient.packed.parts.tensors()
+        tensors += [local(p)] if weight is None else weight.packed.parts.tensors()
+        tensors += [local(p.grad)] if entry.gradient is None else entry.gradient.packed.parts.tensors()
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 

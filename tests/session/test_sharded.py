@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -21,19 +22,24 @@ from torch.multiprocessing import ProcessExitedException
 
 import paredown
 from paredown import footprint, trace_step
+from paredown.codec.packed import encode
 from paredown.errors import OptimError
 from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding, Seed
 from paredown.models.transformer import token_loss
 from paredown.optim import AdamW, reduce_in_8_bits
 from paredown.optim.gradient_hooks import PackedGradient
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.sharded.local_rows import local
 from paredown.optim.sharded.packed_shards import NEEDED, reason_to_keep_shard_plain
+from paredown.optim.sharded.reduction import SUM_IDS, Reduction, reduce_bucket
+from paredown.trace.trace import Trace
 from tests.session import sharded as of
 from tests.support.processes import needs_gloo, run_on, run_on_two
 
 pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore")]  # of the libraries below, about this machine
 WORLD = 4
+IN_8_BITS = Format.parse("int8/64@bf16")
 
 
 def codes_of_pictures() -> dict[str, Any]:
@@ -49,24 +55,22 @@ def without_sums(codes: of.Codes) -> of.Codes:
     return [{name: value for name, value in state.items() if not name.startswith("gradient.")} for state in codes]
 
 
-def training(rank: int, folder: Path) -> dict[str, Any]:
+def training(rank: int, folder: Path, network: str = "gpt") -> dict[str, Any]:
     """Losses, stored and sent bytes; a checkpoint after two steps, from which a second run continues."""
-    model, session, optimizer = of.started()
+    model, session, optimizer = of.started(network=network)
     losses = of.train(model, optimizer, rank, range(2))
     of.save(str(folder / "checkpoint"), model, optimizer)
     saved = without_sums(of.codes_of(optimizer))
     with of.counted() as sent:
-        ids, targets = of.texts(200 + rank)
-        token_loss(model(ids), targets).backward()
+        of.loss_of(model, 200 + rank).backward()
     nbytes = of.stored_in_process(model, optimizer)
     optimizer.zero_grad()
     later = of.train(model, optimizer, rank, range(2, 4))
     found = {"losses": losses, "saved": saved, "sent": sent, "stored": nbytes, "later": later, "codes": of.codes_of(optimizer)}
     session.close()
-    model, session, optimizer = of.started()
+    model, session, optimizer = of.started(network=network)
     of.load(str(folder / "checkpoint"), model, optimizer)
-    ids, targets = of.texts(200 + rank)
-    token_loss(model(ids), targets).backward()  # the number of gradients selects random bits
+    of.loss_of(model, 200 + rank).backward()  # the number of gradients selects random bits
     optimizer.zero_grad()
     again = {"loaded": without_sums(of.codes_of(optimizer))}
     again |= {"later again": of.train(model, optimizer, rank, range(2, 4)), "codes again": of.codes_of(optimizer)}
@@ -148,16 +152,37 @@ def gradients(rank: int, microbatches: int) -> list[Tensor]:
     return [grad.clone() if mean else grad / microbatches for grad, mean in zip(grads, is_mean, strict=True)]
 
 
+def reduced(rank: int) -> Tensor:
+    """A bucket of DistributedDataParallel after a reduction in 8 bits."""
+    values = of.gradient_of(rank)
+    bucket = SimpleNamespace(buffer=lambda: values, index=lambda: 3)
+    return reduce_bucket(Reduction(IN_8_BITS, seed=5), dist.group.WORLD, bucket).value()
+
+
+def sent_in(rank: int, dtype: torch.dtype | None) -> dict[str, int]:
+    """Bytes of the collectives of a pass with gradients reduced in `dtype`."""
+    mesh, model = init_device_mesh("cpu", (WORLD,)), of.gpt()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    session = paredown.apply(of.LPMM, model)
+    with of.counted() as sent:
+        of.loss_of(model, rank).backward()
+    session.close()
+    return sent
+
+
 def worker(rank: int, folder: Path) -> dict[str, Any]:
-    edges = {"plain": kept_plain(rank), "replaced": replaced(rank)}
+    edges = {"plain": kept_plain(rank), "replaced": replaced(rank), "reduced": reduced(rank)}
+    edges["sent"] = [sent_in(rank, dtype) for dtype in (None, torch.bfloat16)]
     edges["gradients"] = {number: gradients(rank, number) for number in (1, 2)}
     return {**edges, "pictures": codes_of_pictures(), "training": training(rank, folder), "replicas": replicas(rank)}
 
 
-def on_two(rank: int, folder: Path) -> of.Codes:
-    model, _, optimizer = of.started()
+def on_two(rank: int, folder: Path, network: str = "gpt") -> dict[str, of.Codes]:
+    """The codes of a checkpoint of four processes, and those after three steps with given gradients."""
+    model, _, optimizer = of.started(network=network)
     of.load(str(folder / "checkpoint"), model, optimizer)
-    return of.codes_of(optimizer)
+    return {"loaded": of.codes_of(optimizer), "given": codes_of_pictures()["codes"]}
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +256,21 @@ def test_gradients_are_means_over_processes_and_microbatches(four: list[dict[str
         assert 1e-4 < (found - exact).norm() / exact.norm() < 0.02, "rounded to 8 bits once or twice"
 
 
+def test_gradients_are_reduced_in_the_dtype_of_the_policy(four: list[dict[str, Any]]) -> None:
+    for process in four:
+        unmodified, half = process["sent"]
+        assert half == {"all_gather": unmodified["all_gather"], "reduce_scatter": unmodified["reduce_scatter"] // 2}
+
+
+def test_random_bits_of_a_reduction_follow_from_the_index_in_the_whole_buffer(four: list[dict[str, Any]]) -> None:
+    """The quantized sum is that of a buffer that is not divided, so it does not depend on the number of processes."""
+    mean = torch.stack([of.gradient_of(rank) for rank in range(WORLD)]).sum(0)[None] / WORLD
+    seed = Seed(5, SUM_IDS + 3, 1)
+    expected = encode(mean, IN_8_BITS, rounding=Rounding.STOCHASTIC, seed=seed, order="logical").decode()[0]
+    assert all(torch.equal(process["reduced"], expected) for process in four)
+    assert not torch.equal(expected, mean[0]) and not torch.equal(expected, paredown.round_trip(mean, IN_8_BITS)[0])
+
+
 def test_losses_are_those_of_one_process(four: list[dict[str, Any]]) -> None:
     """Those of the first step to rounding, as weights are decoded from the same codes; later ones differ by flipped codes."""
     model = of.gpt()
@@ -257,22 +297,32 @@ def test_replicas_have_the_losses_of_shards(four: list[dict[str, Any]]) -> None:
         assert losses[:2] == expected[:2] and torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-3)
 
 
-def test_memory_and_traffic_are_as_predicted(four: list[dict[str, Any]]) -> None:
-    trace = trace_step(of.gpt(), of.texts(0), loss=token_loss, optimizer="adamw", device="cpu")
+def stored_in_one_process(network: str) -> int:
+    model = of.NETWORKS[network]()
+    session = paredown.apply(of.LPMM, model)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    of.train(model, optimizer, 0, range(1))
+    of.loss_of(model, 200).backward()
+    nbytes = of.stored_in_process(model, optimizer)
+    session.close()
+    return nbytes
+
+
+def check_memory_and_traffic(processes: list[dict[str, Any]], network: str, trace: Trace) -> None:
     foot, alone = footprint(trace, of.LPMM, world_size=WORLD, strategy="fsdp2"), footprint(trace, of.LPMM)
-    assert four[0]["training"]["stored"] == foot.model_bytes
-    assert foot.model_bytes - foot.padding_bytes <= alone.model_bytes / WORLD < 1.05 * (foot.model_bytes - foot.padding_bytes)
-    for process in four:
-        sent = process["training"]["sent"]
-        assert (WORLD - 1) * sent["all_gather"] == foot.communication.all_gather
-        assert (WORLD - 1) * sent["reduce_scatter"] == foot.communication.reduce_scatter
+    assert processes[0]["stored"] == foot.model_bytes
+    divided = stored_in_one_process(network) / WORLD
+    assert abs(processes[0]["stored"] - foot.padding_bytes - foot.wide_bytes - divided) < 0.05 * divided
+    assert foot.wide_bytes == 0 and alone.model_bytes == stored_in_one_process(network)
+    for process in processes:
+        assert (WORLD - 1) * process["sent"]["all_gather"] == foot.communication.all_gather
+        assert (WORLD - 1) * process["sent"]["reduce_scatter"] == foot.communication.reduce_scatter
     plain = footprint(trace, world_size=WORLD, strategy="fsdp2").communication
     assert foot.communication.all_gather < 0.3 * plain.all_gather and foot.communication.reduce_scatter == plain.reduce_scatter
 
 
-def test_a_run_that_is_loaded_continues_with_the_same_bits(four: list[dict[str, Any]]) -> None:
-    for process in four:
-        found = process["training"]
+def check_resumed(processes: list[dict[str, Any]]) -> None:
+    for found in processes:
         assert_equal_codes(
             found["loaded"], [{**state, "folds": state["folds"] + 1} if "folds" in state else state for state in found["saved"]]
         )
@@ -280,15 +330,48 @@ def test_a_run_that_is_loaded_continues_with_the_same_bits(four: list[dict[str, 
         assert_equal_codes(found["codes again"], found["codes"])
 
 
-def test_one_and_two_processes_load_the_same_codes(four: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
-    saved = of.joined([process["training"]["saved"] for process in four])
-    (tmp_path / "checkpoint").symlink_to(folder / "checkpoint")
-    assert_equal_codes(without_sums(of.joined(run_on_two(on_two, tmp_path))), saved)
-    model = of.gpt()
+def check_fewer_processes(processes: list[dict[str, Any]], network: str, checkpoint: Path, folder: Path) -> None:
+    saved = of.joined([process["saved"] for process in processes])
+    (folder / "checkpoint").symlink_to(checkpoint)
+    two = run_on_two(partial(on_two, network=network), folder)
+    assert_equal_codes(without_sums(of.joined([process["loaded"] for process in two])), saved)
+    assert_equal_codes(of.joined([process["given"] for process in two]), codes_in_one_process())
+    model = of.NETWORKS[network]()
     paredown.apply(of.LPMM, model)
     optimizer = AdamW(model.parameters(), lr=0.01)
-    of.load(str(folder / "checkpoint"), model, optimizer, no_dist=True)
+    of.load(str(checkpoint), model, optimizer, no_dist=True)
     assert_equal_codes(without_sums(of.codes_of(optimizer)), saved)
+
+
+def codes_in_one_process() -> of.Codes:
+    session, optimizer = of.with_given_gradients(of.Pictures())
+    codes = of.codes_of(optimizer)
+    session.close()
+    return codes
+
+
+def test_memory_and_traffic_are_as_predicted(four: list[dict[str, Any]]) -> None:
+    trace = trace_step(of.gpt(), of.texts(0), loss=token_loss, optimizer="adamw", device="cpu")
+    check_memory_and_traffic([process["training"] for process in four], "gpt", trace)
+
+
+def test_a_run_that_is_loaded_continues_with_the_same_bits(four: list[dict[str, Any]]) -> None:
+    check_resumed([process["training"] for process in four])
+
+
+def test_one_and_two_processes_load_the_same_codes(four: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    check_fewer_processes([process["training"] for process in four], "gpt", folder / "checkpoint", tmp_path)
+
+
+@pytest.mark.full
+def test_all_of_it_on_a_convolutional_network(tmp_path: Path) -> None:
+    (tmp_path / "four").mkdir()
+    processes = run_on(WORLD, partial(training, network="pictures"), tmp_path / "four")
+    batch = of.pictures(0), torch.arange(4)
+    trace = trace_step(of.Pictures(), batch, loss=nn.functional.cross_entropy, optimizer="adamw", device="cpu")
+    check_memory_and_traffic(processes, "pictures", trace)
+    check_resumed(processes)
+    check_fewer_processes(processes, "pictures", tmp_path / "four" / "checkpoint", tmp_path)
 
 
 # --- more ways to train, in make test-all -----------------------------------------------------------------------------------
@@ -349,9 +432,9 @@ def test_ways_to_train_have_close_losses(tmp_path: Path) -> None:
 # --- a process that is killed ---------------------------------------------------------------------------------------------
 
 
-def run(rank: int, folder: Path, *, dies: bool) -> list[float]:
+def run(rank: int, folder: Path, *, network: str, dies: bool) -> list[float]:
     """Six steps with a checkpoint after every second one, from the last checkpoint on; with `dies`, one process is killed in step 5."""
-    model, session, optimizer = of.started(of.EVERYTHING)
+    model, session, optimizer = of.started(of.EVERYTHING, network)
     first = max((int(path.name) for path in folder.glob("[0-9]") if (path / ".metadata").exists()), default=0)
     if first:
         of.load(str(folder / str(first)), model, optimizer)
@@ -369,16 +452,16 @@ def run(rank: int, folder: Path, *, dies: bool) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_a_killed_process_and_a_resumed_run_have_the_same_losses(num_processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_processes", "network"), [(2, "gpt"), (4, "gpt"), (4, "pictures")])
+def test_a_killed_process_and_a_resumed_run_have_the_same_losses(num_processes: int, network: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
-    expected = run_on(num_processes, partial(run, dies=False), whole)
+    expected = run_on(num_processes, partial(run, network=network, dies=False), whole)
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run_on(num_processes, partial(run, dies=True), broken)
+        run_on(num_processes, partial(run, network=network, dies=True), broken)
     assert not (broken / "6").exists() and (broken / "4").exists()
-    resumed = run_on(num_processes, partial(run, dies=False), broken)
+    resumed = run_on(num_processes, partial(run, network=network, dies=False), broken)
     assert [losses[-4:] for losses in expected] == resumed  # two steps of two microbatches
 
 

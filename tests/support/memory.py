@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +20,21 @@ MIB = 2**20
 
 def peak_bytes(call: Callable[[], object], folder: Path) -> int:
     """The most bytes that `call` had allocated at one time, its result included; `folder` takes the trace."""
+    return peak_and_rest(call, folder)[1][0]
+
+
+def peak_and_rest(call: Callable[[], Any], folder: Path) -> tuple[Any, tuple[int, int]]:
+    """The result of `call`, the most bytes that it had allocated at one time, and those that are allocated when it returns."""
     file = folder / "trace.json"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     profiler.export_chrome_trace(str(file))
-    del result
     changes = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
     held = peak = 0
     for event in sorted(changes, key=lambda e: e["ts"]):
         held += event["args"]["Bytes"]
         peak = max(peak, held)
-    return peak
+    return result, (peak, held)
 
 
 def scratch_bytes(call: Callable[[], object], result_bytes: int, folder: Path) -> int:

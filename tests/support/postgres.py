@@ -54,6 +54,11 @@ class Postgres:
         """The address, password included."""
         return f"postgresql://{USER}:{PASSWORD}@127.0.0.1:{self.port}/postgres"
 
+    @property
+    def socket_url(self) -> str:
+        """The address of its Unix socket."""
+        return f"postgresql://{USER}:{PASSWORD}@/postgres?host={self._folder}&port={self.port}"
+
     def start(self) -> None:
         """Start the server and wait until it answers; after a kill its children may hold it up for a moment."""
         settings = {

@@ -23,7 +23,7 @@ from tests.support.ray_cluster import RayCluster, RayEnvironment
 from tests.support.trials import draw
 from tests.support.work import ROOT
 from tests.sweeps.test_sweep_cli import kill_and_go_on
-from tests.sweeps.test_worker_faults import attempts, finish, finished_keys, wait_for
+from tests.sweeps.test_worker_faults import PATIENCE, attempts, finish, finished_keys, wait_for
 
 CODE = """
 import json, sys
@@ -106,7 +106,7 @@ def test_200_trials_on_two_nodes_of_which_one_is_killed(tmp_path: Path, environm
         worker = start(environment, address, gpus=0)
         wait_for(lambda: len(finished_keys(store)) >= 20 or worker.poll() is not None)
         cluster.kill_node()
-        reported = finish(worker)
+        reported = finish(worker, seconds=6 * PATIENCE)  # a process of Ray each, on one CPU: 6 s a trial on busy cores
         assert len(reported) == 200 and sorted(reported) == finished_keys(store), "0 lost, 0 doubled"
 
 

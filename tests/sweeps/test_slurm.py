@@ -40,11 +40,15 @@ SRUN = '#!/bin/bash\n[ -n "$SLURM_ARRAY_TASK_ID" ] || exit 9\nexec "$@"\n'
 PAREDOWN = f'#!/bin/bash\nexec {sys.executable} -W error -c "from paredown.cli import main; main()" "$@"\n'
 
 
-def submit(folder: Path, address: str, *arguments: str) -> subprocess.Popen[str]:
+# a paredown that prints its arguments
+ARGUMENTS = '#!/bin/bash\necho "$SLURM_ARRAY_TASK_ID threads $OMP_NUM_THREADS cpus $SRUN_CPUS_PER_TASK: $*"\n'
+
+
+def submit(folder: Path, address: str, *arguments: str, paredown: str = PAREDOWN) -> subprocess.Popen[str]:
     """sbatch with these arguments, in a group of processes of its own."""
     programs = folder / "bin"
     programs.mkdir()
-    for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("paredown", PAREDOWN)):
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("paredown", paredown)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src"), "PAREDOWN_STORE": address}
@@ -56,14 +60,12 @@ def logs(folder: Path, kind: str) -> str:
     return "".join(path.read_text() for path in sorted(folder.glob(f"paredown-1_*.{kind}")))
 
 
-@pytest.mark.parametrize(
-    ("array", "num_seeds", "engine"),
-    [pytest.param("0-1", 1, "inline", marks=pytest.mark.full), pytest.param("3-6", 5, "local", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("array", "num_seeds", "engine"), [("0-1", 1, "inline"), ("3-6", 5, "local")])
 def test_a_job_array_finishes_a_sweep(
     tmp_path: Path, new_postgres: Callable[[], str], array: str, num_seeds: int, engine: str
 ) -> None:
-    """Every trial once. In the full variant Slurm's SIGTERM ends one worker, and a node failure (kill -9) another one."""
+    """Every trial once. In the second, Slurm's SIGTERM ends one worker, and a node failure (kill -9) another one."""
     address = new_postgres()
     sweep = write(tmp_path)
     sweep.write_text(sweep.read_text().replace("[0, 1, 2, 3, 4]", str(list(range(num_seeds)))))
@@ -86,6 +88,15 @@ def test_a_job_array_finishes_a_sweep(
     assert [row["status"] for row in found] == ["done"] * 4 * num_seeds
     assert len(set(reported)) == len(reported) >= 4 * num_seeds - (num_seeds > 1), "one at most was killed before it was announced"
     assert set(reported) <= {row["key"] for row in found}
+
+
+def test_the_first_array_task_adds_trials_and_the_others_are_workers(tmp_path: Path) -> None:
+    (tmp_path / "sweep.toml").touch()
+    job = submit(tmp_path, "postgresql://db/trials", "--array=4-6", str(SCRIPT), "sweep.toml", "--slots", "2", paredown=ARGUMENTS)
+    assert job.wait(timeout=600) == 0, logs(tmp_path, "err")
+    worker = f"threads 1 cpus 1: worker --tasks {tmp_path} --wait 12h --slots 2"
+    first = f"4 threads 1 cpus 1: sweep run {tmp_path}/sweep.toml --slots 2"
+    assert logs(tmp_path, "log").splitlines() == [first, f"5 {worker}", f"6 {worker}"]
 
 
 def test_the_script_needs_a_store(tmp_path: Path) -> None:

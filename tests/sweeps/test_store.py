@@ -27,6 +27,7 @@ from paredown.sweeps.status import SweepCounts, count, find_best
 from paredown.sweeps.store import MAX_ATTEMPTS, AddResult, Store, WriteOutcome, utc_now
 from paredown.sweeps.sweep import Claim, DrawnTrial, EndedTrial, SamplingMethod, Sweep, TrialSettings, TrialSpec
 from paredown.tasks.trial import Status, Trial
+from tests.support.postgres import Postgres
 from tests.support.trials import PLANS, done, draw
 
 
@@ -105,6 +106,14 @@ def test_many_threads_never_claim_the_same(address: str) -> None:
         with ThreadPoolExecutor(6) as pool:
             keys = [key for found in pool.map(claims, "uvwxyz") for key in found]
         assert len(keys) == len(set(keys)) == 120
+
+
+def test_a_unix_socket_and_a_port_lead_to_one_store(postgres: Postgres, new_postgres: Callable[[], str]) -> None:
+    address = new_postgres()
+    schema = address.partition("?")[2]
+    with Store(address) as store, Store(f"{postgres.socket_url}&{schema}") as other:
+        store.add("s", draw("a", seeds=range(2)))
+        assert len({claim.key for claim in (*store.claim("w", 1), *other.claim("v", 1))}) == 2 and not store.claim("w", 1)
 
 
 def test_the_first_result_counts(address: str) -> None:

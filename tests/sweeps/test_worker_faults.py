@@ -26,8 +26,12 @@ PATIENCE = 600.0  # seconds until what never comes is an error: long, for cores 
 
 
 def finish(*workers: subprocess.Popen[str], seconds: float = PATIENCE) -> list[str]:
-    """What the workers announced, once all have ended well."""
-    outputs = [worker.communicate(timeout=seconds) for worker in workers]
+    """What the workers announced, once all have ended well; those that do not end are killed."""
+    try:
+        outputs = [worker.communicate(timeout=seconds) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     assert [worker.returncode for worker in workers] == [0] * len(workers), [error for _, error in outputs]
     return announced(*(out for out, _ in outputs))
 

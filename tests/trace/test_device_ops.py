@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paredown import Trace, footprint, trace_step
 from paredown.plan.checkpointed_trace import checkpointed_trace
-from paredown.trace.device_ops import PROCESSORS, THREADS, sum_workspace
+from paredown.trace.device_ops import PROCESSORS, THREADS, sum_workspace, transposed_bytes
 
 MEASURED = (  # rows, columns, bytes: blocks of gpu_reduce_kernel in memory snapshots on one H200, torch 2.11
     (16384, 1024, 134217728),
@@ -133,6 +134,50 @@ def test_a_tensor_that_only_a_variable_holds_is_no_input_of_a_layer() -> None:
     again = checkpointed_trace(trace, ("layers.*",))
     same_outputs = [output for output in again.outputs if output.op == "addmm" and output.module == "start"]
     assert [output.death for output in same_outputs] == [held.death]
+
+
+# --- convolutions ------------------------------------------------------------------------------------------------------
+
+
+def convolution_workspaces(conv: nn.Module, x: Tensor) -> list[tuple[str, int]]:
+    """(phase, MiB) of every workspace in a traced step under bf16 autocast."""
+    trace = traced(nn.Sequential(conv), x.requires_grad_(), autocast=torch.bfloat16)
+    return [(output.phase, output.nbytes >> 20) for output in trace.outputs if "conv" in output.op and output.dtype == "uint8"]
+
+
+def test_convolutions_copy_operands_that_are_not_channels_last() -> None:
+    """Input and output in forward, the output's gradient and the input in backward; three channels take 16 bytes a pixel."""
+    x = torch.empty(32, 192, 64, 64)
+    assert convolution_workspaces(nn.Conv2d(192, 64, 3, padding=1), x) == [("forward", 48 + 16), ("backward", 16 + 48)]
+    assert convolution_workspaces(nn.Conv2d(192, 3, 1), x) == [("forward", 48 + 2), ("backward", 2 + 48)]
+    assert convolution_workspaces(nn.Conv1d(64, 64, 3, padding=1), torch.empty(32, 64, 4096)) == [("forward", 32), ("backward", 32)]
+
+
+def test_what_is_channels_last_is_not_copied() -> None:
+    """The layout of the weight or the input is that of the output. The gradient of the mean is not channels_last, and is copied."""
+    last, x, conv = torch.channels_last, torch.empty(32, 64, 64, 64), partial(nn.Conv2d, 64, 64, 3, padding=1)
+    assert convolution_workspaces(conv().to(memory_format=last), x.to(memory_format=last)) == [("backward", 16)]
+    assert convolution_workspaces(conv().to(memory_format=last), x.clone()) == [("forward", 16), ("backward", 32)]
+    assert convolution_workspaces(conv(groups=64), x.clone()) == [], "depthwise: a kernel of torch's own"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize(("num_in", "num_out"), [(192, 64), (64, 128)])
+def test_workspace_of_convolutions_is_that_of_a_gpu(num_in: int, num_out: int, is_last: bool) -> None:
+    """In bf16, within 8 MiB of the peak of a forward pass."""
+    gc.collect()
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    conv = nn.Conv2d(num_in, num_out, 3, padding=1, bias=False).to("cuda", torch.bfloat16, memory_format=layout)
+    x = torch.randn(32, num_in, 64, 64, device="cuda", dtype=torch.bfloat16).to(memory_format=layout)
+    with torch.no_grad():
+        out = conv(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        again = conv(x)
+    taken = torch.cuda.max_memory_allocated() - before - again.nbytes
+    assert taken == pytest.approx(transposed_bytes(x, out), abs=8 << 20)
 
 
 @pytest.mark.gpu

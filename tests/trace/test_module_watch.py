@@ -1,5 +1,7 @@
 """What Watch reports: every tensor that autograd saves in the model, against torch's own hooks, with names that do not change."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -279,3 +281,35 @@ def test_later_passes_do_not_search_the_graph(monkeypatch: pytest.MonkeyPatch) -
         numbers.append(len(searched))
         searched.clear()
     assert numbers[0] > 0 and numbers[2:] == [0, 0]
+
+
+def test_modules_inside_of_checkpointed_layers_have_hooks_in_the_first_pass_alone() -> None:
+    """Later passes report nothing there; a layer that runs without its checkpoint has them again, with the names of its slots."""
+
+    class Stack(nn.Module):
+        is_checkpointed = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.5
+            return self.last(checkpoint(self.layer, x, use_reentrant=False) if self.is_checkpointed else self.layer(x))  # type: ignore[arg-type]
+
+    model, names = Stack(), list[str]()
+    watch = Watch(model, lambda saved: names.append(saved.name), min_numel=4096)
+    watch.attach()
+    x = torch.randn(64, 64, requires_grad=True)
+    model(x)
+    watch.end_first_pass()
+    assert not model.layer[0]._forward_hooks and model.layer._forward_hooks and model.last._forward_hooks
+    names.clear()
+    model(x).sum().backward()
+    assert names == ["layer:checkpoint.input", "last:input"]
+    model.is_checkpointed = False
+    names.clear()
+    model(x)
+    assert model.layer[0]._forward_hooks and {"layer.0:input", "layer.1:input"} <= set(names)
+    watch.detach()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -49,7 +49,7 @@ from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.calibration import Calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace
-from paredown.plan.footprint import footprint
+from paredown.plan.footprint import Footprint, footprint
 from paredown.plan.plan import Plan
 from paredown.plan.replay import Interval, fixed_intervals
 from paredown.roles import Role
@@ -80,6 +80,7 @@ def assign(
 ) -> Plan:
     """The plan of least predicted error whose peak is within `budget`: bytes, "6GiB", or "50%" of the baseline's peak.
 
+    On CUDA a plan keeps a margin for what is not predicted, which its reason states: `Footprint.bound_bytes` is within the budget.
     `method`: a row of METHODS. `levels`: the formats of activations, the best first (None: unmodified), for comparisons; then
     parameters are unmodified. `seed`: of method "random". `recompute`: whether repeated layers may be checkpointed (activation
     checkpointing), which costs time: None where formats would be slower or their errors large, True where their errors would be
@@ -97,17 +98,18 @@ def assign(
         raise PlanError("prefer is not combined with levels, or with methods that are there for comparison: leave one of them out.")
     check_sensitivities(trace, strategy, sensitivities)
     ladder = None if levels is None else ladder_of(levels)
-    baseline_bytes = footprint(trace).peak_bytes
-    budget_bytes = parse_bytes(budget, whole=baseline_bytes)
+    baseline = footprint(trace)
+    budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
     made_for = _made_for(trace, method, budget_bytes)
-    if ladder is None and baseline_bytes <= budget_bytes:
-        reason = f"The baseline's peak is {say_bytes(baseline_bytes)}, within {say_bytes(budget_bytes)}."
+    is_percentage = isinstance(budget, str) and "%" in budget
+    if ladder is None and (baseline.peak_bytes if is_percentage else baseline.bound_bytes) <= budget_bytes:
+        reason = f"The baseline's peak is {say_bytes(baseline.peak_bytes)}, within {say_bytes(budget_bytes)}{_margin(baseline)}."
         return Plan((), reason, made_for)
 
     problem_of = _problems(strategy, sensitivities, ladder, seed)
 
     def plan_of(solution: Solution) -> Plan:
-        return _checked_plan(trace, solution, budget_bytes, _reason(*solution, budget_bytes, baseline_bytes), made_for)
+        return _checked_plan(trace, solution, budget_bytes, made_for)
 
     if preference is not None:
         return _preferred(trace, budget_bytes, problem_of, plan_of, preference, recompute)
@@ -193,13 +195,13 @@ def _solve(
     raise error
 
 
-def _checked_plan(trace: Trace, solution: Solution, budget_bytes: int, reason: str, made_for: dict[str, Any]) -> Plan:
-    """The plan of a solution, whose footprint is within the budget."""
+def _checked_plan(trace: Trace, solution: Solution, budget_bytes: int, made_for: dict[str, Any]) -> Plan:
+    """The plan of a solution, whose footprint is within the budget with its margin."""
     problem, point, layers = solution
     for rules in _rule_variants(problem, point):
-        plan = Plan(rules, reason, made_for, layers)
-        if footprint(trace, plan).peak_bytes <= budget_bytes:
-            return plan
+        planned = footprint(trace, Plan(rules, "", made_for, layers))
+        if planned.bound_bytes <= budget_bytes:
+            return replace(planned.plan, reason=_reason(*solution, budget_bytes, planned))
     raise PlanError(
         f"the rules for this trace of {trace.model} do not lower its peak to the planned {point.peak_bytes} bytes, within a budget of "
         f"{budget_bytes}: slots of the trace contradict one another. Trace the step again with trace_step."
@@ -229,17 +231,24 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 
 
 def _reason(
-    problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, baseline_bytes: int
+    problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """What is stored in a lower precision, under which budget, and the peak."""
+    """What is stored in a lower precision, under which budget, the peak, and the margin."""
     formats = problem.formats(point)
     quantized = [slot for slot in problem.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
     checkpointed = f"{len(layers)} layer{'s' * (len(layers) > 1)} checkpointed" if layers else ""
     parts = [_quantized(quantized, formats), _parameters(problem, formats), checkpointed]
     changes = ", ".join(part for part in parts if part) or "masks and indices in as few bits as they need"
     head = f"method {problem.method.name} under {say_bytes(budget_bytes)}: {changes}"
-    peak = f"peak {say_bytes(point.peak_bytes)} instead of {say_bytes(baseline_bytes)}, predicted squared gradient error {point.error:.2g}"
+    before = say_bytes(planned.baseline.peak_bytes)
+    peak = f"peak {say_bytes(planned.peak_bytes)} instead of {before}{_margin(planned)}, predicted squared gradient error {point.error:.2g}"
     return f"{head}; {peak}."
+
+
+def _margin(planned: Footprint) -> str:
+    """What is kept for memory that is not predicted; an empty text where nothing is."""
+    margin = planned.bound_bytes - planned.peak_bytes
+    return f" (with a margin of {say_bytes(margin)} for the allocator and libraries)" if margin else ""
 
 
 def _quantized(slots: Sequence[Slot], formats: Formats) -> str:

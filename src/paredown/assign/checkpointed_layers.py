@@ -42,7 +42,7 @@ from paredown.assign.problem import AssignmentProblem
 from paredown.assign.strategies import AssignmentPoint, role_table_error
 from paredown.plan.calibration import REFERENCE
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
-from paredown.plan.footprint import peak_of
+from paredown.plan.footprint import bound_of
 from paredown.plan.plan import Plan
 from paredown.plan.step_time import added_time
 from paredown.roles import Role
@@ -83,7 +83,7 @@ def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Solu
     layers = repeated_layers(trace)
 
     def fits(count: int) -> bool:
-        return peak_of(trace, Plan((), recompute=tuple(layers[:count]))) <= budget_bytes
+        return bound_of(trace, Plan((), recompute=tuple(layers[:count]))) <= budget_bytes
 
     if not layers or not fits(len(layers)):
         return None
@@ -119,7 +119,7 @@ def repeated_layers(trace: Trace) -> list[str]:
 
 def _saved_bytes(trace: Trace, path: str) -> int:
     checkpointed = checkpointed_trace(trace, (path,))
-    return sum(slot.nbytes for slot in trace.activations) - sum(slot.nbytes for slot in checkpointed.activations)
+    return sum(slot.nbytes for slot in trace.activations) - sum(slot.nbytes for slot in checkpointed.kept_activations)
 
 
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:

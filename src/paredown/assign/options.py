@@ -9,7 +9,7 @@ which none or some are packed (plan/replay.py).
     layers.0.mlp.0.weight      full | moments8 | safe | half | lpmm | lpmm4, with packed or plain gradients
     a frozen weight            full | frozen8 | frozen4
 
-The bytes come from the functions of plan/replay.py, so that they equal those of a footprint.
+The bytes come from the functions of plan/replay.py, so that they equal those of a footprint with its margin, `bound_bytes`.
 
 The ledger is a matrix with the bytes of every option (row) at every tick of the step (column). A choice is one row for each item, and
 a search adds and subtracts rows instead of computing footprints:
@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from paredown.assign.sensitivity import parameter_error
 from paredown.formats.catalog import TIERS, is_small
 from paredown.formats.format import Format
-from paredown.plan.footprint import DEVICES, library_workspace
+from paredown.plan.footprint import DEVICES, STAYING, library_bound
 from paredown.plan.plan import Plan
 from paredown.plan.replay import (
     Interval,
@@ -278,9 +278,15 @@ def unowned(trace: Trace) -> list[Interval]:
 # --- the ledger --------------------------------------------------------------------------------------------------------
 
 
+Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the same with rounding and margin
+
+
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """Bytes of every option (row) at every tick (column). Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r."""
+    """Bytes of every option (row) at every tick (column). Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
+
+    Bytes are those of `Footprint.bound_bytes`: with the margin for what an allocator cannot split.
+    """
 
     items: tuple[Item, ...]
     ticks: Ints
@@ -291,24 +297,24 @@ class Ledger:
     starts: Ints
     item_of: Ints
     transients: tuple[tuple[slice, int], ...]  # of the optimizer's step: (slice of ticks, most bytes)
-    rounding: int
+    allocated: Allocated
     workspace_bytes: int
     floor_bytes: int  # a lower bound of the peak: the largest sum, over ticks, of the fewest bytes of each item at that tick
 
     @staticmethod
     def of(trace: Trace, items: Sequence[Item]) -> Ledger:
         """The ledger of a trace whose activations and parameters are `items`."""
-        rounding = DEVICES[trace.device].rounding
+        allocated = partial(DEVICES[trace.device].bound, is_compiled=trace.is_compiled)
         rows = [option for item in items for option in item.options]
         step = [output for output in trace.outputs if output.phase == "step"]
-        fixed = _spans([[*fixed_intervals(trace), *unowned(trace)]], rounding)
-        spans = _spans([row.held for row in rows], rounding)
+        fixed = _spans([[*fixed_intervals(trace), *unowned(trace)]], allocated)
+        spans = _spans([row.held for row in rows], allocated)
         ticks = _peak_ticks(np.concatenate((fixed, spans)), [output.birth for output in step])
         counts = [len(item.options) for item in items]
         item_of = np.repeat(np.arange(len(items), dtype=np.int64), counts)
         base, (least, most) = _held(fixed, ticks, 1)[0], _bounds(spans, item_of, ticks)
-        can_peak = base + most + sum(output.nbytes + rounding for output in step) >= (base + least).max(initial=0)
-        workspace_bytes = library_workspace(trace)
+        can_peak = base + most + sum(allocated(output.nbytes) for output in step) >= (base + least).max(initial=0)
+        workspace_bytes = library_bound(trace)
         floor_bytes = int((base + least).max(initial=0)) + workspace_bytes
         ticks = ticks[can_peak]
         return Ledger(
@@ -321,7 +327,7 @@ class Ledger:
             np.cumsum([0, *counts], dtype=np.int64)[:-1],
             item_of,
             tuple((_tick_slice(ticks, output.birth, output.death), output.nbytes) for output in step),
-            rounding,
+            allocated,
             workspace_bytes,
             floor_bytes,
         )
@@ -341,11 +347,11 @@ class Ledger:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
         for places, most in self.transients:
-            total[places] += -(-min(most, full) // self.rounding) * self.rounding
+            total[places] += self.allocated(min(most, full))
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Peak bytes of a choice, equal to those of its plan's footprint."""
+        """Peak bytes of a choice, equal to `bound_bytes` of its plan's footprint."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
@@ -366,7 +372,7 @@ class Ledger:
             fulls[is_pair] += change[second]
         for places, most in self.transients:
             is_inside = places if columns is None else (places.start <= columns) & (columns < places.stop)
-            loads[:, is_inside] += (-(-np.minimum(most, fulls) // self.rounding) * self.rounding)[:, None]
+            loads[:, is_inside] += self.allocated(np.minimum(most, fulls))[:, None]
         return loads.max(axis=1, initial=0) + self.workspace_bytes
 
     def _rows(self, rows: Ints, columns: Ints | None) -> Ints:
@@ -381,12 +387,12 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
     return slice(int(np.searchsorted(ticks, birth)), int(np.searchsorted(ticks, death, side="right")))
 
 
-def _spans(rows: Sequence[Sequence[Interval]], rounding: int) -> Ints:
-    """(row, birth, death, bytes) of every interval, (intervals, 4), its bytes rounded up as the allocator does."""
-    flat = [(r, i.birth, i.death, i.nbytes) for r, row in enumerate(rows) for i in row]
-    spans = np.array(flat, dtype=np.int64).reshape(-1, 4)
-    spans[:, 3] = -(-spans[:, 3] // rounding) * rounding
-    return spans
+def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
+    """(row, birth, death, bytes) of every interval, (intervals, 4), its bytes with rounding and margin."""
+    flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
+    spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
+    spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
+    return spans[:, :4]
 
 
 def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:

@@ -27,9 +27,9 @@ from paredown.assign.problem import AssignmentProblem
 from paredown.assign.strategies import AssignmentPoint, downward_path, raised_points
 from paredown.errors import BudgetError, CalibrationError, PlanError
 from paredown.formats.format import Format
-from paredown.plan.calibration import REFERENCE, Calibration, find_calibration
+from paredown.plan.calibration import REFERENCE, Calibration, calibration_for
 from paredown.plan.checkpointed_trace import checkpointed_trace
-from paredown.plan.footprint import peak_of
+from paredown.plan.footprint import bound_of
 from paredown.plan.plan import Plan
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
@@ -68,7 +68,7 @@ class Preference:
             raise PlanError("calibration is used with prefer='speed' only: pass the result of paredown.calibrate().")
         if prefer is None:
             return None
-        found, note = (calibration, "") if calibration is not None else find_calibration(trace.device)
+        found, note = (calibration, "") if calibration is not None else calibration_for(trace)
         return Preference(str(prefer), error_allowance, _checked(found or replace(REFERENCE, device=trace.device), trace), note)
 
     def allowed_error(self, accurate: Solution) -> float:
@@ -115,7 +115,7 @@ def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> I
     layers = repeated_layers(trace)
 
     def fits(chosen: tuple[str, ...]) -> bool:
-        return peak_of(trace, Plan((), recompute=chosen)) <= budget_bytes
+        return bound_of(trace, Plan((), recompute=chosen)) <= budget_bytes
 
     if not layers:
         return

@@ -1,1 +1,1 @@
-"""What a plan's choices cost on this device, measured in under a minute: `calibrate`, in calibrate/device_calibration.py."""
+"""What a plan's choices cost on this device, measured in about 20 s: `calibrate`, in calibrate/device_calibration.py."""

@@ -1,7 +1,10 @@
 """`calibrate`: measures the costs of a device and writes their JSON, from which `assign`, `footprint` and `estimate` predict step time.
 
-    calibrate("cuda")                       # about 15 s on one H200; a file of this device and these versions is read instead
+    calibrate("cuda")                       # under 30 s; a file of this device and these versions is read instead
     calibrate("cuda", traces=[trace])       # and the operations of these traces, timed one by one: predictions of their steps are closer
+
+What takes long is compiling kernels. After MOST_SECONDS what has a substitute is left out: formats, for which that of the nearest width
+stands, packed weights, and operations of traces, which the next call continues with.
 
 A file of another device or version is measured again, and the reason is printed by `paredown calibrate`. A present file is not
 measured again unless `is_forced`.
@@ -23,7 +26,8 @@ from paredown.plan.calibration import Calibration, FormatCost, HostCost, load_ca
 from paredown.serial import brief
 from paredown.trace.trace import DEVICES, Trace
 
-FORMATS = ["int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16"]
+FORMATS = ["int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16"]  # the first is always measured
+MOST_SECONDS = 20.0
 
 
 def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False) -> Calibration:
@@ -43,8 +47,9 @@ def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_for
     begun = time.perf_counter()
     calibration = calibration or measure_device(kind)
     if traces:
-        timed = time_operations([_on(trace, kind) for trace in traces], kind)
-        calibration = replace(calibration, timed={**calibration.timed, **timed})
+        known = calibration.timed
+        timed = time_operations([_on(trace, kind) for trace in traces], kind, known=known, most_seconds=MOST_SECONDS)
+        calibration = replace(calibration, timed={**known, **timed})
     calibration = replace(calibration, measured_in_seconds=time.perf_counter() - begun)
     calibration.save()
     return calibration
@@ -52,7 +57,13 @@ def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_for
 
 def measure_device(device: str) -> Calibration:
     """The costs of this device, measured now."""
-    rates = {text: codec_seconds(text, device) for text in FORMATS}
+    begun = time.perf_counter()
+
+    def is_late() -> bool:
+        return time.perf_counter() - begun > MOST_SECONDS
+
+    first, *others = FORMATS
+    rates = {first: codec_seconds(first, device)}
     draft = Calibration(
         device=device,
         device_name=present_device_name(device) or device,
@@ -60,12 +71,13 @@ def measure_device(device: str) -> Calibration:
         kernel_seconds=smallest_kernel(device),
         bytes_per_second=bandwidths(device),
         flops_per_second=flop_rates(device),
-        formats={text: FormatCost(*rates[text], 0.0) for text in FORMATS},
+        formats={first: FormatCost(*rates[first], 0.0)},
         torch=versions()["torch"],
         paredown=versions()["paredown"],
     )
-    host, packed = HostMeasurement(draft).cost(FORMATS)
-    return replace(draft, host=host, formats={text: FormatCost(*rates[text], packed[text]) for text in FORMATS})
+    host, packed = HostMeasurement(draft).cost(first, is_late)
+    rates |= {text: codec_seconds(text, device) for text in others if not is_late()}
+    return replace(draft, host=host, formats={text: FormatCost(*rate, packed) for text, rate in rates.items()})
 
 
 def checked_device(device: str | None) -> str:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from paredown.codec.packed import encode_flat
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed, default_rounding
-from paredown.plan.calibration import ELEMENTWISE
+from paredown.plan.calibration import ELEMENTWISE, UNALIGNED
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the host needs to issue the calls of one group
 SEED = Seed(0, 0, 0)
@@ -95,16 +95,18 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
     for dtype in FLOAT_DTYPES[device]:
         name = str(dtype).removeprefix("torch.")
         rates[f"matmul {name}"] = tuple(_products(device, dtype))
+        rates[f"matmul {name}{UNALIGNED}"] = tuple(_products(device, dtype, beyond=1))
         rates[f"conv {name}"] = tuple(_convolutions(device, dtype))
         rates[f"attention {name}"] = tuple(_attention(device, dtype))
     return rates
 
 
-def _products(device: str, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
+    """Of square matrices; the second has `beyond` columns more."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
-        a = torch.randn(size, size, device=device, dtype=dtype)
-        flops = 2.0 * size**3
-        yield flops, flops / device_seconds(lambda: a @ a, device)  # noqa: B023
+        a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
+        flops = 2.0 * size * size * (size + beyond)
+        yield flops, flops / device_seconds(lambda: a @ b, device)  # noqa: B023
 
 
 def _convolutions(device: str, dtype: torch.dtype) -> Iterator[tuple[float, float]]:

@@ -6,7 +6,8 @@ follows from a trace, as it does in a prediction, so that what a trace does not 
 it counts.
 
     forward operation     seconds of forward / its operations
-    packed tensor         (seconds of a step with packed activations - seconds of the baseline) / packed tensors
+    packed tensor         (seconds of a step with packed activations - seconds of the baseline) / packed tensors, in one format: the host
+                          takes the same time for all
     checkpoint            (seconds with checkpointing - baseline - operations that run twice) / layers
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -37,7 +38,7 @@ from paredown.session.session import apply
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
 
-WARM_UP, STEPS = {"cuda": 5, "cpu": 2}, {"cuda": 15, "cpu": 5}
+WARM_UP, STEPS = {"cuda": 4, "cpu": 2}, {"cuda": 9, "cpu": 5}
 DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
 LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
@@ -128,15 +129,18 @@ class HostMeasurement:
         if self.is_cpu:
             self.draft = replace(draft, timed=time_operations([one.trace for one in self.networks], "cpu"))
 
-    def cost(self, formats: Sequence[str]) -> tuple[HostCost, dict[str, float]]:
-        """Costs of the host, and host seconds of one packed tensor in each format."""
+    def cost(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
+        """Costs of the host, and its seconds for one packed tensor, measured in the format `text`.
+
+        Packed weights, whose optimizer has kernels to compile, are not measured if `is_late`: then two packed tensors stand for a weight.
+        """
         with _without_collection():
             rows = [one.seconds() for one in self.networks]
             forward = self._per_operation([row.forward for row in rows], "forward", "loss")
             backward = self._per_operation([row.backward for row in rows], "backward")
             optimizer = _share([row.optimizer for row in rows], [len(one.trace.of(Role.GRADIENT)) for one in self.networks])
-            packed = {text: self._packed(rows, text) for text in formats}
-            checkpoint, weight = self._checkpoint(rows[0], forward), self._weight()
+            packed, checkpoint = self._packed(rows, text), self._checkpoint(rows[0], forward)
+            weight = 2 * packed if is_late() else self._weight()
         return HostCost(empty_operation(self.draft.device), forward, backward, optimizer, checkpoint, weight), packed
 
     def _per_operation(self, seconds: list[float], *phases: str) -> float:

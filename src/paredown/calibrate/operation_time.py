@@ -1,15 +1,17 @@
 """`time_operations`: device seconds of the operations of traces, each distinct call repeated on tensors of its shapes, dtypes and strides.
 
 Floats are random, since matrix products of zeros draw less power and run faster; integers are random below the smallest dimension of the
-call's matrices, so that they are valid as indices and as targets. A call that cannot be repeated, or that does not fit the memory, is left
-out: its time is predicted by rates.
+call's matrices, so that they are valid as indices and as targets. A call that cannot be repeated, or that does not fit the memory, has 0
+seconds: its time is predicted by rates.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
+from math import inf
 from typing import Any
 
 import torch
@@ -23,16 +25,25 @@ from paredown.trace.trace import Operation, Trace
 
 MOST_OPERATIONS = 2000  # of all traces together
 DEFAULT_BOUND = 2  # of integers in calls without matrices
+FLOPS_PER_BYTE = 100  # roughly, of GPUs in 16 bits
 
 
-def time_operations(traces: Iterable[Trace], device: str) -> dict[str, float]:
-    """Seconds of each distinct operation of the traces, by `operation_key`."""
-    timed: dict[str, float] = {}
-    for operation in list(distinct(traces))[:MOST_OPERATIONS]:
-        seconds = _seconds(operation, device)
-        if seconds is not None:
-            timed[operation_key(operation)] = seconds
+def time_operations(
+    traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf
+) -> dict[str, float]:
+    """Seconds of each distinct operation of the traces, by `operation_key`, without those `known`; no new one after `most_seconds`."""
+    begun, timed = time.perf_counter(), dict[str, float]()
+    missing = [one for one in distinct(traces) if operation_key(one) not in known]
+    for operation in sorted(missing, key=_work, reverse=True)[:MOST_OPERATIONS]:
+        if time.perf_counter() - begun > most_seconds:
+            break
+        timed[operation_key(operation)] = _seconds(operation, device) or 0.0
     return timed
+
+
+def _work(operation: Operation) -> float:
+    """What decides the order: bytes that all calls move, or their floating point operations over those that a device does for a byte."""
+    return operation.count * max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:

@@ -78,7 +78,7 @@ def calibrate_verb(
     force: Annotated[bool, typer.Option("--force", help="Measure again, also if a file of this device is there.")] = False,
     is_json: JsonOption = False,
 ) -> None:
-    """Measure in under a minute what operations, packing and checkpointing take here; estimates then print step time."""
+    """Measure in about 20 s what operations, packing and checkpointing take here; estimates then print step time."""
     with spinner("measuring this device"):
         from paredown.calibrate.device_calibration import calibrate, checked_device
         from paredown.plan.calibration import calibration_path, find_calibration

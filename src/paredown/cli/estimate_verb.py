@@ -308,6 +308,10 @@ def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -
 
 def _step_time(foot: Footprint) -> dict[str, Any]:
     """Predicted seconds of the step, of device and host; the reason where they are not predicted."""
+    from paredown.plan.calibration import calibration_for
+
+    if foot.distribution is None:
+        calibration_for(foot.trace)  # times its operations where the device is here
     time = foot.step_time
     if isinstance(time, str):
         return {"step_seconds": None, "step_seconds_reason": time}

@@ -105,7 +105,11 @@ class PackedTensor:
         """The same packed tensor on `device`."""
         if isinstance(device, torch.dtype):
             raise CodecError(f"a packed tensor moves between devices; for values in {device}, call p.decode({device}).")
-        return replace(self, parts=PackedParts(*(t if t is None else t.to(device) for t in _all(self.parts))))
+        return self.mapped(lambda part: part.to(device))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedTensor:
+        """The packed tensor whose codes, scales and minimums are those that `function` returns for its own."""
+        return replace(self, parts=PackedParts(*(t if t is None else function(t) for t in _all(self.parts))))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, and the rest as JSON text under "header": for torch.save, or as safetensors and its metadata."""

@@ -297,7 +297,7 @@ def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str 
     train = trainer.train
     call = callback.last_call = LastCall(unwrapped(trainer.model))
     call.traced_as = {"optimizer": optimizer, "device": trainer.args.device.type, "autocast": autocast_of(trainer.args)}
-    call.traced_as["chunked_loss"] = callback.has_chunked_loss
+    call.traced_as["chunked_loss"], call.learning_rate = callback.has_chunked_loss, trainer.args.learning_rate
 
     def explained(*args: Any, **named: Any) -> Any:
         try:

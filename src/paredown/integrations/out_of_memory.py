@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.pick.answer import Frontier
 from paredown.plan.footprint import Footprint, footprint, peak_of
 from paredown.plan.plan import Plan, combine_presets
@@ -60,8 +61,7 @@ RESERVED = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated
 CAPACITY = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
 ACTIVATIONS, TIERS = ("activations8", "activations4", "activations2"), ("half", "lpmm")
 FROZEN = ("frozen8", "frozen4")  # for models with frozen weights
-NAMES = (*ACTIVATIONS, *TIERS, *(f"{tier}+{name}" for tier in TIERS for name in ACTIVATIONS))  # spelled as on the command line
-FROZEN_NAMES = (*FROZEN, *(f"{base}+{name}" for base in FROZEN for name in ACTIVATIONS))
+SMALL_RATE_TIERS = ("fine_tune",)  # in place of TIERS at small learning rates, which the weights of those do not follow
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,22 @@ class Shortage:
         return f"{grew}, {self.phase}. The next plan down is {self.label!r}, {say_bytes(self.next_bytes)}."
 
 
-def explain_shortage(trace: Trace, plan: Plan, *, frontier: Frontier | None = None, available_bytes: int | None = None) -> Shortage:
+def explain_shortage(
+    trace: Trace,
+    plan: Plan,
+    *,
+    frontier: Frontier | None = None,
+    available_bytes: int | None = None,
+    learning_rate: float | None = None,
+) -> Shortage:
     """The role that grew most under `plan`, and the next smaller plan of a frontier, or of the presets without a frontier.
 
-    `available_bytes`: memory of the device, if known; the next plan has to fit it.
+    `available_bytes`: memory of the device, if known; the next plan has to fit it. `learning_rate`, if known: at a small one, presets
+    store weights with a residue.
     """
     foot = footprint(trace, plan)
     limit = min(int(CLEARLY * foot.peak_bytes), available_bytes or foot.peak_bytes)
-    sizes = {point.label: point.predicted_bytes for point in frontier.front()} if frontier else _preset_peaks(trace)
+    sizes = {point.label: point.predicted_bytes for point in frontier.front()} if frontier else _preset_peaks(trace, learning_rate)
     smaller = {label: size for label, size in sizes.items() if size <= limit}
     role = grown_role(foot)
     largest = sorted(foot.at_peak.items(), key=lambda row: -row[1])
@@ -112,9 +120,11 @@ def grown_role(foot: Footprint) -> Role:
     return max(new, key=lambda role: new[role], default=Role.WEIGHT)
 
 
-def _preset_peaks(trace: Trace) -> Mapping[str, int]:
+def _preset_peaks(trace: Trace, learning_rate: float | None) -> Mapping[str, int]:
     is_frozen = any(slot.is_frozen for slot in trace.of(Role.WEIGHT))
-    names = (*ACTIVATIONS, *FROZEN_NAMES) if is_frozen else NAMES  # adapters are too small to pack
+    tiers = SMALL_RATE_TIERS if learning_rate is not None and 0 < learning_rate <= SMALL_LEARNING_RATE else TIERS
+    bases = FROZEN if is_frozen else tiers  # adapters are too small to pack
+    names = (*ACTIVATIONS, *bases, *(f"{base}+{name}" for base in bases for name in ACTIVATIONS))  # as on the command line
     return {name: peak_of(trace, combine_presets(name.split("+"))) for name in names}
 
 
@@ -125,18 +135,27 @@ def _phase(foot: Footprint) -> str:
 
 
 def explain_out_of_memory(
-    error: BaseException, trace: Trace, plan: Plan | None = None, *, frontier: Frontier | None = None
+    error: BaseException,
+    trace: Trace,
+    plan: Plan | None = None,
+    *,
+    frontier: Frontier | None = None,
+    learning_rate: float | None = None,
 ) -> Shortage | None:
     """`explain_shortage` for an out-of-memory error; None for any other error."""
     if not isinstance(error, MemoryError | RuntimeError) or not is_out_of_memory(error):
         return None
     available = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() and trace.device == "cuda" else None
-    return explain_shortage(trace, plan or Plan(), frontier=frontier, available_bytes=available)
+    return explain_shortage(trace, plan or Plan(), frontier=frontier, available_bytes=available, learning_rate=learning_rate)
 
 
-def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, frontier: Frontier | None = None) -> None:
+def add_explanation(
+    error: BaseException, trace: Trace | None, plan: Plan, *, frontier: Frontier | None = None, learning_rate: float | None = None
+) -> None:
     """Add an explanation to the traceback of an out-of-memory error; any other error is left unchanged."""
-    shortage = explain_out_of_memory(error, trace, plan, frontier=frontier) if trace is not None else None
+    shortage = None
+    if trace is not None:
+        shortage = explain_out_of_memory(error, trace, plan, frontier=frontier, learning_rate=learning_rate)
     if shortage is not None:
         error.add_note(f"paredown: {shortage}")
     advice = allocator_advice(str(error))
@@ -162,11 +181,12 @@ def allocator_advice(message: str) -> str:
 class LastCall:
     """Shapes and dtypes of the arguments of a model's last call with gradients, from which a step is traced if memory runs out.
 
-    `traced_as`: optimizer, device, autocast and chunked_loss of `trace_step`.
+    `traced_as`: optimizer, device, autocast and chunked_loss of `trace_step`. `learning_rate`: that of the training, if known.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.traced_as: dict[str, Any] = {}
+        self.learning_rate: float | None = None
         self._model, self._arguments = model, ((), {})
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
@@ -180,7 +200,7 @@ class LastCall:
         except Exception as fault:  # such as a step whose loss is computed outside of the model; `error` is what is raised
             error.add_note(f"paredown: the step cannot be traced, so that what the peak was made of is not known: {fault}")
             trace = None
-        add_explanation(error, trace, plan)
+        add_explanation(error, trace, plan, learning_rate=self.learning_rate)
 
     def close(self) -> None:
         """Remove the hook."""

@@ -31,11 +31,16 @@ COMPILED = "torch.compile runs it, and the compiled graph computes all logits; c
 NOT_IN_GRAPHS = (
     "no graph of torch.compile has it: its weight is no input of them, or they were compiled in eval mode or without gradients"
 )
-ADAPTED = "an adapter such as LoRA adds to its output"
+ADAPTED = (
+    "an adapter such as LoRA adds to its output: leave it out of the adapter's target_modules, or train all of it by "
+    "modules_to_save, which may be in chunks"
+)
 HOOKED = "a full backward hook reads the gradient of its output"
-SHARDED = "fully_shard frees its weight after the forward pass"
+SHARDED = (
+    "fully_shard frees its weight after the forward pass: call paredown.loss.chunked_cross_entropy in the forward of its module"
+)
 LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
-SUBCLASS = "its class is {}, not nn.Linear"
+SUBCLASS = "its class is {}, not nn.Linear: call paredown.loss.chunked_cross_entropy(hidden, weight, target) instead"
 FUSED = "the model's forward is that of {}, which computes the loss in chunks without calling it"
 FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forward that replaces a model's -> its name
 

@@ -134,7 +134,7 @@ class WeightView(Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:  # of a DTensor, which dispatches to its local tensor
             return _alias(args[0])
-        values = DecodedValues(tracks_gradients=False)
+        values = DecodedValues(tracks_gradients=False, writes=func._schema.is_mutable)
         result = func(*values.of(args), **values.of(kwargs))
         for work in [leaf for leaf in tree_leaves(result) if hasattr(leaf, "wait")]:
             work.wait()

@@ -6,6 +6,19 @@ Settings of the PEPPP paper, by which entries of the prior tasks are observed, a
 
 A picker sees of the new task only what it measures. `V leaky` and `VI leaky` are as in PEPPP's released code: the new task's row is
 sampled and completed among the others.
+
+Scores of a predicted front against the true one:
+
+    convergence             mean over the predicted front of the distance to the nearest point of the true front
+    hypervolume difference  |predicted area - true area|, up to memory 1 and error `top`
+    regret                  error of the plan recommended within a budget, less the least error there; mean over all budgets
+    mean regret             the same with means over runs that differ by noise alone, recommended by prediction: luck is not counted
+    rmse                    root mean squared error of the predictions
+
+Memory is relative to the largest of all tasks, error relative to top = max(1, the predicted front's largest error).
+
+>>> round(hypervolume(np.array([0.2, 0.4]), np.array([0.9, 0.5]), 1.0), 3)  # 0.2 wide and 0.1 high, 0.6 wide and 0.5 high
+0.32
 """
 
 from __future__ import annotations
@@ -21,7 +34,7 @@ from numpy.typing import NDArray
 from paredown.errors import BudgetError, PlanError
 from paredown.papers.peppp_completion import complete
 from paredown.papers.peppp_experiment_design import Picker, TaskKnowledge
-from paredown.pick.pareto import Scores, Truth
+from paredown.pick.pareto import undominated
 
 Array = NDArray[np.float64]
 SHARE = 0.2  # of entries that are observed, or the largest propensity of one
@@ -180,3 +193,74 @@ def judge(
     """Scores of a picker over all held-out tasks, by the number of measurements."""
     scores_of_tasks = [row.judge(picker, counts, is_released=is_released) for row in rows]
     return {count: PickerScores(count, tuple(scores[count] for scores in scores_of_tasks)) for count in counts}
+
+
+# --- Scores ---
+
+
+def hypervolume(memory: Array, errors: Array, top: float) -> float:
+    """The area between the front and (memory 1, error `top`)."""
+    order = np.argsort(memory, kind="stable")
+    widths = np.diff(np.append(np.minimum(memory[order], 1.0), 1.0))
+    return float(widths @ np.maximum(top - np.minimum.accumulate(errors[order]), 0.0))
+
+
+def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
+    """As in PEPPP's released code: errors are sorted, while memories keep the order of the columns."""
+    return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The five scores of one prediction; the head of this file defines them."""
+
+    convergence: float
+    hypervolume: float
+    regret: float
+    mean_regret: float
+    rmse: float
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What predictions for one task are compared with: memory of all plans, relative to the largest of all tasks, and their true errors.
+
+    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone, or `errors` where not known.
+    """
+
+    memory: Array
+    errors: Array
+    feasible: NDArray[np.intp]
+    means: Array
+
+    def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
+        """Scores of a front from the errors `drawn`, recommendations by `expected`, and errors `predicted`, of feasible plans."""
+        memory, errors = self.memory[self.feasible], self.errors[self.feasible]
+        front = undominated(memory, drawn, keeps_equals=not is_released)
+        true_front = undominated(self.memory, self.errors, keeps_equals=not is_released)
+        top = max(1.0, float(drawn[front].max()))
+        area = released_hypervolume if is_released else hypervolume
+        areas = area(memory[front], drawn[front], top), area(self.memory[true_front], self.errors[true_front], top)
+        predicted_points = np.stack([drawn[front] / top, memory[front]], axis=1)
+        true_points = np.stack([self.errors[true_front] / top, self.memory[true_front]], axis=1)
+        return Scores(
+            convergence=distance(predicted_points, true_points),
+            hypervolume=abs(areas[0] - areas[1]),
+            regret=regret(memory, expected, errors),
+            mean_regret=regret(memory, predicted, self.means[self.feasible]),
+            rmse=float(np.sqrt(np.mean((predicted - errors) ** 2))),
+        )
+
+
+def distance(points: Array, others: Array) -> float:
+    """Mean over `points` of the distance to the nearest of `others`."""
+    return float(np.sqrt(((points[:, None] - others[None]) ** 2).sum(axis=-1)).min(axis=1).mean())
+
+
+def regret(memory: Array, expected: Array, errors: Array) -> float:
+    """Mean, over all budgets at which the feasible plans change, of the excess error when recommending by `expected`."""
+    lost: list[float] = []
+    for budget in np.unique(memory):
+        fits = np.flatnonzero(memory <= budget)
+        lost.append(float(errors[fits[np.argmin(expected[fits])]] - errors[fits].min()))
+    return float(np.mean(lost))

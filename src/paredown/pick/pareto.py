@@ -1,23 +1,10 @@
-"""Pareto front of memory and error, the area that it dominates, and scores of a predicted front against the true one.
+"""Pareto fronts of memory and error, with step time as a third axis, and the quickest of plans that are as accurate.
 
-    convergence             mean over the predicted front of the distance to the nearest point of the true front
-    hypervolume difference  |predicted area - true area|, up to memory 1 and error `top`
-    regret                  error of the plan recommended within a budget, less the least error there; mean over all budgets
-    mean regret             the same with means over runs that differ by noise alone, recommended by prediction: luck is not counted
-    rmse                    root mean squared error of the predictions
-
-Memory is relative to the largest of all tasks, error relative to top = max(1, the predicted front's largest error).
-
->>> memory, errors = np.array([0.2, 0.4, 0.4, 0.8]), np.array([0.9, 0.5, 0.7, 0.6])
->>> undominated(memory, errors).tolist()
+>>> undominated(np.array([0.2, 0.4, 0.4, 0.8]), np.array([0.9, 0.5, 0.7, 0.6])).tolist()
 [True, True, False, False]
->>> round(hypervolume(memory[:2], errors[:2], 1.0), 3)  # 0.2 wide and 0.1 high, 0.6 wide and 0.5 high
-0.32
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,71 +63,3 @@ def quickest_of_ties(memory: Array, errors: Array, times: Array, tolerance: floa
     tied = np.flatnonzero((errors <= errors[least] + tolerance) & np.isfinite(times))
     tied = tied[times[tied] <= (1 + SAME_TIME) * times[tied].min()]
     return int(tied[np.lexsort((memory[tied], errors[tied]))[0]])
-
-
-def hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """The area between the front and (memory 1, error `top`)."""
-    order = np.argsort(memory, kind="stable")
-    widths = np.diff(np.append(np.minimum(memory[order], 1.0), 1.0))
-    return float(widths @ np.maximum(top - np.minimum.accumulate(errors[order]), 0.0))
-
-
-def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """As in PEPPP's released code: errors are sorted, while memories keep the order of the columns."""
-    return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The five scores of one prediction; the head of this file defines them."""
-
-    convergence: float
-    hypervolume: float
-    regret: float
-    mean_regret: float
-    rmse: float
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What predictions for one task are compared with: memory of all plans, relative to the largest of all tasks, and their true errors.
-
-    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone, or `errors` where not known.
-    """
-
-    memory: Array
-    errors: Array
-    feasible: NDArray[np.intp]
-    means: Array
-
-    def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
-        """Scores of a front from the errors `drawn`, recommendations by `expected`, and errors `predicted`, of feasible plans."""
-        memory, errors = self.memory[self.feasible], self.errors[self.feasible]
-        front = undominated(memory, drawn, keeps_equals=not is_released)
-        true_front = undominated(self.memory, self.errors, keeps_equals=not is_released)
-        top = max(1.0, float(drawn[front].max()))
-        area = released_hypervolume if is_released else hypervolume
-        areas = area(memory[front], drawn[front], top), area(self.memory[true_front], self.errors[true_front], top)
-        predicted_points = np.stack([drawn[front] / top, memory[front]], axis=1)
-        true_points = np.stack([self.errors[true_front] / top, self.memory[true_front]], axis=1)
-        return Scores(
-            convergence=distance(predicted_points, true_points),
-            hypervolume=abs(areas[0] - areas[1]),
-            regret=regret(memory, expected, errors),
-            mean_regret=regret(memory, predicted, self.means[self.feasible]),
-            rmse=float(np.sqrt(np.mean((predicted - errors) ** 2))),
-        )
-
-
-def distance(points: Array, others: Array) -> float:
-    """Mean over `points` of the distance to the nearest of `others`."""
-    return float(np.sqrt(((points[:, None] - others[None]) ** 2).sum(axis=-1)).min(axis=1).mean())
-
-
-def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Mean, over all budgets at which the feasible plans change, of the excess error when recommending by `expected`."""
-    lost: list[float] = []
-    for budget in np.unique(memory):
-        fits = np.flatnonzero(memory <= budget)
-        lost.append(float(errors[fits[np.argmin(expected[fits])]] - errors[fits].min()))
-    return float(np.mean(lost))

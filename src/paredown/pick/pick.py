@@ -22,15 +22,17 @@ from typing import Any
 
 import torch
 
-from paredown.errors import PlanError, TaskError
+from paredown.errors import CalibrationError, PlanError, TaskError
 from paredown.pick import priors
 from paredown.pick.answer import Picked
 from paredown.pick.candidates import Candidates, TaskStep, candidates
 from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_data import PriorData
 from paredown.pick.task_prior import TaskPrior, random_guess_error
+from paredown.plan.calibration import find_calibration
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.plan.step_time import predict_step
 from paredown.roles import Role
 from paredown.serial import SUMMED
 from paredown.simulate.outline import Outline
@@ -71,7 +73,8 @@ def pick(
     baseline's, in the task's metric: 0.01 is one percentage point of error. The budget is then 100 % unless one is given.
     `prior`: the name or file of a prior, or its data; without one, all priors of this mode are joined. `store`: path or URL of the
     database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `step_seconds`:
-    predicted step times, a mapping from plans to seconds or a function of a plan; trials measure those of the plans that they run.
+    predicted step times, a mapping from plans to seconds or a function of a plan; without it, those of the cost model where the device
+    was calibrated (`paredown calibrate`). Trials measure those of the plans that they run.
     `progress` is called with (trials done, most trials, a sentence).
     """
     start = time.perf_counter()
@@ -89,12 +92,29 @@ def pick(
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
         rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
         loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data), torch_device)
-        loop.max_error_increase, loop.confidence, loop.predict_seconds = max_error_increase, confidence, _predictor(step_seconds)
+        loop.max_error_increase, loop.confidence = max_error_increase, confidence
+        is_given = step_seconds is not None
+        loop.predict_seconds = _predictor(step_seconds if is_given else _calibrated_seconds(task, torch_device.type, mode))
         loop.learn(own_trials, other_trials)
         loop.search(source, evaluations, seed=seed, progress=progress)
     finally:
         source.close()
     return loop.answer(time.perf_counter() - start)
+
+
+def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
+    """Step times by the cost model, as a function of a plan; None where the device was not calibrated, or plans are simulated."""
+    calibration = find_calibration(device)[0] if mode == "store" else None
+    if calibration is None:
+        return None
+
+    def predicted(plan: Plan) -> float | None:
+        try:
+            return predict_step(trace_task(task, plan, device), plan, calibration=calibration).seconds
+        except CalibrationError:  # this step, or a format of this plan, was not measured
+            return None
+
+    return predicted
 
 
 def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float | None] | None:

@@ -57,10 +57,10 @@ VERSION = 2  # of the file format
 FIRST_VERSION = 1  # the runs of a pair are listed without gaps, whatever their seeds
 MOST_BYTES = 64 * 2**20
 MOST_RUNS = 1000  # of one task and plan
-SHIPPED = {"store": "stored", "simulate": "simulated"}  # shipped prior of each mode
+SHIPPED = {"stored": "store", "low_budgets": "store", "simulated": "simulate"}  # shipped priors and their modes
 FOLDER_VARIABLE = "PAREDOWN_PRIORS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-MODES = tuple(SHIPPED)
+MODES = tuple(dict.fromkeys(SHIPPED.values()))
 FIELDS = (
     "about", "version", "name", "mode", "tasks", "plans", "runs", "seeds", "diverged", "memory", "measured", "step_ratio", "propensity",
     "noise", "provenance",
@@ -111,7 +111,7 @@ def load(name: str | os.PathLike[str] = "stored") -> PriorData:
 
 def available() -> list[str]:
     """Names that `load` accepts: shipped priors first."""
-    shipped = [name for name in SHIPPED.values() if _shipped(name).is_file()]
+    shipped = [name for name in SHIPPED if _shipped(name).is_file()]
     return [*shipped, *own_priors()]
 
 
@@ -121,9 +121,9 @@ def own_priors() -> list[str]:
 
 
 def known_prior(mode: str = "store") -> PriorData:
-    """All priors of a mode, joined: the shipped one and the user's own."""
-    if mode not in SHIPPED:
-        raise PriorError(f"mode {mode!r} is unknown. Allowed: {', '.join(SHIPPED)}.")
+    """All priors of a mode, joined: the shipped ones and the user's own."""
+    if mode not in MODES:
+        raise PriorError(f"mode {mode!r} is unknown. Allowed: {', '.join(MODES)}.")
     all_priors = [load(name) for name in available()]
     parts = [prior for prior in all_priors if prior.mode == mode]
     if not parts:
@@ -163,7 +163,7 @@ def _own_path(name: str) -> Path:
         raise PriorError(
             f"{name[:40]!r} cannot name a prior: a name has letters, digits, dots, - and _, at most 64, and starts with a letter or digit."
         )
-    if name in SHIPPED.values():
+    if name in SHIPPED:
         raise PriorError(f"{name!r} is a prior that the package ships, which cannot be replaced. Choose another name for your own.")
     return folder() / f"{name}.json"
 
@@ -173,8 +173,8 @@ def _shipped(name: str) -> Path:
 
 
 def _path_by_name(name: str) -> Path:
-    path = _shipped(name) if name in SHIPPED.values() else folder() / f"{name}.json"
-    if name in SHIPPED.values() and not path.is_file():
+    path = _shipped(name) if name in SHIPPED else folder() / f"{name}.json"
+    if name in SHIPPED and not path.is_file():
         raise PriorError(f"the {name} prior is not in this version of paredown yet. Known: {', '.join(available()) or 'none'}.")
     if not NAME.fullmatch(name) or not path.is_file():
         names = available()

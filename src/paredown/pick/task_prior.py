@@ -5,7 +5,8 @@ Units: errors are relative to random guessing, and at most 1 (docs/decisions/019
 
 Seeds: effects of seeds are removed (pick/seed_effects.py), so that plans that ran with different seeds can be compared.
 
-Levels: those that the data names; without names, every plan is its own level, or levels are estimated where plans are many.
+Levels: those that the data names; without names, every plan is its own level, or levels are estimated where plans are many. Plans of an
+estimated level differ a little from task to task: the variance of that, beyond the noise of runs, widens the intervals of their means.
 
 >>> from paredown.pick.priors import made_up_prior
 >>> task_prior = TaskPrior.of(made_up_prior())
@@ -93,6 +94,8 @@ class TaskPrior:
             )
         levels = levels_of(prior_data, errors)
         plan_offsets, variances = offsets(errors, levels)
+        if not any(plan.level for plan in prior_data.plans):
+            variances = variances + _variance_within_levels(runs, errors - plan_offsets, levels)
         flat = (runs - plan_offsets[:, None]).reshape(len(runs), -1)
         sums = LevelSums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
         sums = replace(sums, weights=data_set_weights(prior_data))
@@ -211,6 +214,22 @@ def levels_of(prior_data: PriorData, errors: Array) -> NDArray[np.intp]:
     except ModuleNotFoundError as error:
         plans = f"the {len(names)} plans of prior {prior_data.name!r} have no levels"
         raise PriorError(f"{plans}, and estimating them needs {error.name}: pip install 'paredown[search]'.") from None
+
+
+def _variance_within_levels(runs: Array, errors: Array, levels: NDArray[np.intp]) -> Array:
+    """Variance of plans about their level on a task, beyond the noise of runs (tasks, plans, seeds), (plans,): the median over tasks.
+
+    Levels that were estimated join plans whose errors differ a little from task to task. `errors`: means of the runs, without offsets.
+    It is 0 where no plan of a level ran twice.
+    """
+    sums, counts, found = LevelSums.of(errors, levels), np.isfinite(runs).sum(axis=2), np.zeros(int(levels.max()) + 1)
+    squares = (sums.square - sums.total**2 / np.maximum(sums.count, 1.0)) / np.maximum(sums.count - 1, 1.0)
+    for level in range(len(found)):
+        own, noise = counts[:, levels == level], pooled_noise(runs[:, levels == level]) ** 2
+        share = np.where(own > 0, 1 / np.maximum(own, 1), 0.0).sum(axis=1) / np.maximum((own > 0).sum(axis=1), 1)  # left in a mean
+        beyond = (squares[:, level] - share * noise)[np.isfinite(noise) & (sums.count[:, level] > 1)]
+        found[level] = max(0.0, float(np.median(beyond))) if len(beyond) else 0.0
+    return found[levels]
 
 
 def data_set_weights(prior_data: PriorData) -> Array:

@@ -2,13 +2,16 @@
 
 A tensor that only operations inside of a checkpointed module saved lives in forward as long as forward needs it, and again from the tick
 at which backward of the module begins. The module's inputs are stored until its backward is done: those that need a gradient are slots of
-their own (`layers.3:checkpoint.input`), which a plan can pack unless the module compares or routes (trace/checkpoint_inputs.py); others are
+their own (`layers.3:checkpoint.input`), which a plan can pack unless the module compares or routes (trace/checkpoints.py); others are
 unmodified. Casts that autocast made of its weights are freed at the end of the autocast context and are recomputed. The second forward
 pass ends once the last tensor exists that backward needs: the module's result is not recomputed.
 
     baseline        inside  |##############################|
     checkpointed    inside  |####|                   |#####|     the whole forward pass runs at the first tick of the second span
                     input  |################################|
+
+Of the large tensors inside, those that sessions pack in the second forward pass are slots, born when it begins. It runs in one tick; the
+bytes of that tick are those of its largest moment, which is another one if the tensors are packed (`_SecondPass`).
 
 A module that a step calls more than once is left unmodified, with a note: a trace does not record which call a tensor belongs to.
 """
@@ -25,7 +28,16 @@ from paredown.plan.plan import Plan
 from paredown.plan.selectors import WILDCARDS, closest
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES
-from paredown.trace.operations import CHECKPOINT, COMPARES, MIN_PACKED_NUMEL, RECOMPUTES, Use, reason_of_ops
+from paredown.trace.operations import (
+    CHECKPOINT,
+    COMPARES,
+    MIN_PACKED_NUMEL,
+    RECOMPUTES,
+    Use,
+    is_large_in_second_pass,
+    is_stored_in_second_pass,
+    reason_of_ops,
+)
 from paredown.trace.trace import Output, Part, Saver, Slot, Trace, cached_on_trace
 
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
@@ -162,6 +174,7 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
     complete = {slot.name: slot.dropped for slot in trace.of(Role.GRADIENT)}
     outputs = [_extended(output, span) for output in trace.outputs]
     reason = _reason_exact(trace, span)
+    second = _SecondPass.of(trace, span)
     for slot in trace.slots:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
             slots.append(_weight_used_twice(slot, span, complete.get(slot.name, span.backward_end)))
@@ -172,7 +185,9 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
         elif slot.role is not Role.ACTIVATION or not any(span.has(saver.name) for saver in slot.savers):
             slots.append(slot)
         elif _is_inner(slot, span):
-            outputs += _allocated_twice(slot, span)
+            in_forward, again = _allocated_twice(slot, span)
+            read = second.packed.get(slot)
+            outputs += [in_forward, again] if read is None else [replace(in_forward, death=max(slot.birth, read))]
         elif slot.birth < span.start:
             slots.append(replace(slot, stays=INPUT, death=max(slot.death, span.backward_end)))
         else:
@@ -186,7 +201,9 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
         if slot is not None:
             slots.append(slot)
             outputs[place] = replace(output, slot=slot.name)
-    outputs.append(_second_forward(trace, span))
+    at, extra = span.backward_start, second.extra
+    outputs.append(Output("recompute", span.module, "backward", (extra,), "uint8", extra, at, at))
+    slots += second.slots(number)
     return replace(trace, slots=tuple(_with_frozen(slots, trace, span)), outputs=tuple(outputs))
 
 
@@ -298,20 +315,89 @@ def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_train
     return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
 
 
-def _second_forward(trace: Trace, span: CheckpointSpan) -> Output:
-    """The memory of the second forward pass at its peak, beyond the tensors that it saves."""
-    change: dict[int, int] = {}
-    inner = [slot for slot in trace.activations if _is_inner(slot, span)]
-    end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
-    for slot in inner:
-        change[slot.birth] = change.get(slot.birth, 0) + slot.nbytes
-    for output in trace.outputs:
-        if output.phase == "forward" and not output.slot and span.start <= output.birth <= end:
-            change[output.birth] = change.get(output.birth, 0) + output.nbytes
-            change[output.death + 1] = change.get(output.death + 1, 0) - output.nbytes
-    held = peak = 0
-    for tick in sorted(change):
-        held += change[tick]
-        peak = max(peak, held)
-    extra = max(0, peak - sum(slot.nbytes for slot in inner))
-    return Output("recompute", span.module, "backward", (extra,), "uint8", extra, span.backward_start, span.backward_start)
+SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
+
+
+@dataclass(frozen=True)
+class _SecondPass:
+    """The second forward pass of a module: what it allocates beyond the tensors that it saves, at its largest moment.
+
+    `extra`: bytes if nothing is packed. `packed`: tensors that a session may store packed, and when the first pass reads them last. If they
+    are packed, in 8 bits, the largest moment is at the tick `moment`, with `beside` bytes of temporaries.
+    """
+
+    span: CheckpointSpan
+    extra: int
+    packed: dict[Slot, int]
+    moment: int = 0
+    beside: int = 0
+
+    @staticmethod
+    def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
+        """That of the module of `span`."""
+        inner = [slot for slot in trace.activations if _is_inner(slot, span)]
+        end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
+        ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
+        temporaries = [(o.birth, o.nbytes) for o in ran] + [(o.death + 1, -o.nbytes) for o in ran]
+        _, peak = _largest([*temporaries, *((slot.birth, slot.nbytes) for slot in inner)])
+        extra = max(0, peak - sum(slot.nbytes for slot in inner))
+        read = {(o.slot, o.birth): o.used for o in trace.outputs if o.slot and o.used >= 0}
+        packed = {
+            slot: min(read.get((slot.name, slot.birth), slot.dropped), slot.dropped) for slot in inner if _is_packed_again(slot)
+        }
+        if not packed:
+            return _SecondPass(span, extra, packed)
+        others = [(slot.birth, slot.nbytes) for slot in inner if slot not in packed]
+        moment, _ = _largest([*temporaries, *others, *(change for pair in packed.items() for change in _in_8_bits(*pair))])
+        beside = sum(o.nbytes for o in ran if o.birth <= moment <= o.death)
+        return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
+
+    def slots(self, storage: int) -> Iterator[Slot]:
+        """The slots of what is packed; `storage`: the last storage number of the trace."""
+        at, names = self.span.backward_start, {slot.name for slot in self.packed}
+        for place, (slot, read) in enumerate(self.packed.items()):
+            is_alive = slot.birth <= self.moment <= read
+            parts = tuple(self._part(slot, part, read) for part in slot.parts)
+            times = {"birth": at, "dropped": at if is_alive else at - 1, "death": max(_last_read(slot), at)}
+            source = slot.recomputed_from if slot.recomputed_from in names else ""
+            extra = self.beside if place == 0 else 0
+            yield replace(
+                slot, **times, parts=parts, storage=storage + 1 + place, recomputed_from=source, beside_packed=extra, inputs=()
+            )
+
+    def _part(self, slot: Slot, part: Part, read: int) -> Part:
+        """A part of a slot, packed in the second pass; backward decodes it after that."""
+        at = self.span.backward_start
+        packed = at + (min(part.packed, read) > self.moment)
+        decoded = tuple((max(start, at + 1), max(end, at + 1)) for start, end in part.decoded)
+        is_result = [saver.op for saver in slot.savers] == ["mul"]
+        return replace(part, packed=packed, released=max(packed, part.released), decoded=decoded, becomes_result=is_result)
+
+
+def _is_packed_again(slot: Slot) -> bool:
+    """Whether a session may pack a tensor that the second forward pass saves."""
+    is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
+    return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
+
+
+def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
+    """(tick, change of bytes) of a tensor that is packed in 8 bits at the operation that saves it, and read until the tick `read`."""
+    share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
+    first = min(read, *(part.packed for part in slot.parts))
+    return [(slot.birth, slot.nbytes), (read + 1, -slot.nbytes), (first, 0 if slot.recomputed_from else int(share * slot.nbytes))]
+
+
+def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """(tick, bytes) of the largest sum of changes; those of one tick count together.
+
+    >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
+    (3, 10)
+    """
+    by_tick: dict[int, int] = {}
+    for tick, change in changes:
+        by_tick[tick] = by_tick.get(tick, 0) + change
+    held, best = 0, (0, 0)
+    for tick in sorted(by_tick):
+        held += by_tick[tick]
+        best = (tick, held) if held > best[1] else best
+    return best

@@ -36,6 +36,7 @@ from paredown.plan.replay import (
     activation_intervals,
     fixed_intervals,
     model_memory,
+    offloads,
     parameter_of,
     resolve_parameter_formats,
     slot_storages,
@@ -47,7 +48,7 @@ from paredown.trace.trace import Slot, Trace
 STRATEGIES = ("ddp", "fsdp2")
 ROOT = ""  # the unit of parameters that are in no other unit
 BUCKETS = "DistributedDataParallel"  # the module of its buckets
-BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel, by default
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # of DistributedDataParallel, by default
 BUCKET_NOTE = (
     "DistributedDataParallel stores gradients in buckets beside p.grad: {}; gradient_as_bucket_view=True makes p.grad a view of them and "
     "saves {}. Its gradients are not packed; fully_shard over a mesh of shape (processes, 1) packs them"
@@ -192,19 +193,34 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
     """The intervals of everything that one process holds in the step under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
-    return [*fixed_intervals(trace), *model, *activation_intervals(trace.activations, slot_storages(trace, plan))]
+    return [
+        *fixed_intervals(trace),
+        *model,
+        *activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan)),
+    ]
 
 
 def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Interval]:
     yield from model_memory(trace, plan, packs_gradients=False)
     gradients = trace.of(Role.GRADIENT)
-    nbytes = sum(slot.nbytes for slot in gradients)
-    yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, nbytes)
-    if shared.reduction is not None and gradients:
-        bucket = min(BUCKET_BYTES, nbytes)  # its chunks, and the decoded sums of all of them
-        scratch = 2 * bucket + shared.scratch_bytes(-(-bucket // (FLOAT32_BYTES * shared.world_size)))
-        births = [slot.birth for slot in gradients]
-        yield Interval(Role.TEMPORARY, BUCKETS, min(births), max(births), scratch)
+    yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, sum(slot.nbytes for slot in gradients))
+    for bucket, at in (
+        _buckets(gradients) if shared.reduction is not None else ()
+    ):  # its chunks, then the decoded sums of all of them
+        scratch = bucket + shared.scratch_bytes(-(-bucket // (FLOAT32_BYTES * shared.world_size)))
+        yield Interval(Role.TEMPORARY, BUCKETS, at, at, scratch)
+
+
+def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
+    """Bytes of each bucket, and when its last gradient is complete: gradients fill buckets in the order in which backward makes them."""
+    nbytes, at, limit = 0, 0, FIRST_BUCKET_BYTES
+    for slot in sorted(gradients, key=lambda slot: slot.birth):
+        nbytes, at = nbytes + slot.nbytes, slot.birth
+        if nbytes >= limit:
+            yield nbytes, at
+            nbytes, limit = 0, BUCKET_BYTES
+    if nbytes:
+        yield nbytes, at
 
 
 def _fsdp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Interval]:
@@ -251,19 +267,23 @@ class _Unit:
 
 
 def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
-    """All units in the order in which they run."""
+    """All units in the order in which they run: from the first to the last operation of a module in them, in forward and in backward."""
     by_name: dict[str, list[Slot]] = defaultdict(list)
     for slot in shards.weights.values():
         by_name[shared.unit_of(slot.module)].append(slot)
+    spans: dict[tuple[str, bool], list[tuple[int, int]]] = defaultdict(list)  # by unit, and whether in backward
+    for output in trace.outputs:
+        if output.phase in ("forward", "backward"):
+            spans[shared.unit_of(output.module), output.birth > trace.backward_at].append((output.birth, output.birth))
     gradients = {slot.name: slot for slot in trace.of(Role.GRADIENT)}
     units: list[_Unit] = []
     for name, slots in by_name.items():
         own = tuple(gradients[slot.name] for slot in slots if slot.name in gradients)
         running = [span for slot in slots for span in slot.running]
-        backward = [span for span in running if span[0] > trace.backward_at]
+        backward = [*spans[name, True], *(span for span in running if span[0] > trace.backward_at)]
         backward += [span for slot in slots for part in slot.parts for span in part.decoded]
         backward += [(slot.birth, max(slot.birth, slot.dropped)) for slot in own]
-        forward = _hull(span for span in running if span[0] <= trace.backward_at)
+        forward = _hull([*spans[name, False], *(span for span in running if span[0] <= trace.backward_at)])
         sizes = sum(slot.nbytes for slot in slots), sum(shards.weight(slot) for slot in slots) * shards.world_size
         units.append(_Unit(name, own, *sizes, (0, trace.backward_at) if name == ROOT else forward, _hull(backward)))
     return sorted(units, key=lambda unit: unit.forward or (0, 0))

@@ -106,8 +106,8 @@ def _has_rule(row: PlannedSlot, plan: Plan) -> bool:
 
 def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
     checkpointed = checkpointed_trace(trace, plan.recompute)
-    storages, planned = slot_storages(checkpointed, plan), {slot.name: slot for slot in checkpointed.activations}
-    new = [slot for slot in checkpointed.activations if slot.name not in {slot.name for slot in trace.activations}]
+    storages, planned = slot_storages(checkpointed, plan), {slot.name: slot for slot in checkpointed.kept_activations}
+    new = [slot for slot in checkpointed.kept_activations if slot.name not in {slot.name for slot in trace.activations}]
     for slot in (*trace.activations, *new):
         after = planned.get(slot.name)
         if after is None:

@@ -10,17 +10,27 @@ follow:
                 the model's output, which the caller may hold while backward runs; of a compiled step also a tenth of the peak, since
                 Inductor may allocate other buffers than predicted (decision 028: up to 9 % in twelve measured steps)
 
+`assign` plans with a fourth size, `bound_bytes`, which measured peaks have kept within (decision 034). It adds to expected
+
+    0.5 MiB for each large tensor               a free block is not split where less than 1 MiB would remain, and all of it counts; not for
+                                                tensors below 1 MiB, of a multiple of 2 MiB, or that stay from step to step
+    three operands of a convolution             of the largest one that is in float32 or not channels_last: cuDNN may copy them once more
+    a part in 32 of each tensor                 of compiled steps, predicted within 3 %
+
 With several processes (plan/distribution.py), low leaves out the largest buffer of an all-gather, and high counts a second one.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from itertools import accumulate
+from math import prod
+from typing import Any
 
 from paredown.errors import CalibrationError, PlanError, warn_renamed
 from paredown.formats.format import Format
@@ -38,20 +48,26 @@ from paredown.plan.distribution import (
 )
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.replay import BASELINE, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
+from paredown.plan.replay import BASELINE, DTYPE_BYTES, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.tables import Table
-from paredown.trace.trace import Slot, Trace
+from paredown.trace.trace import Slot, Trace, cached_on_trace
 
 MIB = 1 << 20
+SEGMENT = 2 * MIB  # memory that the allocator requests from CUDA comes in multiples of this
 COMPILED_SLACK = 10  # high bounds of compiled steps add one part in this many
+COMPILED_MARGIN = 32  # `bound_bytes` of compiled steps adds one part in this many
+CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 CONVOLUTIONS = frozenset({"convolution"})
 SHOWN_PRESETS = ("activations8", "activations4", "activations2")
 SHOWN_TIERS = ("safe", "half", "lpmm", "lpmm4")
 MODEL_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
+STAYING = frozenset(
+    {Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT}
+)  # from step to step
 LEFT_OUT = {
     "cuda": "the CUDA context (about 0.5 GiB), fragmentation, and what other processes hold",
     "cpu": "the interpreter, libraries, fragmentation, and what other processes hold",
@@ -67,6 +83,15 @@ class Allocator:
     conv_kept: int  # held by cuDNN after the first convolution
     conv_workspace: int  # the most that convolutions may allocate in addition
     unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
+
+    def rounded(self, nbytes: Any) -> Any:
+        """The size that is allocated for `nbytes`, a number or an array."""
+        return -(-nbytes // self.rounding) * self.rounding
+
+    def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
+        """The same with the margin that `assign` keeps; `comes_and_goes`: the tensor is allocated in each step."""
+        is_odd = (nbytes >= MIB) & (nbytes % SEGMENT != 0) & comes_and_goes
+        return self.rounded(nbytes) + is_odd * (self.unsplit // 2) + (nbytes // COMPILED_MARGIN) * is_compiled
 
 
 DEVICES = {
@@ -120,6 +145,15 @@ class Footprint:
     communication: Communication = NOTHING_SENT
     _kept: tuple[Interval, ...] = field(default=(), compare=False)
     _at_peak: tuple[Interval, ...] = field(default=(), compare=False)
+    _held: tuple[Interval, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def bound_bytes(self) -> int:
+        """The peak with the margin that `assign` keeps: a budget of this many bytes holds as measured."""
+        step, allocator = step_under(self.trace, self.plan), DEVICES[self.trace.device]
+        flags = {"is_compiled": step.is_compiled}
+        held = (i._replace(nbytes=allocator.bound(i.nbytes, comes_and_goes=i.role not in STAYING, **flags)) for i in self._held)
+        return peak_tick(held, step.length)[1] + _workspace(step) + workspace_margin(step)
 
     @property
     def model_bytes(self) -> int:
@@ -172,10 +206,23 @@ class Footprint:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of rows that `fully_shard` adds to shards, part of `model_bytes`: the share of one process beyond an even division."""
-        if self.distribution is None or self.distribution.strategy != "fsdp2":
+        """Bytes of the rows that `fully_shard` adds where dimension 0 does not divide, part of `model_bytes`."""
+        shared = self.distribution
+        return 0 if shared is None or shared.strategy != "fsdp2" else self.model_bytes - self._undivided_bytes // shared.world_size
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes by which weights that `fully_shard` leaves plain are larger than packed on one device, part of `model_bytes`."""
+        shared = self.distribution
+        if shared is None or shared.strategy != "fsdp2":
             return 0
-        return self.model_bytes - model_bytes(self.trace, self.plan) // self.distribution.world_size
+        return (self._undivided_bytes - model_bytes(self.trace, self.plan)) // shared.world_size
+
+    @cached_property
+    def _undivided_bytes(self) -> int:
+        """`model_bytes` of one process that has all rows, under the same strategy."""
+        assert self.distribution is not None
+        return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
     @property
     def as_written(self) -> Footprint:
@@ -236,7 +283,12 @@ class Footprint:
         parts = {"all-gather": sent.all_gather, "reduce-scatter": sent.reduce_scatter, "all-reduce": sent.all_reduce}
         parts["all-to-all"] = sent.all_to_all
         texts = [f"{name} {say_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes]
-        return [f"  each of {shared.world_size} processes ({shared.strategy}) sends in a step: {', '.join(texts) or 'nothing'}"]
+        apart = {"padding": self.padding_bytes, "weights that stay plain": self.wide_bytes}
+        lines = [f"  {name}, part of what is stored: {say_bytes(nbytes)}" for name, nbytes in apart.items() if nbytes > 0]
+        return [
+            f"  each of {shared.world_size} processes ({shared.strategy}) sends in a step: {', '.join(texts) or 'nothing'}",
+            *lines,
+        ]
 
 
 def _time_of(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime | str:
@@ -274,14 +326,15 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     missing = plan.check(_slots_of(given, *([] if checkpointed is trace else [checkpointed])))
     held = intervals(checkpointed, plan) if shared is None else distributed_intervals(checkpointed, plan, shared)
-    rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
+    rounded = [i._replace(nbytes=allocator.rounded(i.nbytes)) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
     exact = peak_tick(held, trace.length)[1]
     has_conv = any(output.op in CONVOLUTIONS for output in trace.outputs)
     workspace = _workspace(trace)
     at_peak = [i for i in rounded if i.birth <= tick <= i.death]
     large = sum(i.nbytes >= MIB for i in at_peak)
-    slack = large * allocator.unsplit + allocator.conv_workspace * has_conv + workspace + trace.returned_bytes
+    library_slack = max(allocator.conv_workspace * has_conv, workspace_margin(trace))
+    slack = large * allocator.unsplit + library_slack + workspace + trace.returned_bytes
     slack += peak // COMPILED_SLACK if trace.is_compiled else 0
     buffer = largest_unit_bytes(checkpointed, plan, shared) if shared is not None else 0
     kept = tuple(i for i in held if _is_kept(i, trace))
@@ -301,6 +354,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
         communication=communication(checkpointed, plan, shared) if shared is not None else NOTHING_SENT,
         _kept=kept,
         _at_peak=tuple(at_peak),
+        _held=tuple(held),
     )
 
 
@@ -312,19 +366,39 @@ def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]
     return [*names, *((slot.names, Role.FROZEN) for slot in trace.of(Role.WEIGHT) if slot.is_frozen)]
 
 
-def library_workspace(trace: Trace) -> int:
-    """Bytes that libraries hold in the baseline beside its tensors: `workspace_bytes` of its footprint."""
-    return _workspace(step_under(trace, BASELINE))
-
-
 def _workspace(trace: Trace) -> int:
     allocator, ops = DEVICES[trace.device], {output.op for output in trace.outputs}
     return allocator.matmul_workspace * bool(ops & MATMULS) + allocator.conv_kept * bool(ops & CONVOLUTIONS)
 
 
+@cached_on_trace
+def workspace_margin(trace: Trace) -> int:
+    """Bytes that cuDNN may hold beyond what is expected, for convolutions in float32 or not channels_last."""
+    calls = (one.arguments for one in trace.operations if one.op == CONVOLUTION_BACKWARD and one.arguments)
+    return max(map(_copied_bytes, calls), default=0) if trace.device == "cuda" else 0
+
+
+def _copied_bytes(arguments: str) -> int:
+    """Bytes of the output's gradient, the input and its gradient of a convolution's backward; 0 if cuDNN has no reason to copy them."""
+    (_, grad, _), (dtype, x, strides) = (value["t"] for value in json.loads(arguments)[0][:2])
+    is_copied = dtype == "float32" or strides[1] != 1
+    return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if is_copied else 0
+
+
+def library_bound(trace: Trace) -> int:
+    """Bytes of libraries that `bound_bytes` of the baseline counts."""
+    step = step_under(trace, BASELINE)
+    return _workspace(step) + workspace_margin(step)
+
+
 def peak_of(trace: Trace, plan: Plan) -> int:
     """The expected peak of `trace` under `plan`."""
     return footprint(trace, plan).peak_bytes
+
+
+def bound_of(trace: Trace, plan: Plan) -> int:
+    """`bound_bytes` of `trace` under `plan`."""
+    return footprint(trace, plan).bound_bytes
 
 
 def model_bytes(trace: Trace, plan: Plan) -> int:

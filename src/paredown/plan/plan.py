@@ -57,7 +57,8 @@ from paredown.tables import Table
 from paredown.trace.operations import CHECKPOINT, RECOMPUTES, Needs
 
 VERSION = 2  # of the JSON: version 2 added `recompute`; version 1 can be read too
-FIELDS = ("version", "reason", "made_for", "recompute", "rules")
+FIELDS = ("version", "reason", "made_for", "recompute", "offload", "rules")
+OFFLOADED = "packed inputs of checkpointed layers are in host memory"
 SHOWN = 20  # rules that repr prints
 
 
@@ -87,13 +88,15 @@ class Plan:
     """Rules that assign format, rounding and overflow to slots, and their `reason`.
 
     `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
-    under activation checkpointing (torch.utils.checkpoint).
+    under activation checkpointing (torch.utils.checkpoint). `offload`: on a GPU, packed inputs of checkpointed layers are in host memory
+    until backward needs them.
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
     reason: str = field(default="", hash=False)
     made_for: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     recompute: tuple[str, ...] = ()
+    offload: bool = False
     _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
     _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(
         default_factory=dict, init=False, compare=False
@@ -106,6 +109,8 @@ class Plan:
         object.__setattr__(self, "made_for", _json_values(self.made_for))
         object.__setattr__(self, "recompute", _modules(self.recompute))
         object.__setattr__(self, "_index", index_of(tuple(key for key, _ in pairs)))
+        if not isinstance(self.offload, bool):
+            raise PlanError(f"offload of a plan is true or false, not {brief(self.offload)}.")
         if not isinstance(self.reason, str):
             raise PlanError(f"the reason of a plan is text, not {type(self.reason).__name__}.")
         for key, next_key in pairwise(sorted(key for key, _ in self.rules)):
@@ -113,15 +118,21 @@ class Plan:
                 raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
 
     @property
-    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...]]:
-        """Rules and checkpointed modules: equal for plans that store every slot alike, whatever their reasons and `made_for`.
+    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool]:
+        """Rules, checkpointed modules and `offload`: equal for plans that store every slot alike, whatever their reasons and `made_for`.
 
         Priors, picks, sweeps and reports use it to recognize a plan.
         """
-        return self.rules, self.recompute
+        return self.rules, self.recompute, self.offload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self.rules, self.reason, dict(self.made_for), self.recompute)  # a copy starts with an empty cache
+        return Plan, (
+            self.rules,
+            self.reason,
+            dict(self.made_for),
+            self.recompute,
+            self.offload,
+        )  # a copy starts with an empty cache
 
     @staticmethod
     def uniform(
@@ -177,6 +188,14 @@ class Plan:
           activation checkpointing: layers.0, layers.1
         """
         return replace(self, recompute=tuple(dict.fromkeys((*self.recompute, *modules))))
+
+    def offloading(self) -> Plan:
+        """This plan with packed inputs of checkpointed layers in host memory until backward needs them, on a GPU.
+
+        >>> Plan.preset("activations8").recomputing("layers.*").offloading().offload
+        True
+        """
+        return replace(self, offload=True)
 
     @cached_property
     def packs_activations(self) -> bool:
@@ -246,7 +265,9 @@ class Plan:
         modules = dict.fromkeys((*self.recompute, *other.recompute))
         sides = [(module, *("checkpointed" if module in plan.recompute else None for plan in (self, other))) for module in modules]
         rows = [Difference(key, mine.get(key), theirs.get(key)) for key in keys]
-        return Differences([*rows, *(Difference(f"module {row[0]}", *row[1:]) for row in sides if row[1] != row[2])])
+        rows += [Difference(f"module {row[0]}", *row[1:]) for row in sides if row[1] != row[2]]
+        offloads = [OFFLOADED if plan.offload else None for plan in (self, other)]
+        return Differences([*rows, *([Difference("offload", *offloads)] if self.offload != other.offload else [])])
 
     def explain(self) -> str:
         """The plan in words, one line for each rule; a later line beats an earlier one."""
@@ -254,6 +275,7 @@ class Plan:
         rules = zip(self._index.keys, self.rules, strict=True)
         lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in rules]
         lines += [f"activation checkpointing: {', '.join(self.recompute)}"] if self.recompute else []
+        lines += [OFFLOADED] if self.offload else []
         return "\n".join([*lines, f"Everything{' else' * (not self.changes_nothing)} is unmodified."])
 
     def __repr__(self) -> str:
@@ -263,6 +285,7 @@ class Plan:
         lines = [f"  {key:{width}}  {assignment}" for key, assignment in self.rules[:SHOWN]]
         more = [f"  ... {len(self.rules) - SHOWN} more"] if len(self.rules) > SHOWN else []
         more += [f"  activation checkpointing: {', '.join(self.recompute)}"] if self.recompute else []
+        more += [f"  offload: {OFFLOADED}"] if self.offload else []
         return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) != 1)})", *lines, *more])
 
     def _repr_html_(self) -> str:
@@ -270,13 +293,15 @@ class Plan:
         rows = [(str(key), assignment.say(key.role or Role.ACTIVATION)) for key, (_, assignment) in rules]
         rows += [(f"{len(self.rules) - SHOWN} more", "")] if len(self.rules) > SHOWN else []
         rows += [(", ".join(self.recompute), "activation checkpointing")] if self.recompute else []
+        rows += [("offload", OFFLOADED)] if self.offload else []
         return Table(("slots", "format"), rows).to_html(self.reason)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each."""
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
         head = {"version": VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
-        return {**head, "recompute": list(self.recompute), "rules": rules}
+        offload = {"offload": True} if self.offload else {}  # files of plans without it are as before
+        return {**head, "recompute": list(self.recompute), **offload, "rules": rules}
 
     @staticmethod
     def from_json(value: Any) -> Plan:
@@ -286,7 +311,9 @@ class Plan:
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {brief(rules)}.")
         parsed = tuple((key, _from_json(key, assignment)) for key, assignment in rules)
-        return Plan(parsed, parts.get("reason", ""), parts.get("made_for", {}), parts.get("recompute", ()))
+        return Plan(
+            parsed, parts.get("reason", ""), parts.get("made_for", {}), parts.get("recompute", ()), parts.get("offload", False)
+        )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON, one line for each rule; equal plans are equal files."""

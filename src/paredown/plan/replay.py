@@ -16,6 +16,9 @@ autograd itself then holds neither the weight nor its cast under autocast. A gra
     gradient                                           |##|
     packed     |..................................................|
 
+Packed inputs of checkpointed layers that a plan offloads are on the GPU until the next one is packed, and again from the time at which the
+one after them is decoded: then they are copied back.
+
 Everything else that the step allocates is one interval from birth to death.
 
 Formats of activations come from plan/storage.py. `resolve_parameter_formats` decides those of a parameter, its gradient and its optimizer
@@ -45,7 +48,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough, resolve_format
 from paredown.roles import FORMATTED, OF_PARAMETER, Role, weight_role
 from paredown.sizes import FLOAT_BYTES
-from paredown.trace.operations import Use
+from paredown.trace.operations import CHECKPOINT, Use
 from paredown.trace.trace import Part, Slot, Trace, cached_on_trace, index_bytes
 
 FLOAT32_BYTES = 4
@@ -180,8 +183,13 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
-        *activation_intervals(trace.activations, slot_storages(trace, plan)),
+        *activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan)),
     ]
+
+
+def offloads(trace: Trace, plan: Plan) -> bool:
+    """Whether packed inputs of checkpointed layers are moved to host memory."""
+    return plan.offload and trace.device == "cuda" and not trace.is_compiled
 
 
 @cached_on_trace
@@ -255,27 +263,48 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
     yield Interval(Role.GRADIENT, slot.module, 0, end, formats.gradient.nbytes(slot.shape))
 
 
-def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage]) -> Iterator[Interval]:
+def activation_intervals(
+    activations: Iterable[Slot], storages: Mapping[str, SlotStorage], *, offload: bool = False
+) -> Iterator[Interval]:
     """The intervals of activations, each stored as in `storages`; all slots of a torch storage must be among `activations`."""
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:
         by_storage[slot.storage].append(slot)
+    on_gpu = _offloaded(slot for slots in by_storage.values() for slot in slots if storages[slot.name].packs) if offload else {}
     for slots in by_storage.values():
         death = 0
         for slot in slots:
             storage = storages[slot.name]
             death = max(death, slot.dropped if storage.packs else slot.death)
             if storage.packs:
-                yield from _packed(slot, storage)
+                yield from _packed(slot, storage, on_gpu.get(slot.name))
         yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, death, slots[0].nbytes)
 
 
-def _packed(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
-    """The packed parts of an activation, and their decoded copies."""
+def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
+    """The spans in which packed inputs of checkpointed layers are on the GPU, by slot."""
+    pairs = [(part, slot) for slot in packed for part in slot.parts if part.use is Use.VALUE and part.decoded]
+    pairs = sorted(
+        ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed
+    )
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for (part, slot), following in zip(pairs, [*pairs[1:], None], strict=True):
+        first = min(start for start, _ in part.decoded)
+        gone = min(following[0].packed, part.released) if following is not None else part.packed
+        fetched = min(first, *(start for start, _ in following[0].decoded)) if following is not None else first
+        spans[slot.name] = [(part.packed, gone), (max(fetched, gone), max(first, fetched, gone))]
+    return spans
+
+
+def _packed(slot: Slot, storage: SlotStorage, on_gpu: list[tuple[int, int]] | None) -> Iterator[Interval]:
+    """The packed parts of an activation, and their decoded copies; `on_gpu`: when packed values are there, None all the time."""
     decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
+    if slot.beside_packed:
+        yield Interval(Role.TEMPORARY, slot.module, slot.birth, slot.birth, slot.beside_packed)
     for part in slot.parts:
         packed_bytes = part_bytes(slot, part, storage)
-        if packed_bytes:
-            yield Interval(Role.ACTIVATION, slot.module, part.packed, part.released, packed_bytes)
-        for start, end in part.decoded:
+        whole = [(part.packed, part.released)]
+        for start, end in (on_gpu if on_gpu is not None and part.use is Use.VALUE else whole) if packed_bytes else ():
+            yield Interval(Role.ACTIVATION, slot.module, start, end, packed_bytes)
+        for start, end in () if part.becomes_result else part.decoded:
             yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)

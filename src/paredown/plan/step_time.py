@@ -16,7 +16,7 @@ predicted: its trace has no operations.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paredown.errors import CalibrationError
 from paredown.plan.calibration import ELEMENTWISE, Calibration
@@ -35,6 +35,8 @@ FORWARD = ("forward", "loss")
 class StepTime:
     """Predicted seconds of one step on the device and on the host; `seconds` is the larger, on a CPU the sum.
 
+    `num_untimed`: operations whose time follows from rates of the device, since they were not timed themselves.
+
     >>> StepTime(0.0543, 0.031), StepTime(0.020, 0.031)
     (54.3 ms (limited by the device; host 31.0 ms), 31.0 ms (limited by the host; device 20.0 ms))
     """
@@ -42,6 +44,7 @@ class StepTime:
     device_seconds: float
     host_seconds: float
     is_cpu: bool = False
+    num_untimed: int = 0
 
     @property
     def seconds(self) -> float:
@@ -60,7 +63,8 @@ class StepTime:
         if self.is_cpu:
             return f"{1e3 * self.seconds:.1f} ms"
         other = f"device {1e3 * self.device_seconds:.1f}" if self.limit == "host" else f"host {1e3 * self.host_seconds:.1f}"
-        return f"{1e3 * self.seconds:.1f} ms (limited by the {self.limit}; {other} ms)"
+        by_rates = "; operations not timed" if self.num_untimed else ""
+        return f"{1e3 * self.seconds:.1f} ms (limited by the {self.limit}; {other} ms{by_rates})"
 
 
 def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibration) -> StepTime:
@@ -75,7 +79,7 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
         raise CalibrationError(f"the trace is of a step on {trace.device}, the calibration of {calibration.device_name}.")
     zero = StepTime(0.0, 0.0, is_cpu=trace.device == "cpu")
     parts = (_operations(step.operations, calibration), _optimizer(step, plan, calibration), added_time(step, plan, calibration))
-    return sum(parts, zero)
+    return replace(sum(parts, zero), num_untimed=calibration.num_untimed(step))
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
@@ -117,7 +121,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
     layers = outermost(modules_of(trace), plan.recompute) if plan.recompute else []
     again = _operations((one for layer in layers for one in _forward_of(trace, layer)), calibration)
     if layers and not trace.operations:  # a trace of an earlier version: what the layers saved is written and read once more
-        kept = {slot.name for slot in checkpointed_trace(trace, plan.recompute).activations}
+        kept = {slot.name for slot in checkpointed_trace(trace, plan.recompute).kept_activations}
         dropped = sum(slot.nbytes for slot in trace.activations if slot.name not in kept)
         again = StepTime(2 * dropped / calibration.bytes_per_second[ELEMENTWISE], 0.0)
     return again + StepTime(0.0, calibration.host.checkpoint * len(layers))

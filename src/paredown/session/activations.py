@@ -127,6 +127,9 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
+        self.form_of: Callable[[Saved, StoragePiece, PackedTensor], StoredForm | None] | None = (
+            None  # another form for some tensors
+        )
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
         self._slots: dict[str, SlotStorage] = {}
@@ -321,7 +324,7 @@ class Activations:
             form.original = weakref.ref(tensor if base is None else base)
         form.num_views += 1
         view = StoredView(form, *(slot.layout if slot.is_whole else piece.layout()))
-        if slot.is_source:
+        if slot.is_source and node is not None:
             storage.sources[node._sequence_nr()] = node, view
         raw.register_hooks(view, self.packing_time.unpacked if not tensor.is_cuda else slot.unpack)
         if self.on_packed is not None:
@@ -387,7 +390,8 @@ class Activations:
         if type(previous) is StoredValues:  # this operation needs more precision than the one that saved the tensor first
             previous.replace(packed, slot.encode.decode_strided)
             return previous
-        return StoredValues(piece, packed, slot.encode.decode_strided)
+        form = self.form_of(saved, piece, packed) if self.form_of is not None else None
+        return form or StoredValues(piece, packed, slot.encode.decode_strided)
 
     def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> PackedTensor:
         encode = slot.encode

@@ -6,6 +6,14 @@ the hooks of this file do nothing in that second call. Class, parameter names an
 placeholders alone: hooks that it registered on them would replace those of checkpointing and silently disable it (docs/decisions/005).
 
 Batch norms update their running statistics once per batch: not in the second call.
+
+`SecondPasses` packs what the second forward passes save, of these modules and of those that the model checkpoints itself: the large tensors
+that `trace/checkpoints.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside the
+operation that reads them: each decoded copy is multiplied in place and becomes the result.
+
+`OffloadedInputs` moves packed inputs of checkpointed layers to host memory, if the plan says so: a stream of its own copies codes and
+scales while the GPU computes the next layer, and copies them back while backward computes the layer after it. The host memory is pinned;
+torch's allocator keeps it for the next step.
 """
 
 # pyright: reportPrivateUsage=false
@@ -13,19 +21,31 @@ Batch norms update their running statistics once per batch: not in the second ca
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from paredown.codec.packed import PackedTensor
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
+from paredown.session.activations import Activations, ForwardStorage
+from paredown.session.changes import Change
+from paredown.session.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, StoredView
+from paredown.session.value_bounds import is_capturing
+from paredown.trace.autograd_graph import Saved
+from paredown.trace.checkpoints import CapturedHooks, Store, stored_operand
 from paredown.trace.hooks import Hook
-from paredown.trace.operations import is_checkpoint_input
+from paredown.trace.operations import CHECKPOINT, is_checkpoint_input
 
 DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, True
 
@@ -159,3 +179,211 @@ def _is_list_of_layers(module: nn.Module) -> bool:
     children = list(module.children())
     is_uniform = len({type(child) for child in children}) == 1 and next(children[0].children(), None) is not None
     return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and is_uniform)
+
+
+# --- what second forward passes save -------------------------------------------------------------------------------------------------
+
+
+class SecondPasses:
+    """Packs what the second forward passes of checkpointed layers save, as `Activations` packs what a forward pass saves."""
+
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
+
+    def begin(self) -> Store:
+        """The function that stores the tensors of a pass that begins now."""
+        return partial(self._store, SecondPassStorage())
+
+    def _store(self, storage: SecondPassStorage, saved: Saved) -> StoredOperand | None:
+        assert saved.tensor is not None
+        captured, local = CapturedHooks(saved.tensor), self._activations._local
+        before, local.storage = getattr(local, "storage", None), storage
+        try:
+            with torch.no_grad():
+                self._activations.save(replace(saved, raw=captured))
+        finally:
+            local.storage = before
+        if captured.packed is None or captured.unpack is None:
+            return None
+        return StoredOperand(captured.packed, captured.unpack, saved.tensor, is_factor=saved.op == "mul")
+
+
+class SecondPassStorage(ForwardStorage):
+    """The stored forms of one second forward pass."""
+
+    def source(self, node: Any) -> StoredView | None:
+        """The stored operand of a node of the second graph."""
+        stored = stored_operand(node)
+        return stored.view if isinstance(stored, StoredOperand) else None
+
+
+class StoredOperand:
+    """A packed tensor of a second forward pass."""
+
+    __slots__ = ("_is_factor", "device", "dtype", "unpack", "view")
+
+    def __init__(self, view: StoredView, unpack: Callable[[StoredView], Tensor], tensor: Tensor, *, is_factor: bool) -> None:
+        self.view, self.unpack, self._is_factor = view, unpack, is_factor
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    @property
+    def is_decoded_alone(self) -> bool:
+        """Whether no other saved tensor shares its decoded values."""
+        form = self.view.form
+        return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
+
+    def tensor(self) -> Tensor:
+        """The unpacked tensor; of a factor, one that is decoded when the product is computed."""
+        return Factor.of(self) if self._is_factor and self.is_decoded_alone else self.unpack(self.view)
+
+
+@final
+class Factor(Tensor):
+    """An operand of a product that is decoded when an operation uses it: backward of a product reads its two operands at once.
+
+    Multiplied by a gradient of the same layout, the decoded copy is overwritten by the result, so that three tensors exist instead of five.
+    """
+
+    operand: StoredOperand
+
+    @staticmethod
+    def of(operand: StoredOperand) -> Factor:
+        """The factor that decodes `operand`."""
+        view = operand.view
+        layout: dict[str, Any] = {"strides": view.stride, "dtype": operand.dtype, "device": operand.device}
+        factor: Factor = Tensor._make_wrapper_subclass(Factor, view.size, **layout)  # type: ignore[attr-defined]
+        factor.operand = operand
+        return factor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operation on the decoded values."""
+        if func is torch.ops.aten.detach.default:
+            return Factor.of(args[0].operand)
+        if func is torch.ops.aten.mul.Tensor and [type(arg) for arg in args] == [Tensor, Factor]:
+            gradient, decoded = args[0], args[1].decoded()
+            is_equal = (gradient.size(), gradient.stride(), gradient.dtype) == (decoded.size(), decoded.stride(), decoded.dtype)
+            return decoded.mul_(gradient) if is_equal else gradient * decoded
+        plain = tree_map_only(Factor, Factor.decoded, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+    def decoded(self) -> Tensor:
+        """The values, in new memory."""
+        return self.operand.unpack(self.operand.view)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Factor({tuple(self.shape)}, {self.dtype})"
+
+
+# --- packed inputs in host memory -----------------------------------------------------------------------------------------------------
+
+OFFLOADING_DEVICES = ("cuda",)
+OFFLOAD, NOT_OFFLOADED = "inputs of checkpointed layers", "where the model is"
+NO_INPUTS = "no input of a checkpointed layer was packed: checkpointing is off, or its inputs are unmodified"
+NO_GPU = "the model is on a CPU, whose memory is the host's"
+CAPTURED = "a CUDA graph was captured, which a copy to host memory cannot be part of"
+
+
+class OffloadedInputs:
+    """Stores packed inputs of checkpointed layers in host memory."""
+
+    def __init__(self, activations: Activations) -> None:
+        activations.form_of = self._form_of
+        self._copies = HostCopies()
+        self._last: weakref.ref[OffloadedValues] | None = None
+        self._num_offloaded, self._reason = 0, NO_INPUTS
+
+    def changes(self) -> list[Change]:
+        """A row where nothing is in host memory."""
+        return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
+
+    def _form_of(self, saved: Saved, piece: StoragePiece, packed: PackedTensor) -> StoredForm | None:
+        if saved.op != CHECKPOINT:
+            return None
+        if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():
+            self._reason = CAPTURED if piece.tensor.is_cuda else NO_GPU
+            return None
+        self._num_offloaded += 1
+        form = OffloadedValues(piece, packed, self._copies, self._last)
+        self._last = weakref.ref(form)
+        return form
+
+
+@final
+class OffloadedValues(StoredForm):
+    """Values whose codes are in host memory; when they are decoded, those that were stored before them are fetched."""
+
+    __slots__ = ("_before", "_copies", "_device", "_fetched", "_host")
+
+    def __init__(
+        self, piece: StoragePiece, packed: PackedTensor, copies: HostCopies, before: weakref.ref[OffloadedValues] | None
+    ) -> None:
+        super().__init__(piece)
+        self._copies, self._before, self._device = copies, before, packed.device
+        self._host: PackedTensor | None = copies.to_host(packed)
+        self._fetched: tuple[PackedTensor, Any] | None = None  # on the GPU, and the event after which it is complete
+
+    def _packed_bytes(self) -> int:
+        return self._fetched[0].nbytes if self._fetched is not None else 0
+
+    def fetch(self) -> None:
+        """Begin to copy the codes to the GPU, unless they are there."""
+        if self._fetched is None and self._host is not None:
+            self._fetched = self._copies.to_device(self._host, self._device)
+
+    def _unpacked(self) -> Tensor:
+        self.fetch()
+        assert self._fetched is not None
+        (packed, copied), self._fetched = self._fetched, None
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.fetch()
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
+        return packed.decode()
+
+    def _drop(self) -> None:
+        self._host = self._fetched = None
+
+
+def _pinned_copy(part: Tensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
+
+
+class HostCopies:
+    """Copies packed tensors between a GPU and host memory, on a stream of its own; between CPU tensors at once."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def _stream(self, device: torch.device) -> Any:
+        """The stream of a device, which continues after the work that the current stream has so far."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
+
+    def to_host(self, packed: PackedTensor) -> PackedTensor:
+        """The packed tensor in host memory; the allocator reuses the memory of the original once it is copied."""
+        if packed.device.type == "cpu":
+            return packed.mapped(Tensor.clone)
+        stream = self._stream(packed.device)
+        with torch.cuda.stream(stream):
+            host = packed.mapped(_pinned_copy)
+        for part in packed.parts.tensors():
+            part.record_stream(stream)
+        return host
+
+    def to_device(self, host: PackedTensor, device: torch.device) -> tuple[PackedTensor, Any]:
+        """The packed tensor on `device`, and the event after which it is complete."""
+        if device.type == "cpu":
+            return host.mapped(Tensor.clone), None
+        copy = host.mapped(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))  # memory of the current stream
+        stream = self._stream(device)
+        with torch.cuda.stream(stream):
+            for part, source in zip(copy.parts.tensors(), host.parts.tensors(), strict=True):
+                part.copy_(source, non_blocking=True)
+                part.record_stream(stream)
+        return copy, stream.record_event()

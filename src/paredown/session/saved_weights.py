@@ -40,6 +40,7 @@ from paredown.trace.autograd_graph import (
     next_number,
     tensors_in,
 )
+from paredown.trace.checkpoints import SecondPass
 from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 
 DECODED = f"{Decoded.__name__}Backward"
@@ -201,7 +202,7 @@ class CheckpointedSaves:
 
 def keeps_objects(hook: Any) -> bool:
     """Whether a saved-tensor hook may hold the saved tensor object; those of torch.utils.checkpoint do not."""
-    if isinstance(getattr(hook, "__self__", None), CheckpointedSaves):
+    if isinstance(getattr(hook, "__self__", None), CheckpointedSaves | SecondPass):
         return False
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
@@ -305,9 +306,12 @@ class WeightUse:
     def count_holders(self) -> None:
         """Record the reference counts of the unpacked parameter before its module runs."""
         weight = self.weight
+        if not self.parameter.requires_grad:  # frozen: it has no AccumulateGrad node
+            weight.accumulator, self.holders = None, self.count()
+            return
         if self._like is not weight.empty:  # the dtype or device changed, and with it the AccumulateGrad node
             self._accumulator, self._like = None, weight.empty
-        if self._accumulator is None and self.parameter.requires_grad and not torch.is_inference_mode_enabled():
+        if self._accumulator is None and not torch.is_inference_mode_enabled():
             self._accumulator = accumulator_of(self.parameter)
         weight.accumulator = self._accumulator
         self.holders = self.count()

@@ -56,7 +56,7 @@ from paredown.session.changes import (
     state_changes,
     stored_bytes,
 )
-from paredown.session.checkpointing import CheckpointedModules
+from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs, SecondPasses
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
@@ -99,7 +99,7 @@ class Session:
         chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
         self.plan = self.applied = plan  # a guard changes `plan`
-        self._model = weakref.ref(model)
+        self._model = self.wrapper = weakref.ref(model)  # of the model, and of the DDP around it that `apply` was called with
         self._packs_activations = plan.packs_activations
         if not self._packs_activations:
             self._missing = tuple(plan.check(self._parameter_slots()))
@@ -111,6 +111,8 @@ class Session:
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
         self._watch.passed_over = frozenset(self._checkpointed.modules)
+        self._watch.on_recomputation = SecondPasses(self._activations).begin
+        self._offloaded = OffloadedInputs(self._activations) if plan.offload else None
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._weights.checkpointed = frozenset(self._checkpointed.modules)
@@ -171,7 +173,7 @@ class Session:
             self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals, head=self._head)
         if self._guard is not None:
             self._guard.format_of = self._compiled.format_of
-        return self._compiled.compile(model, **options)
+        return self._compiled.compile(model, self.wrapper() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
         """A context in which all parameters are unpacked, as without a session; parameters that change are encoded when it ends."""
@@ -195,6 +197,7 @@ class Session:
         rows += activation_changes(self.plan, packed, self._checkpointed.has, self._watch.in_place_on_views)
         rows += self._compiled.changes() if self._compiled is not None else []
         rows += [Change(*row) for row in self._head.rows()]
+        rows += self._offloaded.changes() if self._offloaded is not None and self.forwards else []
         rest = self.plan.find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
@@ -266,17 +269,15 @@ class Session:
                 "Pass what session.state_dict() returned."
             )
         if not all(type(state[name]) is int and abs(state[name]) < 2**64 for name in ("seed", "forwards")):
-            raise ApplyError(
-                "seed and forwards of a session's state are integers below 2^64. Pass what session.state_dict() returned."
-            )
+            text = "seed and forwards of a session's state are integers below 2^64."
+            raise ApplyError(f"{text} Pass what session.state_dict() returned.")
         guard: Mapping[str, Any] | None = state.get("guard")
         if guard is not None and (not isinstance(guard, Mapping) or "applied" not in guard):
             raise ApplyError(f"the guard's part of the state {describe_state(guard)}. Pass what session.state_dict() returned.")
         if (guard is None) != (self._guard is None):
             has, had = ("no guard", "one") if self._guard is None else ("a guard", "none")
-            raise ApplyError(
-                f"this session has {has}, and the session that saved the state had {had}. Call apply with the same guard argument."
-            )
+            text = f"this session has {has}, and the session that saved the state had {had}."
+            raise ApplyError(f"{text} Call apply with the same guard argument.")
         other = Plan.from_json(state["plan"] if guard is None else guard["applied"])
         if other != self.applied:
             raise ApplyError(
@@ -410,7 +411,7 @@ def apply(
     if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
         types = f"{type(plan).__name__} and {type(model).__name__}"
         raise ApplyError(f"apply takes a Plan and a torch.nn.Module, not {types}: apply(Plan.preset('activations8'), model).")
-    is_compiled, model = is_wrapped_by_compile(model), unwrapped(model)
+    given, is_compiled, model = model, is_wrapped_by_compile(model), unwrapped(model)
     check_is_not_graphed(model)
     for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
         owner = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
@@ -419,6 +420,8 @@ def apply(
             raise ApplyError(f"{owner} has a session already: call its close() before applying another plan. It is {session!r}.")
     session = _session(plan, model, seed, mode, is_compiled=is_compiled, guard=guard, chunked_loss=chunked_loss)
     _SESSIONS[model] = weakref.ref(session)
+    if isinstance(session, Session):
+        session.wrapper = weakref.ref(model if is_compiled else given)
     return session
 
 

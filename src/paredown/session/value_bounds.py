@@ -45,17 +45,15 @@ from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.plan.storage import BLOCK, PINNED, significant_bits
 from paredown.trace.autograd_graph import Saved
-from paredown.trace.operations import CANCELLED, CANCELS, EXPONENT, Use
+from paredown.trace.operations import ATTENTION_PINS, PERIODIC, Use
 from paredown.trace.trace import index_dtype
 
-ATTENTION_PINS = (EXPONENT, CANCELS, CANCELLED)
 MAX_LOGIT_ERROR = 0.05  # standard deviation of a logit's error: probabilities wrong by 5 %
 MAX_SHARED_ERROR = 0.1  # random programs at 0.12 to 0.39 had gradients of norms before attention 11 to 27 % off
 ROUNDING_ERROR = 0.75  # relative error of rounding, in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
 MAX_SPREAD = 64.0  # of a block, in the smallest standard deviation; a constant channel beside others of 1 has 316 (eps 1e-5)
 MAX_PHASE_ERROR = 0.05  # radians: the derivative wrong by 5 %; int8 reaches it where rows have a largest value of 22
 PHASE_STEPS = 12**-0.5  # standard deviation of a rounding error, in steps
-PERIODIC = ("sin", "cos")
 SAMPLE_SIZE = 1 << 20
 SIGMAS = 6.0  # the range of normal values, in standard deviations
 READ_INTERVAL = 8

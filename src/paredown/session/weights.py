@@ -76,9 +76,7 @@ class Weights:
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
         self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
-        self.checkpointed: frozenset[nn.Module] = (
-            frozenset()
-        )  # modules in plan.recompute, whose own hooks end before those of this class
+        self.checkpointed: frozenset[nn.Module] = frozenset()  # modules in plan.recompute, whose own hooks end before those here
         self._held: dict[Weight, WeightUse] = {}
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
@@ -202,13 +200,15 @@ class Weights:
             self.weights.update({name: shard.weight for name, shard in packed.items()})
 
     def _repack_shards(self) -> None:
-        """Pack the shards that load_state_dict(assign=True) or model.to() has replaced by plain ones."""
+        """Pack shards that load_state_dict(assign=True) or model.to() has replaced by plain ones; encode deferred values of others."""
         replaced: dict[str, tuple[DTensor, Format]] = {}
         for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
             del self.shards[name], self.weights[name]
             packed_shards.forget_gathered(shard.managed)
             replaced[name] = shard.managed.sharded_param, shard.weight.packed.format
         self._pack_shards(replaced)
+        for shard in self.shards.values():
+            shard.weight.encode()  # now: fully_shard gathers on another CUDA stream, where values of this one may be freed too early
 
     def _register_hooks(self) -> None:
         model = self._model()
@@ -275,21 +275,22 @@ class Weights:
 
     def _leave(self, place: PackedModule, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
-        if any(call.place is place for call in calls):
+        if calls and (calls[-1].place is place or any(call.place is place for call in calls)):
             while calls[-1].place is not place:  # calls that ended without their forward hook
                 self._finish(calls.pop(), None)
             self._finish(calls.pop(), output)
 
     def _finish(self, call: WeightCall, output: Any) -> None:
         """End of a module's call: replace the weights that it saved, and pack its parameters."""
+        entries, is_deferred = call.entries, call.saves is not None
         call.end_saves()
-        entries = call.entries
         if not entries:
             return
         is_same = not any([entry.weight.keep_changes() for entry in entries])
         hooks = top_hooks(True)
         is_hooked = hooks is not None and keeps_objects(hooks[0])
-        if output is not None and is_same and torch.is_grad_enabled():
+        is_held = any([entry.parameter._use_count() > entry.holders[0] for entry in entries])
+        if output is not None and is_same and (is_held or not is_deferred) and torch.is_grad_enabled():
             memory = {entry.weight.address: entry.weight for entry in entries}
             is_hooked = call.place.finder.release(output, call.first, memory) or is_hooked
             if any([entry.parameter._use_count() > entry.holders[0] for entry in entries]):

@@ -81,6 +81,11 @@ class ModuleCall:
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
     cache: Any = None  # what the last call of a module without children saved (`module_watch.CallCache`)
 
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether it is the layer of a checkpoint with use_reentrant=False."""
+        return self.checkpoint is not None and self.checkpoint[1].startswith(f"{self.path}:")
+
 
 @dataclass(eq=False, slots=True)
 class Pass:
@@ -97,11 +102,17 @@ class Pass:
     # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
     of_threads: set[Any] = field(default_factory=set)
     checkpoints: set[Any] = field(default_factory=set)  # seen so far, and one around the whole pass
+    hooked: list[Saved] = field(default_factory=list)  # what the running checkpoint holds so far
     hidden: Any = None  # the `HiddenLayer` that runs under no_grad
     hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before it
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
     _constants: dict[int, tuple[str, Tensor]] | None = None
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """Whether a checkpointed layer is running."""
+        return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
         """ "weight" or "buffer" if a parameter or buffer has this storage at the moment; None if none has.

@@ -41,6 +41,7 @@ FLASH_HEAD = 256  # flash attention takes heads up to this width
 ONEDNN_ALIGN = 16  # oneDNN rounds the length of a row up to this many floats,
 ONEDNN_AVOIDED = 256  # adds one such unit where the length is a multiple of this,
 ONEDNN_PAGES = 2  # and loses this many pages at the ends of its workspace
+CHANNEL_BYTES = 16  # channels of tensors in cuDNN's channels_last copies have a multiple of this many bytes
 PROCESSORS, THREADS = 132, 2048  # multiprocessors of an H100 or H200, and threads of each; smaller GPUs need less workspace
 BLOCK, WARP = 512, 32  # most threads of a block; threads of a warp
 MIN_PER_THREAD, MAX_PER_THREAD = 16, 256  # values that a thread adds
@@ -357,7 +358,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def _sum_op_workspace(args: Any) -> int:
+def _sum_op_workspace(args: Any, _: Any) -> int:
     """Workspace of aten::sum; 0 unless it sums over the leading dimensions of a contiguous tensor."""
     x, dims = args[0], args[1]
     if not isinstance(x, Tensor) or not dims or not x.dim() or not x.numel() or not x.is_contiguous():
@@ -367,5 +368,34 @@ def _sum_op_workspace(args: Any) -> int:
     return sum_workspace(prod(x.shape[:num]), prod(x.shape[num:]), x.dtype) if is_leading else 0
 
 
-# operation -> bytes of its workspace, from its arguments
-WORKSPACES: Mapping[Any, Callable[[Any], int]] = {torch.ops.aten.sum.dim_IntList: _sum_op_workspace}
+def transposed_bytes(*operands: Tensor) -> int:
+    """Bytes of channels_last copies of those operands of a convolution that have another layout.
+
+    Where one operand or the weight is channels_last, torch copies the others; otherwise cuDNN does, whose kernels for tensor cores read and
+    write channels_last, with channels in multiples of 16 bytes.
+    """
+    images = [t.unsqueeze(2) if t.dim() == 3 else t for t in operands]
+    copied = [t for t in images if t.dim() == 4 and t.numel() and not t.is_contiguous(memory_format=torch.channels_last)]
+    return sum(t.numel() // t.shape[1] * round_up(t.shape[1] * t.itemsize, CHANNEL_BYTES) for t in copied)
+
+
+def _is_depthwise(weight: Tensor, groups: int) -> bool:
+    """Whether each channel has a filter of its own: torch's own kernels, without workspace."""
+    return groups > 1 and weight.shape[1] == 1
+
+
+def _convolution_workspace(args: Any, out: Tensor) -> int:
+    return 0 if _is_depthwise(args[1], args[8]) else transposed_bytes(args[0], out)
+
+
+def _convolution_backward_workspace(args: Any, _: Any) -> int:
+    """Copies of the output's gradient and of the input or its gradient: the two gradients are computed one after the other."""
+    return 0 if _is_depthwise(args[2], args[9]) else transposed_bytes(args[0], args[1])
+
+
+# operation -> bytes of its workspace, from its arguments and results
+WORKSPACES: Mapping[Any, Callable[[Any, Any], int]] = {
+    torch.ops.aten.sum.dim_IntList: _sum_op_workspace,
+    torch.ops.aten.convolution.default: _convolution_workspace,
+    torch.ops.aten.convolution_backward.default: _convolution_backward_workspace,
+}

@@ -245,6 +245,7 @@ class FakeStep:
     @contextmanager
     def _watched(self, module: nn.Module, outside: str) -> Generator[None]:
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
+        watch.on_recomputation = self.recorder.second_pass
         self.watches.append(watch)
         watch.attach()
         hooks = [part for part in (self.view_outputs, None if outside else self.head) if part is not None]

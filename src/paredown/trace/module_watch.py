@@ -10,7 +10,7 @@ inputs are reported.
     layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
     encoder.3:mul.other      an operand of a multiplication in the forward of `encoder.3`; of a second one, `encoder.3:mul#2.other`
     relu@2:output            the second call of `relu` in one forward pass
-    encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (trace/checkpoint_inputs.py)
+    encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (trace/checkpoints.py)
 
 Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
 `save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
@@ -47,10 +47,12 @@ from paredown.trace.autograd_graph import (
     saved_of,
     tensors_in,
 )
-from paredown.trace.checkpoint_inputs import (
+from paredown.trace.checkpoints import (
     HIDDEN,
     REENTRANT,
     HiddenLayer,
+    RecomputedLayer,
+    Store,
     describe_input,
     has_default_hooks,
     inputs_of,
@@ -129,9 +131,14 @@ class Watch:
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         self.reports_checkpoint_inputs = True
         self._checkpointed: set[str] = set()  # layers whose inside was reported once
+        self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
+        self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
-        # modules called in the first pass: inside of those (True), and outside (False)
+        # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
+        self._unfollowed: set[nn.Module] = (
+            set()
+        )  # modules inside of checkpointed ones whose hooks were removed after the first pass
 
     @property
     def was_compiled(self) -> bool:
@@ -141,14 +148,17 @@ class Watch:
     def attach(self, *, follows: bool = True) -> None:
         """Register the hooks; with `follows` False, only those of the model itself."""
         for module in self._paths:
-            is_root = module is self.model
-            if isinstance(module, torch.jit.ScriptModule) or not (follows or is_root):
-                continue  # scripted modules take no hooks: what they save is read when their parent returns
-            enter, leave = (self._begin, self._end) if is_root else (self._enter, self._leave)
-            hooks = Hook(enter), Hook(leave)
-            self._root_hook = hooks[0] if is_root else self._root_hook
-            before = module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root)
-            self._handles[module] = [before, module.register_forward_hook(hooks[1], always_call=is_root)]
+            # scripted modules take no hooks: what they save is read when their parent returns
+            if not isinstance(module, torch.jit.ScriptModule) and (follows or module is self.model):
+                self._attach_to(module)
+
+    def _attach_to(self, module: nn.Module) -> None:
+        is_root = module is self.model
+        enter, leave = (self._begin, self._end) if is_root else (self._enter, self._leave)
+        hooks = Hook(enter), Hook(leave)
+        self._root_hook = hooks[0] if is_root else self._root_hook
+        before = module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root)
+        self._handles[module] = [before, module.register_forward_hook(hooks[1], always_call=is_root)]
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -156,9 +166,11 @@ class Watch:
         self._running = threading.local()
 
     def end_first_pass(self) -> None:
-        """Stop collecting names of small tensors, and remove hooks inside of modules that are passed over."""
+        """Stop collecting names of small tensors, and remove hooks inside of checkpointed modules, where nothing more is reported."""
         self.collects_small = False
-        self._remove([module for module in self._handles if module in self._called[True] - self._called[False]])
+        self._unfollowed = (self._called[True] - self._called[False]) & self._handles.keys()
+        self._remove(list(self._unfollowed))
+        self._called = {True: set(), False: set()}
 
     def _remove(self, modules: list[nn.Module]) -> None:
         for module in modules:
@@ -209,8 +221,9 @@ class Watch:
                 path = (self._paths.get(module) or ("", False))[0]
                 current.times[path] = current.times.get(path, 0) + 1
             return
-        if self.passed_over and self.collects_small:
-            self._called[any(call.module in self.passed_over for call in current.calls)].add(module)
+        if self.collects_small:
+            inside = any(call.module in self.passed_over or call.is_checkpointed for call in current.calls)
+            self._called[inside].add(module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
         path = path if times == 1 else f"{path}@{times}"
@@ -228,6 +241,11 @@ class Watch:
             current.is_repeated = self._repeats_checkpoint(call)
         if (module in self.passed_over and not self.collects_small) or current.is_repeated:
             current.over = module
+        elif self._unfollowed and path.partition("@")[0] in self._checkpointed:  # it runs without the checkpoint of the first pass
+            again = [part for part in module.modules() if part in self._unfollowed]
+            self._unfollowed.difference_update(again)
+            for part in again:
+                self._attach_to(part)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         current: Pass | None = getattr(self._running, "current", None)
@@ -348,6 +366,8 @@ class Watch:
             if named[2] is None or named[2].numel() >= self._min_numel:
                 saved = describe(node, row, named, current, call)
                 self._on_saved(saved)
+                if saved.tensor is None and self.on_recomputation is not None and current.in_checkpoint:
+                    current.hooked.append(saved)
                 yield saved
             elif self.collects_small:
                 saved = describe(node, row, named, current, call)
@@ -371,8 +391,7 @@ class Watch:
 
         Hooks of torch.utils.checkpoint hold all that is saved there; calls of modules inside are counted.
         """
-        is_layer = call.checkpoint is not None and call.checkpoint[1].startswith(f"{call.path}:")
-        return is_layer and self._min_numel > 0 and call.path in self._checkpointed
+        return call.is_checkpointed and self._min_numel > 0 and call.path in self._checkpointed
 
     def _report_checkpoint(self, current: Pass, call: ModuleCall, output: Any) -> None:
         """Report the inputs of the checkpoint in which `call` was the first module."""
@@ -380,6 +399,11 @@ class Watch:
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         self._report_inputs(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
+        if self.on_recomputation is not None and call.is_checkpointed:
+            if call.path not in self._recomputed or current.hooked:
+                self._recomputed[call.path] = RecomputedLayer(frame, call.module, current.hooked, self.on_recomputation)
+            self._recomputed[call.path].follow(frame)
+        current.hooked.clear()
         self._checkpointed.add(call.path)
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:

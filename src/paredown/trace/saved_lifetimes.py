@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.autograd_graph import Saved, covers_storage
+from paredown.trace.checkpoints import CapturedHooks, Store, stored_operand
 from paredown.trace.operations import CHECKPOINT, MIN_PACKED_NUMEL, Use, input_operand
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.timeline import RANDOM_BITS, Allocation, Timeline
@@ -61,6 +62,12 @@ class SavedStorage:
     parts: dict[Use, StoredPart] = field(default_factory=dict)
     stays: str = ""
     recomputed_from: SavedStorage | None = None
+    in_second_pass: bool = False  # whether the second forward pass of a checkpointed layer saved it, in backward
+
+    @property
+    def becomes_result(self) -> bool:
+        """Whether its decoded copy becomes the result of the operation that reads it: sessions then multiply in place."""
+        return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
@@ -72,15 +79,16 @@ class SavedHandle:
     """The object that autograd holds in place of a saved tensor."""
 
     def __init__(self, recorder: Recorder, unit: SavedStorage, part: StoredPart, tensor: Tensor) -> None:
-        self._recorder, self._unit, self._part = recorder, unit, part
+        self._recorder, self.unit, self._part = recorder, unit, part
         self._view = (tensor.size(), tensor.stride(), tensor.storage_offset() if unit.is_whole else 0)
         if not unit.is_whole:
             self._view = (tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0)
+        self.layout = tensor.size(), tensor.stride()
         part.handles += 1
 
     def tensor(self) -> Tensor:
         """The unpacked tensor; the last decoded copy if that is still live."""
-        return self._recorder.decode(self._unit, self._part).as_strided(*self._view)
+        return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
         self._part.handles -= 1
@@ -122,6 +130,18 @@ class Recorder:
         unit.stays = unit.stays or (OUTSIDE if outside else reason_not_packed(saved, unit))
         if not unit.stays:
             self._pack(saved, saved.tensor, use, unit)
+
+    def second_pass(self) -> Store:
+        """The function that records what the second forward pass of a checkpointed layer saves."""
+        return self._saved_again
+
+    def _saved_again(self, saved: Saved) -> SavedHandle | None:
+        assert saved.tensor is not None
+        captured = CapturedHooks(saved.tensor)
+        self.saved(replace(saved, raw=captured))
+        if captured.packed is not None:
+            captured.packed.unit.in_second_pass = True
+        return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
         """Record the arguments of a module: if it is checkpointed, they are stored until its backward."""
@@ -174,7 +194,7 @@ class Recorder:
         """The unit from whose values `saved` can be recomputed, under the same conditions as in a session; else None."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
-        source = self._sources.get(rematerialization.source._sequence_nr()) if rematerialization is not None else None
+        source = self._source_of(rematerialization.source) if rematerialization is not None else None
         if tensor is None or rematerialization is None or source is None or source[0] is not rematerialization.source:
             return None
         if tensor._version and not self._is_signed_by(rematerialization.sign, unit):
@@ -190,12 +210,17 @@ class Recorder:
             return None
         return origin
 
+    def _source_of(self, node: Any) -> tuple[Any, SavedStorage, torch.Size, tuple[int, ...]] | None:
+        """The node, and the unit, size and strides of the operand that it saved."""
+        handle = stored_operand(node)
+        return (node, handle.unit, *handle.layout) if handle is not None else self._sources.get(node._sequence_nr())
+
     def _pack(self, saved: Saved, tensor: Tensor, use: Use, unit: SavedStorage) -> None:
         part = unit.parts.get(use)
         if part is None:
             unit.recomputed_from = unit.recomputed_from or (self._source(saved, unit) if use is Use.VALUE else None)
             unit.parts[use] = part = StoredPart(use, self.timeline.tick(), saved.bound)
-        if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
+        if saved.node is not None and saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
             self._sources[saved.node._sequence_nr()] = (saved.node, unit, tensor.size(), tensor.stride())
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
@@ -290,7 +315,7 @@ def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
 
 def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
     dropped = end if unit.allocation.death is None else unit.allocation.death
-    parts = tuple(_part(part, end) for part in unit.parts.values())
+    parts = tuple(_part(part, end, becomes_result=unit.becomes_result) for part in unit.parts.values())
     saver = unit.savers[unit.first]
     source = unit.recomputed_from
     return Slot(
@@ -318,6 +343,6 @@ def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 
-def _part(part: StoredPart, end: int) -> Part:
+def _part(part: StoredPart, end: int, *, becomes_result: bool = False) -> Part:
     decoded = tuple((allocation.birth, end if allocation.death is None else allocation.death) for allocation in part.decoded)
-    return Part(part.use, part.packed, end if part.handles else part.released, decoded, part.bound)
+    return Part(part.use, part.packed, end if part.handles else part.released, decoded, part.bound, becomes_result)

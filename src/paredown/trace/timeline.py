@@ -111,7 +111,7 @@ class Timeline(TorchDispatchMode):
         self.last_module = module = self.module()
         out = func(*args, **(kwargs or {}))
         if self._is_cuda and func in WORKSPACES:
-            self._record_workspace(WORKSPACES[func](args), module)
+            self._record_workspace(WORKSPACES[func](args, out), module)
         if self._owner is None and func is not DETACH:
             self._record_operation(func, args, kwargs or {}, out, module)
         if func in UNKNOWN_SIZES:

@@ -78,6 +78,9 @@ class Part:
     released: Tick
     decoded: tuple[Span, ...] = ()
     bound: int | None = None  # of Use.INDEX: all values are below it
+    becomes_result: bool = (
+        False  # the decoded copy becomes the result of the operation that reads it, which is an `Output` of its own
+    )
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ class Slot:
     # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
     running: tuple[Span, ...] = ()
     is_frozen: bool = False  # of a weight: it requires no gradient
+    # of a tensor that a second forward pass saves: bytes of temporaries at its birth, if it is packed (plan/checkpointed_trace.py)
+    beside_packed: int = 0
     # of an activation that needs a gradient: its names as the input of the modules that get it, if those were checkpointed
     inputs: tuple[str, ...] = ()
 
@@ -204,6 +209,11 @@ class Trace:
         """The slots that autograd saves for backward."""
         return self.of(Role.ACTIVATION)
 
+    @property
+    def kept_activations(self) -> tuple[Slot, ...]:
+        """Those that exist when backward begins: not what the second forward pass of a checkpointed layer saves."""
+        return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
+
     def of(self, role: Role) -> tuple[Slot, ...]:
         """The slots with this role."""
         return tuple(slot for slot in self.slots if slot.role is role)
@@ -215,17 +225,18 @@ class Trace:
     @cached_property
     def largest(self) -> tuple[Slot, ...]:
         """The 10 largest activations, one for each storage."""
-        by_storage = {slot.storage: slot for slot in reversed(self.activations)}
+        by_storage = {slot.storage: slot for slot in reversed(self.kept_activations)}
         return tuple(sorted(by_storage.values(), key=lambda slot: -slot.nbytes)[:LARGEST])
 
     def __repr__(self) -> str:
-        sums = {role: sum(slot.nbytes for slot in _once(self.of(role))) for role in Role}
+        slots = {role: self.kept_activations if role is Role.ACTIVATION else self.of(role) for role in Role}
+        sums = {role: sum(slot.nbytes for slot in _once(of_role)) for role, of_role in slots.items()}
         roles = ", ".join(f"{role.value} {say_bytes(n)}" for role, n in sums.items() if n)
         width = max((len(slot.name) for slot in self.largest), default=0)
         rows = [f"  {s.name:{width}}  {say_bytes(s.nbytes):>10}  {s.dtype} {s.shape}" for s in self.largest]
         notes = [f"  note: {note}" for note in self.notes]
         head = f"Trace of {self.model} on {self.device}, {self.dtype}, batch {'; '.join(self.batch)}"
-        return "\n".join([head, f"  {roles}", f"  largest of {len(self.activations)} saved tensors:", *rows, *notes])
+        return "\n".join([head, f"  {roles}", f"  largest of {len(self.kept_activations)} saved tensors:", *rows, *notes])
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""

@@ -37,6 +37,7 @@ __all__ = ["Slot", "Trace", "trace_step"]
 VIEW_OUTPUTS = "paredown.session.view_outputs"  # loaded for steps with in-place operations on views
 OUTPUT_HEAD = "paredown.loss.output_head"  # loaded for steps whose loss is computed in chunks
 CHUNKED_LOSS = True  # whether sessions, traces and tasks compute the loss of an output head in chunks by default
+ALL_LOGITS, NO_CROSS_ENTROPY = "the loss is not in chunks, and all logits of {} are counted: {}", "no cross entropy reads them"
 COMPILED = "paredown.session.compiled.compiled_trace"  # graphs are partitioned as sessions do: loaded for compiled steps alone
 
 
@@ -71,10 +72,13 @@ def trace_step(
     state = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(loss_module.named_parameters())}, target, model)
     tracer = StepTracer(model, loss_module, target, state, batch, loss, (autocast, compiled))
     unmodified, head = tracer.trace(), import_module(OUTPUT_HEAD).OutputHead(model, traced_device=target) if chunked_loss else None
-    if head is None or not head.is_found or head.reason:
+    if head is None or not head.is_found:
         return unmodified
-    in_chunks = tracer.trace(head)
-    return replace(in_chunks, unmodified=unmodified) if head.use.num_losses else unmodified
+    in_chunks = tracer.trace(head) if not head.reason else None
+    if in_chunks is not None and head.use.num_losses:
+        return replace(in_chunks, unmodified=unmodified)
+    note = ALL_LOGITS.format(head.use.path, head.reason or NO_CROSS_ENTROPY)
+    return replace(unmodified, notes=(*unmodified.notes, note))
 
 
 @dataclass(frozen=True, eq=False)

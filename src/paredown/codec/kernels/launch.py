@@ -149,11 +149,11 @@ def empty_row(size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
     return _empty_on_gpu((1, size), (size, 1), dtype)
 
 
-def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+def empty_strided(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """torch.empty_strided on the device of `like`, a GPU."""
     if _empty_on_gpu is None or torch._C._cuda_getDevice() != like.get_device():
         return torch.empty_strided(size, stride, dtype=dtype, device=like.device)
-    return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses subclasses of tuple such as torch.Size
+    return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
 
 
 class Direct:

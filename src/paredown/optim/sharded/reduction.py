@@ -55,7 +55,7 @@ def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: 
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
         model.register_comm_hook(
-            None, lambda state, bucket: _reduce_bucket(reduction, group, bucket)
+            None, lambda state, bucket: reduce_bucket(reduction, group, bucket)
         )  # torch refuses annotations as text
         return reduction
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
@@ -140,18 +140,23 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
     return received.view(row.dtype)
 
 
-def _reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """The communication hook of DistributedDataParallel: the mean of a bucket over all processes."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():
-        chunks = torch.zeros((size, -(-values.numel() // size)), dtype=values.dtype, device=values.device)
-        chunks.view(-1)[: values.numel()] = values
-        chunk = reduction.own_chunk(chunks, bucket.index(), group).div_(size)
+        chunk = reduction.own_chunk(_chunks(values, size), bucket.index(), group).div_(size)
         values.copy_(reduction.for_all(chunk, bucket.index(), group).view(-1)[: values.numel()])
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(values)
     return done
+
+
+def _chunks(values: Tensor, size: int) -> Tensor:
+    """A copy of `values` in `size` rows, padded with zeros."""
+    chunks = torch.zeros((size, -(-values.numel() // size)), dtype=values.dtype, device=values.device)
+    chunks.view(-1)[: values.numel()] = values
+    return chunks
 
 
 class ReduceScatter:

@@ -49,8 +49,8 @@ class CompiledGraphs:
             weakref.WeakKeyDictionary()
         )  # autograd node of a call: bytes it saved packed
 
-    def compile(self, model: nn.Module, **options: Any) -> Any:
-        """torch.compile(model, **options) with packed graphs."""
+    def compile(self, model: nn.Module, wrapper: nn.Module, **options: Any) -> Any:
+        """torch.compile(wrapper, **options) with packed graphs; `wrapper`: `model`, or DistributedDataParallel around it."""
         partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
         backend = make_backend(
             partitioner,
@@ -61,7 +61,7 @@ class CompiledGraphs:
             on_call=self._called,
             options=options,
         )
-        return torch.compile(model, backend=replace(backend, head=self._head), **options)
+        return torch.compile(wrapper, backend=replace(backend, head=self._head), **options)
 
     @property
     def decisions(self) -> dict[str, GraphDecision]:

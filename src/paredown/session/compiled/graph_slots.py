@@ -28,11 +28,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from paredown.loss.loss_operator import NAME as LOSS_OPERATOR
-from paredown.trace.operations import NONLINEAR, ROWS, STATISTIC, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
+from paredown.trace.operations import NONLINEAR, PERIODIC, ROWS, STATISTIC, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
 
 NORMS = frozenset(("batch_norm", "layer_norm", "group_norm", "rms_norm"))
 SMOOTH = frozenset((*NORMS, "gelu", "silu", "tanh", "sigmoid", "mish", "elu", "hardswish", "erf"))
-PERIODIC = ("sin", "cos")
 ATTENTION = "scaled_dot_product_attention"
 ROW_NAMES = {name.lower(): name for name in ROWS}
 ALIASES: dict[str, str] = dict.fromkeys(
