@@ -242,10 +242,14 @@ class Watch:
         if (module in self.passed_over and not self.collects_small) or current.is_repeated:
             current.over = module
         elif self._unfollowed and path.partition("@")[0] in self._checkpointed:  # it runs without the checkpoint of the first pass
-            again = [part for part in module.modules() if part in self._unfollowed]
-            self._unfollowed.difference_update(again)
-            for part in again:
-                self._attach_to(part)
+            self._follow_again(module)
+
+    def _follow_again(self, module: nn.Module) -> None:
+        """Register hooks inside of a layer that were removed because a checkpoint held all that it saved."""
+        again = [part for part in module.modules() if part in self._unfollowed]
+        self._unfollowed.difference_update(again)
+        for part in again:
+            self._attach_to(part)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         current: Pass | None = getattr(self._running, "current", None)
