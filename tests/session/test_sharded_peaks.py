@@ -30,7 +30,7 @@ from tests.support.processes import needs_gloo, run_on
 
 pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore")]  # of the libraries below, about this machine
 IN_8_BITS = "int8/64@bf16"
-NUM_PASSES = 2
+NUM_PASSES = 3  # 14 % of them lack a free, in each of the processes: all of them do in one run of 100,000
 REST_BYTES = 1024  # of numbers that stay allocated, such as those of seeds
 SIZES = {  # of a GPT; batch
     "gpt": (GPTConfig(dim=256, num_layers=3, num_heads=4, vocabulary=1024, context=128), 8),

@@ -78,8 +78,8 @@ STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
 SMALL = "their state is float32 and their gradients are not packed: both are small, and norms and biases are sensitive to rounding"
 REPLICATED = (
-    "gradients of several processes are averaged in the buckets of DistributedDataParallel, which are not packed; fully_shard over a mesh "
-    "of shape (processes, 1) packs them"
+    "it is not sharded: several processes average its gradient after backward, DistributedDataParallel in buckets, which are not packed; "
+    "fully_shard over a mesh of shape (processes, 1) packs gradients"
 )
 
 
@@ -366,9 +366,8 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
         return
     small = {name for name, p, _, _ in requested if is_small(p.shape)}
     if small:
-        yield Change(
-            f"{len(small)} parameters of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values", "formats", "float32", SMALL
-        )
+        what = f"{len(small)} parameter{'s' * (len(small) > 1)} of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values"
+        yield Change(what, "formats", "float32", SMALL)
     for name, p, role, format in requested:
         used = None if name in small or not is_made else _used_instead(p, role)
         if used is not None:
