@@ -179,7 +179,7 @@ def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
     parent = model.get_submodule(path.rpartition(".")[0]) if path.endswith(f".{BASE}") else None
     layers: Any = getattr(parent, "lora_B", ())
     layers = list(layers.values()) if isinstance(layers, nn.ModuleDict) else [layers] if isinstance(layers, nn.Linear) else []
-    return layers if all(type(layer) is nn.Linear and layer.bias is None for layer in layers) else []
+    return layers if all(type(layer) is nn.Linear and "bias" not in dict(layer.named_parameters()) for layer in layers) else []
 
 
 def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> str:
