@@ -157,23 +157,54 @@ def test_plans_for_the_slots_of_the_head() -> None:
 class Adapter(nn.Module):
     """An adapter as PEFT's: a frozen layer and two of low rank."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, *, scale: float = 1.0, has_bias: bool = False) -> None:
         super().__init__()
-        self.base_layer = layer
+        self.base_layer, self.scale = layer, scale
         self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=has_bias)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * self.scale
 
 
 def test_adapters_are_left_unmodified() -> None:
     model = Model()
-    model.head = Adapter(model.head)  # type: ignore[assignment]
+    model.head = Adapter(model.head, has_bias=True)  # type: ignore[assignment]
     with apply(Plan.uniform(), model) as session:
         assert type(model(tokens())) is Tensor
         (change,) = head_rows(session)
     assert (change.given, change.reason) == ("unmodified", ADAPTED)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_lora_on_the_head_is_in_chunks(frozen: bool, reduction: str) -> None:
+    """Losses and gradients of a head with adapters, of hidden states too; other sums and all logits are as without a session."""
+    ids, found = tokens(), list[list[Tensor]]()
+    for is_chunked in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        model.head = Adapter(model.head, scale=0.5)  # type: ignore[assignment]
+        model.head.base_layer.weight.requires_grad_(not frozen)  # type: ignore[union-attr]
+        with apply(Plan.uniform(), model, chunked_loss=is_chunked) as session:
+            logits = model(ids).float()
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction=reduction)
+            loss.sum().backward()
+            assert session._head.use.num_losses == is_chunked and not head_rows(session)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append([loss.detach(), logits.argmax(-1).float(), (model(ids) + 1.0).detach(), *gradients])
+    assert len(found[0]) == len(found[1]) > 4
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_the_trace_of_lora_on_the_head_has_no_logits() -> None:
+    model = Model()
+    model.head = Adapter(model.head)  # type: ignore[assignment]
+    trace = trace_step(model, (tokens(), tokens()), loss=flat, device="cpu", chunked_loss=True)
+    assert (
+        trace.unmodified is not None and footprint(trace, Plan().set("activation", None)).peak_bytes < footprint(trace).peak_bytes
+    )
 
 
 def test_subclasses_and_sharded_models_are_left_unmodified() -> None:
@@ -268,7 +299,7 @@ def test_traces_without_chunks() -> None:
         return flat(logits.softmax(-1), labels)
 
     adapted = Model()
-    adapted.head = Adapter(adapted.head)  # type: ignore[assignment]
+    adapted.head = Adapter(adapted.head, has_bias=True)  # type: ignore[assignment]
     for model, loss, reason in (
         (Model().eval(), flat, "no cross entropy reads them"),
         (nn.Linear(4, 8), nn.functional.mse_loss, ""),

@@ -26,7 +26,7 @@ tensor(1.0514)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil, log2
@@ -97,6 +97,27 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "div": lambda x, divisor: x / divisor,
     "tanh": lambda x, _: x.tanh(),
 }
+# functions of tensors that make such calls
+CASTS = frozenset(("float", "half", "bfloat16", "double", "to"))
+SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__"))
+
+
+def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
+    """A call in `Elementwise`: of a function of CASTS, SCALES or tanh with this number, whose result has this dtype."""
+    if name in CASTS:
+        return "to", str(dtype).removeprefix("torch.")
+    return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
+
+
+def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
+    """The calls without casts to float32 at the end, which the loss makes itself; None if there are no others. `dtype`: of the logits."""
+    wide = [dtype is torch.float64]  # before each call
+    for name, value in calls:
+        wide.append(value == "float64" if name == "to" else wide[-1])
+    count = len(calls)
+    while count and calls[count - 1] == ("to", "float32") and not wide[count - 1]:
+        count -= 1
+    return Elementwise(tuple(calls[:count])) if count else None
 
 
 @dataclass(frozen=True)
@@ -119,11 +140,13 @@ def chunked_cross_entropy(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
     options: CrossEntropy | None = None,
     settings: ChunkSettings | None = None,
 ) -> Tensor:
     """The cross entropy of `linear(hidden, weight, bias)` and `target`, class indices of shape `hidden.shape[:-1]`.
 
+    `adapter`: (rows, weight) of a linear layer of low rank whose result is added to the logits, as LoRA's.
     It differs from torch's by rounding alone. Matrix products are in the autocast dtype where autocast is enabled, and the loss is then
     float32; otherwise both have the dtype of the logits, unless `settings` has another one.
     """
@@ -131,13 +154,16 @@ def chunked_cross_entropy(
     check_arguments(hidden, weight, target, options)
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
+        adapter = (adapter[0].detach(), adapter[1].detach()) if adapter is not None else None
     device = settings.device or hidden.device.type
     dtype = settings.dtype or product_dtype(hidden, device)
     loss_dtype = settings.loss_dtype or _dtype_after(settings.transform, dtype)
     num_rows = settings.num_rows or rows_of_chunk(weight.shape[0], dtype, device)
     problem = Problem(target.reshape(-1), options, ChunkSettings(dtype, settings.transform, num_rows, loss_dtype, device))
+    rows = adapter[0].reshape(-1, adapter[0].shape[-1]) if adapter is not None else None
+    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows, adapter[1] if adapter is not None else None
     with torch.autocast(hidden.device.type, enabled=False):
-        loss: Tensor = ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, problem)  # type: ignore[assignment]
+        loss: Tensor = ChunkedCrossEntropy.apply(problem, *tensors)  # type: ignore[assignment]
     loss = loss.reshape(target.shape) if options.reduction == "none" else loss
     return loss if torch.is_autocast_enabled(hidden.device.type) else loss.to(loss_dtype)
 
@@ -245,7 +271,9 @@ class Rows:
 
 
 class Linear:
-    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks."""
+    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks; `adapter`: a layer added to it."""
+
+    adapter: Linear | None = None
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, needs: tuple[bool, ...]) -> None:
         dtype = problem.settings.dtype
@@ -267,6 +295,20 @@ class Linear:
         of_weight = self._of_weight[: self.num_classes] if self._of_weight is not None else None
         return self.of_hidden, of_weight, self.of_bias
 
+    @staticmethod
+    def of(tensors: Sequence[Any], problem: Problem, needs: Sequence[bool]) -> Linear:
+        """The layer of hidden, weight and bias, with rows and weight of its adapter or None; `needs`: which of them need a gradient."""
+        hidden, weight, bias, rows, adapter_weight = tensors
+        linear = Linear(hidden, weight, bias, problem, tuple(needs[:3]))
+        if rows is not None:
+            linear.adapter = Linear(rows, adapter_weight, None, problem, (*needs[3:5], False))
+        return linear
+
+    @property
+    def all_gradients(self) -> tuple[Tensor | None, ...]:
+        """`gradients`, and those of the adapter's rows and weight."""
+        return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
+
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
         """The logits of a chunk before and after the transform; with `tracks`, `add_gradients` can go back through it.
 
@@ -274,6 +316,8 @@ class Linear:
         """
         rows, weight = self._hidden[part], self._weight.t()
         logits = rows @ weight if self._bias is None else torch.addmm(self._bias, rows, weight)
+        if self.adapter is not None:
+            logits.addmm_(self.adapter._hidden[part], self.adapter._weight.t())
         if self._transform is None:
             return logits, logits
         logits = logits[:, : self.num_classes]
@@ -290,6 +334,11 @@ class Linear:
             gradient = self._transform.gradient(before, gradient)
         elif after is not before:
             (gradient,) = torch.autograd.grad(after, before, gradient)
+        self._add_products(part, gradient)
+        if self.adapter is not None:
+            self.adapter._add_products(part, gradient)
+
+    def _add_products(self, part: slice, gradient: Tensor) -> None:
         num_columns = gradient.shape[1]
         if self.of_hidden is not None:
             torch.mm(gradient, self._weight[:num_columns], out=self.of_hidden[part])
@@ -304,30 +353,34 @@ class Linear:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss of rows (num_rows, size), weight (num_classes, size) and bias; forward computes the gradients unless reduction is none."""
+    """Loss of rows (num_rows, size), weight (num_classes, size), bias, and rows and weight of an adapter, or None.
+
+    forward computes the gradients unless reduction is none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+    def forward(ctx: Any, problem: Problem, *tensors: Any) -> Tensor:
         """The loss in float32, or float64 for float64 logits: a number, or one per row."""
-        ctx.problem, ctx.dtypes = problem, [t.dtype if t is not None else None for t in (hidden, weight, bias)]
+        ctx.problem, ctx.dtypes = problem, [t.dtype if t is not None else None for t in tensors]
         if problem.options.reduction == "none":
-            ctx.save_for_backward(hidden, weight, bias)
-            return run_chunks(Linear(hidden, weight, bias, problem, (False,) * 3), problem, None)[0]
-        linear = Linear(hidden, weight, bias, problem, ctx.needs_input_grad)
-        loss, ctx.factor = reduced_loss(linear, problem, has_gradients=any(ctx.needs_input_grad))
-        ctx.gradients = linear.gradients
+            ctx.save_for_backward(*tensors)
+            return run_chunks(Linear.of(tensors, problem, (False,) * 5), problem, None)[0]
+        needs = ctx.needs_input_grad[1:]
+        linear = Linear.of(tensors, problem, needs)
+        loss, ctx.factor = reduced_loss(linear, problem, has_gradients=any(needs))
+        ctx.gradients = linear.all_gradients
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """The gradients of hidden, weight and bias."""
+        """The gradients of hidden, weight, bias and the adapter."""
         if torch.is_grad_enabled():  # create_graph=True: the gradients were computed in forward and have no graph
             raise RuntimeError(SECOND)
         if ctx.problem.options.reduction == "none":
-            hidden, weight, bias = ctx.saved_tensors
-            linear = Linear(hidden, weight, bias, ctx.problem, ctx.needs_input_grad)
+            linear = Linear.of(ctx.saved_tensors, ctx.problem, ctx.needs_input_grad[1:])
             run_chunks(linear, ctx.problem, grad[:, None])
-            return *(g.to(dtype) if g is not None else None for g, dtype in zip(linear.gradients, ctx.dtypes, strict=True)), None
+            gradients = zip(linear.all_gradients, ctx.dtypes, strict=True)
+            return None, *(g.to(dtype) if g is not None else None for g, dtype in gradients)
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward through a chunked loss a second time: its gradients were freed. Call backward(retain_graph=True) the first time."
@@ -338,7 +391,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if not is_kept:
             ctx.gradients = None
         factor = (grad * ctx.factor)[None]  # of one dimension: a number would be rounded to the dtype of the gradient
-        return *(_scaled(g, factor, d, is_kept) for g, d in zip(gradients, ctx.dtypes, strict=True)), None
+        return None, *(_scaled(g, factor, d, is_kept) for g, d in zip(gradients, ctx.dtypes, strict=True))
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, is_kept: bool) -> Tensor | None:

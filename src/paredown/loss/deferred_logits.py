@@ -9,6 +9,7 @@ In training, the output head of a language model (loss/output_head.py) returns `
     c * logits, logits / c, .tanh()                    recorded, for Python numbers c: soft-capping
     shape, dtype, device, grad_fn ...                  known without values
     F.cross_entropy, nn.CrossEntropyLoss               computed in chunks, for targets that are class indices
+    logits + c * other logits                          recorded, for those of an adapter such as LoRA's
     anything else                                      computed from all logits; `HeadUse` records the name of the function
 
 All logits are computed at most once, under the autocast settings of the head's call, and gradients flow through them. A function that
@@ -27,7 +28,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -37,18 +38,27 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, Elementwise, chunked_cross_entropy, product_dtype
+from paredown.loss.chunked_cross_entropy import (
+    CASTS,
+    SCALES,
+    ChunkSettings,
+    CrossEntropy,
+    Elementwise,
+    chunked_cross_entropy,
+    elementwise_call,
+    product_dtype,
+    without_last_casts,
+)
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES, Decoded, PackedParameter
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import owner_of
 
 ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
 NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do
-CASTS = frozenset(("float", "half", "bfloat16", "double", "to"))
-SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__"))
 ELEMENTWISE = CASTS | SCALES | {"tanh"}
 VIEWS = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"))
 SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"))
+SUMS = frozenset(("add", "__add__", "__radd__"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 CHANGED = (
     "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
@@ -181,6 +191,7 @@ class DeferredLogits(Tensor):
     form: Layout
     parent: DeferredLogits | None  # with the call that made this from it
     call: Call | None
+    adapter: tuple[Tensor, DeferredLogits] | None  # scaled rows of the logits that are added, and those
     is_class_first: bool  # whether the classes are dimension 1, as cross entropy takes more than two dimensions
     _logits: Tensor | None
 
@@ -192,7 +203,7 @@ class DeferredLogits(Tensor):
         )
         made.family, made.rows, made.form = family, rows, layout
         made.calls, made.parent, made.call, made._logits = (), None, None, None
-        made.is_class_first = False
+        made.is_class_first, made.adapter = False, None
         family.members.append(weakref.ref(made))
         return made
 
@@ -234,7 +245,7 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if loss is not None:
             return loss
     elif isinstance(first, DeferredLogits) and torch.is_grad_enabled() and not first.family.is_real:
-        recorded = record(first, Call(name, func, args[1:], kwargs))
+        recorded = sum_of(args) if name in SUMS and not kwargs else record(first, Call(name, func, args[1:], kwargs))
         if recorded is not None:
             return recorded
     return computed(func, name, args, kwargs)
@@ -311,16 +322,57 @@ def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
     return derived(logits, call, layout)
 
 
+def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
+    """Logits of a head plus those of an adapter, scaled by numbers; None for other sums."""
+    logits, other = terms[0], terms[-1]
+    if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
+        return None
+    if logits.calls or any((one.adapter or one.is_class_first) for one in (logits, other)) or other.family is logits.family:
+        return None
+    if any(call.name not in SCALES | CASTS for call in other.calls):
+        return None
+    scale = transform_of(tuple(call for call in other.calls if call.name in SCALES), torch.float32)
+    rows = other.rows if scale is None else scale(other.rows)
+    dtype = torch.promote_types(logits.dtype, other.dtype)
+
+    def make() -> DeferredLogits:
+        made = DeferredLogits(logits.family, logits.rows, replace(logits.form, dtype=dtype))
+        made.adapter, made.parent, made.call = (rows, other), logits, Call("add", lambda real: real + other.logits(), (), {})
+        return made
+
+    return Summed.apply(logits, other, make)  # type: ignore[return-value]
+
+
+class Summed(torch.autograd.Function):
+    """A recorded sum in autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, other: DeferredLogits, make: Any) -> Tensor:
+        """The deferred logits that `make` returns."""
+        ctx.dtypes = logits.dtype, other.dtype
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        """The gradient, for both terms."""
+        return *(grad.to(dtype) for dtype in ctx.dtypes), None
+
+
 def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogits:
     """The deferred result of a call that can be recorded."""
-    rows = logits.rows
-    if call.name == "__getitem__":
-        rows = call(rows)
-    elif layout.size != logits.form.size and call.name not in SWAPS:
-        rows = rows.reshape(*layout.size[:-1], rows.shape[-1])
+
+    def rows_of(rows: Tensor) -> Tensor:
+        if call.name == "__getitem__":
+            return call(rows)
+        is_reshaped = layout.size != logits.form.size and call.name not in SWAPS
+        return rows.reshape(*layout.size[:-1], rows.shape[-1]) if is_reshaped else rows
+
+    rows = rows_of(logits.rows)
+    adapter = (rows_of(logits.adapter[0]), logits.adapter[1]) if logits.adapter is not None else None
 
     def make() -> DeferredLogits:
         made = DeferredLogits(logits.family, rows, layout)
+        made.adapter = adapter
         made.calls = (*logits.calls, call) if call.name in ELEMENTWISE else logits.calls
         made.parent, made.call, made.is_class_first = logits, call, call.name in SWAPS
         return made
@@ -441,12 +493,13 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
         return None
     family = logits.family
     weight, bias = family.values()
+    adapter = (logits.adapter[0], logits.adapter[1].family.values()[0]) if logits.adapter is not None else None
     options = CrossEntropy(given["weight"], given["ignore_index"], given["reduction"], given["label_smoothing"])
     transform = transform_of(logits.calls, family.dtype)
     settings = ChunkSettings(family.dtype, transform, loss_dtype=logits.dtype, device=family.device)
     family.use.num_losses += 1
     with family.use.around():
-        return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
+        return chunked_cross_entropy(logits.rows, weight, target, bias=bias, adapter=adapter, options=options, settings=settings)
 
 
 def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | None:
@@ -456,24 +509,6 @@ def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | N
         layout = layout.after(call)
         found.append(elementwise_call(call.name, call.args[0] if call.args else None, layout.dtype))
     return without_last_casts(found, dtype)
-
-
-def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """A call in `Elementwise`: of a function of CASTS, SCALES or tanh with this number, whose result has this dtype."""
-    if name in CASTS:
-        return "to", str(dtype).removeprefix("torch.")
-    return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
-
-
-def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
-    """The calls without casts to float32 at the end, which the loss makes itself; None if there are no others. `dtype`: of the logits."""
-    wide = [dtype is torch.float64]  # before each call
-    for name, value in calls:
-        wide.append(value == "float64" if name == "to" else wide[-1])
-    count = len(calls)
-    while count and calls[count - 1] == ("to", "float32") and not wide[count - 1]:
-        count -= 1
-    return Elementwise(tuple(calls[:count])) if count else None
 
 
 def parameter_values(parameter: nn.Parameter) -> Tensor:

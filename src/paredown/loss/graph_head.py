@@ -25,17 +25,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from paredown.loss.deferred_logits import (
-    CASTS,
-    SCALES,
-    SWAPS,
-    VIEWS,
-    HeadUse,
-    defer,
-    elementwise_call,
-    keeps_last,
-    without_last_casts,
-)
+from paredown.loss.chunked_cross_entropy import CASTS, SCALES, elementwise_call, without_last_casts
+from paredown.loss.deferred_logits import SWAPS, VIEWS, HeadUse, defer, keeps_last
 from paredown.loss.loss_operator import OperatorSettings, chunked_loss
 
 LINEARS = (functional.linear, torch._C._nn.linear)

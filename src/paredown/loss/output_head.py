@@ -31,9 +31,10 @@ COMPILED = "torch.compile runs it, and the compiled graph computes all logits; c
 NOT_IN_GRAPHS = (
     "no graph of torch.compile has it: its weight is no input of them, or they were compiled in eval mode or without gradients"
 )
+BASE = "base_layer"  # attribute of PEFT's layers
 ADAPTED = (
-    "an adapter such as LoRA adds to its output: leave it out of the adapter's target_modules, or train all of it by "
-    "modules_to_save, which may be in chunks"
+    "an adapter adds to its output that is no LoRA layer of PEFT, or torch.compile runs it: leave it out of the adapter's "
+    "target_modules, or train all of it by modules_to_save, which may be in chunks"
 )
 HOOKED = "a full backward hook reads the gradient of its output"
 SHARDED = (
@@ -82,6 +83,7 @@ class OutputHead:
         path, module = find_head(model) if is_on else ("", None)
         self.use = HeadUse(path, traced_device)
         self._module = weakref.ref(module) if module is not None else None
+        self._adapters = [weakref.ref(part) for part in adapters_of(model, path)]
         self._modules = [weakref.ref(part) for part in model.modules()] if module is not None else []
         self.reason = reason_to_leave(model, path, module)
         self._fused_by = library_of_loss(model, path)
@@ -104,7 +106,8 @@ class OutputHead:
         """Defer the logits, unless the head has to be left unmodified."""
         module = self._module() if self._module is not None else None
         if module is not None and not self.reason:
-            self._handles = [module.register_forward_pre_hook(self._hook)]
+            adapters = [part for ref in self._adapters if (part := ref()) is not None]
+            self._handles = [part.register_forward_pre_hook(self._hook) for part in (module, *adapters)]
 
     def detach(self) -> None:
         """Compute all logits from now on."""
@@ -115,6 +118,8 @@ class OutputHead:
     def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any], Any] | None:
         """Compute the loss in chunks in a graph of Dynamo; returns what its outputs have to pass through, None for unmodified outputs."""
         module = self._module() if self._module is not None else None
+        if self._adapters:
+            self.reason = ADAPTED
         if module is None or self.reason or self._is_sharded():
             return None
         self._num_compiled += 1
@@ -165,7 +170,16 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
         and part.out_features not in widths
         and not path.startswith(tuple(repeated))
     ]
-    return found[-1] if found else ("", None)
+    bases = [(path, part) for path, part in found if path.endswith(f".{BASE}")]  # of an adapted head, whose adapters are as large
+    return (bases or found or [("", None)])[-1]
+
+
+def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
+    """The layers `lora_B` that PEFT adds to the output of a head; none if the head has no adapters, or others."""
+    parent = model.get_submodule(path.rpartition(".")[0]) if path.endswith(f".{BASE}") else None
+    layers: Any = getattr(parent, "lora_B", ())
+    layers = list(layers.values()) if isinstance(layers, nn.ModuleDict) else [layers] if isinstance(layers, nn.Linear) else []
+    return layers if all(type(layer) is nn.Linear and "bias" not in dict(layer.named_parameters()) for layer in layers) else []
 
 
 def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> str:
@@ -173,7 +187,7 @@ def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> st
     if module is None:
         return ""
     ancestors = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
-    if any(hasattr(model.get_submodule(ancestor), "base_layer") for ancestor in ancestors):
+    if any(hasattr(model.get_submodule(ancestor), BASE) for ancestor in ancestors) and not adapters_of(model, path):
         return ADAPTED
     return "" if type(module) is nn.Linear else SUBCLASS.format(type(module).__name__)
 
