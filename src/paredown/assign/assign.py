@@ -39,7 +39,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paredown.assign.checkpointed_layers import Solution, quickest_plan, repeated_layers, tolerated_error, with_layers
+from paredown.assign.checkpointed_layers import (
+    Solution,
+    quickest_plan,
+    recompute_choices,
+    tolerated_error,
+    with_choice,
+    with_layers,
+)
 from paredown.assign.options import LADDER, Item, KnownItems, Ladder
 from paredown.assign.problem import AssignmentProblem, Formats, Rules, check_sensitivities, ladder_of, method_named, rules_of
 from paredown.assign.sensitivity import Sensitivities
@@ -48,7 +55,6 @@ from paredown.assign.strategies import METHODS, AssignmentPoint, AssignMethod
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.calibration import Calibration
-from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import Footprint, footprint
 from paredown.plan.plan import Plan
 from paredown.plan.replay import Interval, fixed_intervals
@@ -60,7 +66,8 @@ __all__ = ["assign"]
 
 
 NUM_NAMED_SLOTS = 3  # in an error
-NOT_ALLOWED = "Activation checkpointing was not allowed."
+INCLUDED, NOT_ALLOWED = "Activation checkpointing is included.", "Activation checkpointing was not allowed."
+OF_TENSORS = "Recomputing single tensors is included.", "Recomputing single tensors was not allowed."
 TEMPLATE_FIELD = "recipe"  # of `made_for`; the name in files since version 0.1
 SEPARATOR = "; "
 
@@ -83,9 +90,9 @@ def assign(
     On CUDA a plan keeps a margin for what is not predicted, which its reason states: `Footprint.bound_bytes` is within the budget.
     `method`: a row of METHODS. `levels`: the formats of activations, the best first (None: unmodified), for comparisons; then
     parameters are unmodified. `seed`: of method "random". `recompute`: whether repeated layers may be checkpointed (activation
-    checkpointing), which costs time: None where formats would be slower or their errors large, True where their errors would be
-    large, False never (assign/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only
-    if nothing else fits. In a compiled step no layer is checkpointed.
+    checkpointing), or single tensors of a compiled step recomputed, which costs time: None where formats would be slower or their errors
+    large, True where their errors would be large, False never (assign/checkpointed_layers.py). With `levels`, and for methods that only
+    serve comparisons, None means: only if nothing else fits.
 
     `prefer`: "accuracy" for the least error, with checkpointed layers only if nothing else fits; "speed" for the least predicted step
     time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"), by `calibration` (None: that
@@ -113,7 +120,7 @@ def assign(
 
     if preference is not None:
         return _preferred(trace, budget_bytes, problem_of, plan_of, preference, recompute)
-    if recompute is None and ladder is None and strategy.order is None and repeated_layers(trace):
+    if recompute is None and ladder is None and strategy.order is None and recompute_choices(trace):
         quickest = quickest_plan(trace, budget_bytes, problem_of, plan_of)
         if quickest is not None:
             return plan_of(quickest)
@@ -132,6 +139,7 @@ def _preferred(
     accurate = _solve(trace, budget_bytes, problem_of, tolerated_error(trace, LADDER, recompute), recompute)
     if preference.prefer == "accuracy":
         return plan_of(accurate)
+    recompute = False if trace.is_compiled else recompute  # whose time is not predicted
     exact = exact_solutions(trace, budget_bytes, problem_of) if recompute is not False else ()
     solution, time = quickest_solution(
         trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact], has_layers=recompute is not False
@@ -160,7 +168,7 @@ def _problems(
 
 
 def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
-    """`recompute`, False for a compiled step; PlanError for arguments of another kind."""
+    """`recompute`; PlanError for arguments of another kind."""
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
     if recompute not in (None, True, False):
@@ -168,11 +176,7 @@ def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
             f"recompute is {recompute!r}: None (layers are checkpointed if nothing else fits), True (also if errors would be large) or "
             "False (never). To name the layers yourself: plan.recomputing('layers.0')."
         )
-    if recompute and trace.is_compiled:
-        raise PlanError(
-            "recompute is True and the trace is of a compiled step, in which torch.compile chooses what to recompute: leave recompute out."
-        )
-    return False if trace.is_compiled else recompute
+    return recompute
 
 
 def _solve(
@@ -198,7 +202,7 @@ def _solve(
 def _checked_plan(trace: Trace, solution: Solution, budget_bytes: int, made_for: dict[str, Any]) -> Plan:
     """The plan of a solution, whose footprint is within the budget with its margin."""
     problem, point, layers = solution
-    for rules in _rule_variants(problem, point):
+    for rules in _rule_variants(problem, point, needs_activations=problem.trace.is_compiled and bool(layers)):
         planned = footprint(trace, Plan(rules, "", made_for, layers))
         if planned.bound_bytes <= budget_bytes:
             return replace(planned.plan, reason=_reason(*solution, budget_bytes, planned))
@@ -208,11 +212,15 @@ def _checked_plan(trace: Trace, solution: Solution, budget_bytes: int, made_for:
     )
 
 
-def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint) -> Iterator[Rules]:
-    """Rules that realize a point, the preferred variant first: without a rule for activations, since a session then needs no hooks."""
+def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
+    """Rules that realize a point, the preferred variant first: without a rule for activations, since a session then needs no hooks.
+
+    `needs_activations`: the plan recomputes tensors of a compiled step, for which it has a rule for activations.
+    """
     formats = problem.formats(point)
     short, long = (rules_of(problem.trace, formats, is_short=is_short) for is_short in (True, False))
-    if not any(format is not None for (_, role), format in formats.items() if role is Role.ACTIVATION):
+    has_formats = any(format is not None for (_, role), format in formats.items() if role is Role.ACTIVATION)
+    if not has_formats and not needs_activations:
         yield tuple(rule for rule in short if rule[0] != Role.ACTIVATION.value)
     yield short
     yield long
@@ -221,8 +229,8 @@ def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint) -> Iterat
 def _with_all_layers(
     trace: Trace, problem_of: Callable[[Trace], AssignmentProblem], recompute: bool | None
 ) -> list[AssignmentProblem]:
-    layers = tuple(repeated_layers(trace)) if recompute is not False else ()
-    return [problem_of(checkpointed_trace(trace, layers))] if layers else []
+    layers = tuple(recompute_choices(trace)) if recompute is not False else ()
+    return [problem_of(with_choice(trace, layers))] if layers else []
 
 
 def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
@@ -236,7 +244,8 @@ def _reason(
     """What is stored in a lower precision, under which budget, the peak, and the margin."""
     formats = problem.formats(point)
     quantized = [slot for slot in problem.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
-    checkpointed = f"{len(layers)} layer{'s' * (len(layers) > 1)} checkpointed" if layers else ""
+    what = ("tensor", "recomputed") if problem.trace.is_compiled else ("layer", "checkpointed")
+    checkpointed = f"{len(layers)} {what[0]}{'s' * (len(layers) > 1)} {what[1]}" if layers else ""
     parts = [_quantized(quantized, formats), _parameters(problem, formats), checkpointed]
     changes = ", ".join(part for part in parts if part) or "masks and indices in as few bits as they need"
     head = f"method {problem.method.name} under {say_bytes(budget_bytes)}: {changes}"
@@ -335,7 +344,8 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
     parts = [f"{head}.", f"Largest at the peak: {named}." if named else ""]
     parts += [f"In addition, which no plan changes: {', '.join(more)}."] if more else []
     parts.append(_other_method(problem, budget_bytes) or _without_pins(problem, budget_bytes))
-    parts.append("Activation checkpointing is included." if has_layers else NOT_ALLOWED)
+    included, not_allowed = OF_TENSORS if problem.trace.is_compiled else (INCLUDED, NOT_ALLOWED)
+    parts.append(included if has_layers else not_allowed)
     return " ".join(part for part in [*parts, _advice(problem.trace)] if part)
 
 

@@ -1,4 +1,5 @@
-"""Activation checkpointing in `assign`: which repeated layers to checkpoint where quantization alone is not enough, or slower.
+"""What `assign` recomputes where quantization alone is not enough, or slower: repeated layers (activation checkpointing) of an eager step,
+single tensors of a compiled one.
 
 Checkpointing adds no error and costs a forward pass of each layer, so it follows the argument `recompute` of `assign`, not a price:
 
@@ -24,6 +25,10 @@ Of those whose error is at most that of all activations in the first format of t
 predicted time; if there is none, the same with the second format (int4); if there is none, the one of least error. So a plan is
 never predicted to be slower than checkpointing alone, where that is enough.
 
+In a compiled step the choices are the tensors that backward can recompute (`Slot.recomputation`), in place of layers; the text above holds
+for both. What they are computed from is stored unmodified, so they add no error. They come in the order of predicted seconds for each byte
+that is freed, where a source that is no longer packed counts against them; none is a source of another one.
+
 The predicted time that a plan adds to a step only serves to compare two plans: without `prefer` it is that of REFERENCE, one H200
 (plan/calibration.py), on any device, so that plans do not depend on what was measured where. `prefer="speed"` compares predictions of the
 calibrated device (assign/speed.py).
@@ -42,12 +47,14 @@ from paredown.assign.problem import AssignmentProblem
 from paredown.assign.strategies import AssignmentPoint, role_table_error
 from paredown.plan.calibration import REFERENCE
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
-from paredown.plan.footprint import bound_of
+from paredown.plan.footprint import bound_of, footprint
 from paredown.plan.plan import Plan
-from paredown.plan.step_time import added_time
+from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.step_time import added_time, product_of
+from paredown.plan.storage import Assignment
 from paredown.roles import Role
 from paredown.trace.operations import Use
-from paredown.trace.trace import Trace, cached_on_trace
+from paredown.trace.trace import Slot, Trace, cached_on_trace
 
 Solution = tuple[AssignmentProblem, AssignmentPoint, tuple[str, ...]]  # problem, point, checkpointed layers
 NUMBERED = re.compile(
@@ -79,16 +86,16 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
 
 
 def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Solution | None:
-    """The solution with the fewest checkpointed layers and nothing quantized; None if checkpointing all of them is not enough."""
-    layers = repeated_layers(trace)
+    """The solution with the fewest recomputed layers or tensors and nothing quantized; None if recomputing all of them is not enough."""
+    layers = recompute_choices(trace)
 
     def fits(count: int) -> bool:
-        return bound_of(trace, Plan((), recompute=tuple(layers[:count]))) <= budget_bytes
+        return bound_of(trace, exact_plan(trace, layers[:count])) <= budget_bytes
 
     if not layers or not fits(len(layers)):
         return None
     chosen = tuple(layers[: fewest_layers(fits, 0, len(layers))])
-    problem = problem_of(checkpointed_trace(trace, chosen), UNMODIFIED)
+    problem = problem_of(with_choice(trace, chosen), UNMODIFIED)
     point = problem.best(budget_bytes)
     return None if point is None else (problem, point, chosen)
 
@@ -104,6 +111,49 @@ def _both(trace: Trace, budget_bytes: int, problem_of: ProblemOf, tolerated: flo
 def _packs_parameters(solution: Solution) -> bool:
     problem, point, _ = solution
     return any(format is not None and role is not Role.ACTIVATION for (_, role), format in problem.formats(point).items())
+
+
+# --- what can be recomputed --------------------------------------------------------------------------------------------
+
+
+def recompute_choices(trace: Trace) -> list[str]:
+    """What can be recomputed, the best first: repeated layers of an eager step, single tensors of a compiled one."""
+    return recomputable_slots(trace) if trace.is_compiled else repeated_layers(trace)
+
+
+def exact_plan(trace: Trace, chosen: Iterable[str]) -> Plan:
+    """A plan that recomputes `chosen` and quantizes nothing; with a rule for a compiled step, which is plain torch.compile without one."""
+    return Plan((("activation", Assignment()),) if trace.is_compiled else (), recompute=tuple(chosen))
+
+
+def with_choice(trace: Trace, chosen: tuple[str, ...]) -> Trace:
+    """The trace with `chosen` recomputed."""
+    return planned_step(trace, exact_plan(trace, chosen))
+
+
+@cached_on_trace
+def recomputable_slots(trace: Trace) -> list[str]:
+    """Names of the tensors of a compiled step to recompute, the fewest seconds for each byte that is freed first.
+
+    Tensors that backward reads when the step is at its peak would be there anyway: chains of sums read theirs early.
+    """
+    by_storage = {slot.storage: slot for slot in trace.activations}
+    tick = footprint(trace, exact_plan(trace, ())).peak_tick
+    rated: list[tuple[float, int, Slot]] = []
+    for slot in trace.activations:
+        if slot.recomputation is not None and not slot.recomputation.first <= tick <= slot.recomputation.last:
+            sources = (by_storage[number] for number in slot.recomputation.sources if number in by_storage)
+            freed = slot.nbytes - sum(source.nbytes for source in sources if source.parts) // 2
+            seconds = REFERENCE.operation_seconds(product_of(slot))
+            rated += [(seconds / freed, -freed, slot)] if freed > 0 else []
+    chosen, gone, kept = list[str](), set[int](), set[int]()
+    for *_, slot in sorted(rated, key=lambda row: row[:2]):
+        sources = set(slot.recomputation.sources) if slot.recomputation is not None else set()
+        if slot.storage not in kept and not sources & gone:
+            chosen.append(slot.name)
+            gone.add(slot.storage)
+            kept |= sources
+    return chosen
 
 
 # --- how many layers ---------------------------------------------------------------------------------------------------
@@ -134,13 +184,13 @@ def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> flo
 def with_layers(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float
 ) -> Solution | None:
-    """The solution with the fewest checkpointed layers whose error is at most `tolerated`; None if none fits."""
-    layers = repeated_layers(trace)
+    """The solution with the fewest recomputed layers or tensors whose error is at most `tolerated`; None if none fits."""
+    layers = recompute_choices(trace)
 
     @cache
     def solution_with(count: int) -> Solution | None:
         chosen = tuple(layers[:count])
-        problem = problem_of(checkpointed_trace(trace, chosen))
+        problem = problem_of(with_choice(trace, chosen))
         point = problem.best(budget_bytes)
         return None if point is None else (problem, point, chosen)
 
@@ -191,6 +241,9 @@ ISSUED_AHEAD = replace(REFERENCE, host=replace(REFERENCE.host, forward_operation
 
 
 def added_seconds(trace: Trace, plan: Plan) -> float:
-    """Predicted seconds that the plan adds to a step on one H200: of the device, and of the host for packed tensors and checkpoints."""
+    """Predicted seconds that the plan adds to a step on one H200: of the device, and of the host for packed tensors and checkpoints.
+
+    A compiled step has few calls for the host to issue.
+    """
     added = added_time(trace, plan, ISSUED_AHEAD)
-    return added.device_seconds + added.host_seconds
+    return added.device_seconds + (0.0 if trace.is_compiled else added.host_seconds)

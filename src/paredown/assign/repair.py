@@ -20,9 +20,9 @@ from paredown.assign.sensitivity import Sensitivities
 from paredown.assign.strategies import measured_error, role_table_error
 from paredown.errors import BudgetError
 from paredown.formats.format import Format
-from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.plan.recomputed_slots import planned_step
 from paredown.plan.replay import SlotStorage, activation_intervals, model_memory, resolve_parameter_formats, slot_storages
 from paredown.plan.selectors import slot_key
 from paredown.plan.storage import Assignment
@@ -117,7 +117,7 @@ class RepairState:
     @staticmethod
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
         """The state of a run under `plan`."""
-        trace, levels, measured = checkpointed_trace(terms.trace, plan.recompute), terms.levels, terms.sensitivities
+        trace, levels, measured = planned_step(terms.trace, plan), terms.levels, terms.sensitivities
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
         items = [

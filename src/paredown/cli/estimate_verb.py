@@ -261,7 +261,7 @@ def _head(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Any]:
         sizes = [(p.numel(), p.requires_grad) for p in subject.model.parameters()]
         trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
         head["lora"] = {"layers": len(subject.adapted), "trained_parameters": trained, "parameters": total}
-    checkpointed = next(iter(plans.values())).recompute
+    checkpointed = next(iter(plans.values())).checkpointed
     return {**head, **({"checkpointed": list(checkpointed)} if checkpointed else {})}
 
 
@@ -282,7 +282,7 @@ def _allowed(budget: Budget, subject: Subject, feet: Mapping[str, Footprint], sh
     from paredown.plan.footprint import footprint
     from paredown.plan.plan import Plan
 
-    plan = Plan(recompute=next(iter(feet.values())).plan.recompute)
+    plan = Plan(recompute=next(iter(feet.values())).plan.checkpointed)
     return parse_bytes(budget.size, whole=footprint(_step(subject.trace(plan), BASELINE), plan, **shared).peak_bytes)
 
 

@@ -33,9 +33,9 @@ from paredown.errors import BudgetError, PlanError
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.pick.prior_data import PlanRow, PriorData
-from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
+from paredown.plan.recomputed_slots import planned_step
 from paredown.plan.replay import resolve_parameter_formats, slot_storages
 from paredown.plan.selectors import Selector
 from paredown.plan.storage import significant_bits
@@ -220,7 +220,7 @@ def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
     """The formats of all slots by role; a tensor of which backward needs no value is exact, a recomputed one follows its source."""
-    trace_with_checkpoints = checkpointed_trace(trace, plan.recompute)
+    trace_with_checkpoints = planned_step(trace, plan)
     storages = slot_storages(trace_with_checkpoints, plan)
     needed = [slot for slot in trace_with_checkpoints.activations if any(saver.use is Use.VALUE for saver in slot.savers)]
     formats: dict[Role, list[Format | None]] = {Role.ACTIVATION: [storages[slot.name].format for slot in needed]}

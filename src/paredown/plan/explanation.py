@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from paredown.errors import warn_renamed
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
-from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import slot_bytes
 from paredown.plan.plan import Plan
+from paredown.plan.recomputed_slots import planned_step
 from paredown.plan.replay import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES, say_bytes
@@ -31,6 +31,7 @@ from paredown.trace.trace import Slot, Trace
 HEAD = ("slot", "role", "baseline", "stored as", "what", "why")
 SMALL = "it is small: biases, norms and small layers are stored unmodified"
 NOT_SMALLER = "its format would take no fewer bytes"
+CHECKPOINTED = "checkpointed", "its module runs again in backward"
 NO_RULE = "the plan assigns it no format"
 
 
@@ -105,13 +106,14 @@ def _has_rule(row: PlannedSlot, plan: Plan) -> bool:
 
 
 def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
-    checkpointed = checkpointed_trace(trace, plan.recompute)
+    checkpointed = planned_step(trace, plan)
     storages, planned = slot_storages(checkpointed, plan), {slot.name: slot for slot in checkpointed.kept_activations}
     new = [slot for slot in checkpointed.kept_activations if slot.name not in {slot.name for slot in trace.activations}]
     for slot in (*trace.activations, *new):
         after = planned.get(slot.name)
         if after is None:
-            yield PlannedSlot(slot.name, slot.role, slot.nbytes, 0, "", "checkpointed", "its module runs again in backward")
+            again = ("recomputed", "its operations run again in backward") if trace.is_compiled else CHECKPOINTED
+            yield PlannedSlot(slot.name, slot.role, slot.nbytes, 0, "", *again)
         else:
             storage = storages[slot.name]
             what, why = _what(after, storage, plan)

@@ -35,7 +35,7 @@ from typing import Any
 from paredown.errors import CalibrationError, PlanError, warn_renamed
 from paredown.formats.format import Format
 from paredown.plan.calibration import Calibration, find_calibration
-from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost, step_under
+from paredown.plan.checkpointed_trace import modules_of, outermost, step_under
 from paredown.plan.distribution import (
     NOTHING_SENT,
     Communication,
@@ -48,6 +48,7 @@ from paredown.plan.distribution import (
 )
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
+from paredown.plan.recomputed_slots import planned_step, unhonoured_recomputation
 from paredown.plan.replay import BASELINE, DTYPE_BYTES, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
@@ -163,7 +164,7 @@ class Footprint:
     @property
     def recomputed(self) -> tuple[str, ...]:
         """The modules under activation checkpointing, whose forward pass runs twice in a step."""
-        return tuple(outermost(modules_of(self.trace), self.plan.recompute)) if self.plan.recompute else ()
+        return tuple(outermost(modules_of(self.trace), self.plan.checkpointed)) if self.plan.checkpointed else ()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
         """Stored bytes by module, the largest first; `depth` cuts paths to that many parts."""
@@ -259,7 +260,7 @@ class Footprint:
         plans = {"baseline": BASELINE, **({} if self.plan.changes_nothing else {"this plan": self.plan})}
         plans |= {name: Plan.preset(name) for name in SHOWN_PRESETS if name in PRESETS}
         rows = [["largest slots", *plans]]
-        storages = [slot_storages(checkpointed_trace(trace, plan.recompute), plan) for plan in plans.values()]
+        storages = [slot_storages(planned_step(trace, plan), plan) for plan in plans.values()]
         rows += [[slot.name, *(_cell(slot, by_name.get(slot.name)) for by_name in storages)] for slot in trace.largest]
         peaks = (self._under(plan).peak_bytes for plan in plans.values())
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
@@ -323,7 +324,7 @@ def footprint(
 
 def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footprint:
     allocator, given, trace = DEVICES[trace.device], trace, step_under(trace, plan)
-    checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
+    checkpointed = planned_step(trace, plan)
     missing = plan.check(_slots_of(given, *([] if checkpointed is trace else [checkpointed])))
     held = intervals(checkpointed, plan) if shared is None else distributed_intervals(checkpointed, plan, shared)
     rounded = [i._replace(nbytes=allocator.rounded(i.nbytes)) for i in held]
@@ -338,7 +339,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
     slack += peak // COMPILED_SLACK if trace.is_compiled else 0
     buffer = largest_unit_bytes(checkpointed, plan, shared) if shared is not None else 0
     kept = tuple(i for i in held if _is_kept(i, trace))
-    notes = distribution_notes(trace, shared) if shared is not None else []
+    notes = [*(distribution_notes(trace, shared) if shared is not None else ()), *unhonoured_recomputation(trace, plan)]
     return Footprint(
         trace=given,
         plan=plan,

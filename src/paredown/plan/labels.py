@@ -16,7 +16,7 @@ A plan without a label of its own is named by its preset, or by its formats:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 
@@ -79,9 +79,14 @@ def plan_label(plan: Plan) -> str:
     if len(roles) > MAX_RULES:
         roles = [*roles[: MAX_RULES - 1], f"{len(roles) - MAX_RULES + 1} rules more"]
     by_name = [f"{slots} slot{'s' * (slots > 1)} by name"] if slots else []
-    modules = ", ".join(plan.recompute) if len(plan.recompute) < MAX_RULES else f"{len(plan.recompute)} modules"
-    checkpointed = [f"{modules} checkpointed"] if plan.recompute else []
-    return ", ".join([*roles, *by_name, *checkpointed])
+    modules, slots = plan.checkpointed, [text for text in plan.recompute if ":" in text]
+    checkpointed = [f"{_listed(modules, 'modules')} checkpointed"] if modules else []
+    recomputed = [f"{_listed(slots, 'slots')} recomputed"] if slots else []
+    return ", ".join([*roles, *by_name, *checkpointed, *recomputed])
+
+
+def _listed(names: Sequence[str], what: str) -> str:
+    return ", ".join(names) if len(names) < MAX_RULES else f"{len(names)} {what}"
 
 
 @lru_cache(maxsize=1)

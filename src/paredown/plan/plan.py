@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
@@ -88,8 +89,9 @@ class Plan:
     """Rules that assign format, rounding and overflow to slots, and their `reason`.
 
     `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
-    under activation checkpointing (torch.utils.checkpoint). `offload`: on a GPU, packed inputs of checkpointed layers are in host memory
-    until backward needs them.
+    under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled sessions
+    recompute; the rules apply to those that cannot be recomputed. `offload`: on a GPU, packed inputs of checkpointed layers are in host
+    memory until backward needs them.
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
@@ -181,7 +183,7 @@ class Plan:
         return not self.rules and not self.recompute
 
     def recomputing(self, *modules: str) -> Plan:
-        """This plan with activation checkpointing of these modules too, given by path or pattern.
+        """This plan with activation checkpointing of these modules too, given by path or pattern; slots are recomputed one by one.
 
         >>> Plan().recomputing("layers.0", "layers.1")
         Plan(0 rules)
@@ -196,6 +198,25 @@ class Plan:
         True
         """
         return replace(self, offload=True)
+
+    @cached_property
+    def checkpointed(self) -> tuple[str, ...]:
+        """The modules in `recompute`."""
+        return tuple(text for text in self.recompute if ":" not in text)
+
+    @cached_property
+    def recomputed(self) -> tuple[str, ...]:
+        """The slots in `recompute`; none where no rule can match activations, since the graphs are those of plain torch.compile then."""
+        return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
+
+    def recomputes(self, names: Iterable[str]) -> bool:
+        """Whether a compiled session should recompute the slot whose savers have these names.
+
+        >>> plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.*.mlp.1:input")
+        >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
+        (True, False, ())
+        """
+        return any(name == text or fnmatchcase(name, text) for text in self.recomputed for name in names)
 
     @cached_property
     def packs_activations(self) -> bool:
@@ -263,9 +284,10 @@ class Plan:
         moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
         keys = [key for key in {**mine, **theirs} if key in moved or mine.get(key) != theirs.get(key)]
         modules = dict.fromkeys((*self.recompute, *other.recompute))
-        sides = [(module, *("checkpointed" if module in plan.recompute else None for plan in (self, other))) for module in modules]
+        sides = [(text, *(_how(text) if text in plan.recompute else None for plan in (self, other))) for text in modules]
         rows = [Difference(key, mine.get(key), theirs.get(key)) for key in keys]
-        rows += [Difference(f"module {row[0]}", *row[1:]) for row in sides if row[1] != row[2]]
+        changed = [row for row in sides if row[1] != row[2]]
+        rows += [Difference(f"{'slot' if ':' in row[0] else 'module'} {row[0]}", *row[1:]) for row in changed]
         offloads = [OFFLOADED if plan.offload else None for plan in (self, other)]
         return Differences([*rows, *([Difference("offload", *offloads)] if self.offload != other.offload else [])])
 
@@ -274,7 +296,7 @@ class Plan:
         lines = [self.reason] if self.reason else []
         rules = zip(self._index.keys, self.rules, strict=True)
         lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in rules]
-        lines += [f"activation checkpointing: {', '.join(self.recompute)}"] if self.recompute else []
+        lines += self._recomputed_lines()
         lines += [OFFLOADED] if self.offload else []
         return "\n".join([*lines, f"Everything{' else' * (not self.changes_nothing)} is unmodified."])
 
@@ -284,7 +306,7 @@ class Plan:
         width = max((len(key) for key, _ in self.rules[:SHOWN]), default=0)
         lines = [f"  {key:{width}}  {assignment}" for key, assignment in self.rules[:SHOWN]]
         more = [f"  ... {len(self.rules) - SHOWN} more"] if len(self.rules) > SHOWN else []
-        more += [f"  activation checkpointing: {', '.join(self.recompute)}"] if self.recompute else []
+        more += [f"  {line}" for line in self._recomputed_lines()]
         more += [f"  offload: {OFFLOADED}"] if self.offload else []
         return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) != 1)})", *lines, *more])
 
@@ -292,9 +314,14 @@ class Plan:
         rules = zip(self._index.keys, self.rules[:SHOWN], strict=False)
         rows = [(str(key), assignment.say(key.role or Role.ACTIVATION)) for key, (_, assignment) in rules]
         rows += [(f"{len(self.rules) - SHOWN} more", "")] if len(self.rules) > SHOWN else []
-        rows += [(", ".join(self.recompute), "activation checkpointing")] if self.recompute else []
+        rows += [(names, what) for what, _, names in (line.partition(": ") for line in self._recomputed_lines())]
         rows += [("offload", OFFLOADED)] if self.offload else []
         return Table(("slots", "format"), rows).to_html(self.reason)
+
+    def _recomputed_lines(self) -> list[str]:
+        slots = [text for text in self.recompute if ":" in text]
+        parts = {"activation checkpointing": self.checkpointed, "recomputed in compiled sessions": slots}
+        return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each."""
@@ -338,6 +365,10 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
                 f"a rule is a pair (key, Assignment), not {brief(pair)}; Plan.uniform(...).set(key, format) takes text."
             )
     return pairs
+
+
+def _how(text: str) -> str:
+    return "recomputed" if ":" in text else "checkpointed"
 
 
 def _modules(recompute: Any) -> tuple[str, ...]:

@@ -22,10 +22,11 @@ from paredown.errors import CalibrationError
 from paredown.plan.calibration import ELEMENTWISE, Calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace, is_of, modules_of, outermost, step_under
 from paredown.plan.plan import Plan
+from paredown.plan.recomputed_slots import planned_step, recomputed_slots
 from paredown.plan.replay import BASELINE, model_memory, resolve_parameter_formats, slot_storages
 from paredown.roles import Role
 from paredown.trace.operations import Use
-from paredown.trace.trace import Operation, Trace, cached_on_trace
+from paredown.trace.trace import Operation, Slot, Trace, cached_on_trace
 
 UPDATED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.RESIDUE)  # read and written by the optimizer; gradients are read
 FORWARD = ("forward", "loss")
@@ -67,6 +68,9 @@ class StepTime:
         return f"{1e3 * self.seconds:.1f} ms (limited by the {self.limit}; {other} ms{by_rates})"
 
 
+NO_TIME = StepTime(0.0, 0.0)
+
+
 def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibration) -> StepTime:
     """The predicted time of the traced step under `plan`, the baseline without one; CalibrationError where it cannot be predicted."""
     plan = plan or BASELINE
@@ -84,7 +88,7 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
     """What packing and activation checkpointing add to a step, beside its optimizer."""
-    checkpointed = checkpointed_trace(step, plan.recompute)
+    checkpointed = planned_step(step, plan)
     parts = (_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), _checkpointing(step, plan, calibration))
     return sum(parts, StepTime(0.0, 0.0))
 
@@ -118,13 +122,23 @@ def _weights(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    layers = outermost(modules_of(trace), plan.recompute) if plan.recompute else []
+    layers = outermost(modules_of(trace), plan.checkpointed) if plan.checkpointed and not trace.is_compiled else []
     again = _operations((one for layer in layers for one in _forward_of(trace, layer)), calibration)
     if layers and not trace.operations:  # a trace of an earlier version: what the layers saved is written and read once more
-        kept = {slot.name for slot in checkpointed_trace(trace, plan.recompute).kept_activations}
+        kept = {slot.name for slot in checkpointed_trace(trace, plan.checkpointed).kept_activations}
         dropped = sum(slot.nbytes for slot in trace.activations if slot.name not in kept)
         again = StepTime(2 * dropped / calibration.bytes_per_second[ELEMENTWISE], 0.0)
+    again += (
+        _operations((product_of(slot) for slot in recomputed_slots(trace, plan)), calibration) if trace.is_compiled else NO_TIME
+    )
     return again + StepTime(0.0, calibration.host.checkpoint * len(layers))
+
+
+def product_of(slot: Slot) -> Operation:
+    """The matrix product or convolution that recomputes a slot of a compiled step."""
+    how = slot.recomputation
+    assert how is not None
+    return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)
 
 
 def _forward_of(trace: Trace, layer: str) -> Iterator[Operation]:

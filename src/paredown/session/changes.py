@@ -56,6 +56,8 @@ from paredown.tables import TableRows
 from paredown.trace.trace import Trace
 
 UNMODIFIED = "unmodified"
+COMPILED_CHECKPOINTS = "torch.compile runs the model, and chooses itself what backward recomputes"
+EAGER_SLOTS = "only compiled sessions recompute single tensors: call session.compile()"
 CHECKPOINTED = "checkpointed"
 QUANTIZED = "quantized by the plan"
 HELD = "the caller or the model holds it when the forward pass ends"
@@ -187,6 +189,13 @@ def activation_changes(
         *rows,
         *(Change(name, str(requested[name]), *given) for name, given in others.items() if requested[name] is not None),
     ]
+
+
+def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bool) -> list[Change]:
+    """What is saved although the plan recomputes it: checkpointed modules of a compiled model, and slots in eager mode."""
+    rows = [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in compiled_paths]
+    slots = [text for text in plan.recompute if ":" in text] if is_eager else []
+    return [*rows, *(Change(text, "recomputed", "saved", EAGER_SLOTS) for text in slots)]
 
 
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:

@@ -56,7 +56,7 @@ class CheckpointedModules:
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         paths = dict(model.named_modules())
         try:
-            matches = outermost(paths, plan.recompute)
+            matches = outermost(paths, plan.checkpointed)
             self.paths = tuple(path for match in matches for path in _callable_paths(match, paths[match]))
         except PlanError as error:
             raise ApplyError(f"{error} Correct it, or use a plan that was made for this model.") from None

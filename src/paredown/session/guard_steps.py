@@ -42,9 +42,9 @@ from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.optim.parameter_state import owner_of
-from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.plan.recomputed_slots import planned_step
 from paredown.roles import Role
 from paredown.session.activations import Activations
 from paredown.session.changes import THE_PROBE, THE_STEP, UNMODIFIED, Action
@@ -76,7 +76,7 @@ class GuardRunner:
         self.guard, self.plan, self._model, self._change = guard, plan, weakref.ref(model), change
         self.budget_bytes = guard.budget_for(plan)
         self._levels = LEVELS if guard.limits.levels is None else ladder_of(guard.limits.levels)
-        trace = guard.trace if guard.trace.is_compiled else checkpointed_trace(guard.trace, plan.recompute)
+        trace = planned_step(guard.trace, plan)
         self.slots = {slot.name: slot for slot in trace.activations if not slot.stays}
         self.sensitivities = guard.sensitivities
         self.memory = GuardState()

@@ -52,6 +52,7 @@ from paredown.session.changes import (
     describe_state,
     explain_session,
     peak_memory,
+    recompute_changes,
     requests_without_tensor,
     state_changes,
     stored_bytes,
@@ -76,7 +77,6 @@ VERSION = 1
 # Both references are weak, as is a session's reference to its model; the hooks on the model keep the session alive.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: what it saves cannot be packed; call session.compile() instead"
-COMPILED_CHECKPOINTS = "torch.compile runs the model, and chooses itself what backward recomputes"
 IN_THREADS = (
     "it ran in a thread while several forward passes of the model were running: it is not known to which of them it belongs"
 )
@@ -206,8 +206,8 @@ class Session:
         rows += [Change(path, str(rest), UNMODIFIED, IN_THREADS) for path in sorted(self._watch.in_threads) if rest is not None]
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", UNMODIFIED, COMPILED))
-        if self._watch.was_compiled or self._compiled is not None:
-            rows += [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in self._checkpointed.paths]
+        is_compiled = self._watch.was_compiled or self._compiled is not None
+        rows += recompute_changes(self.plan, self._checkpointed.paths if is_compiled else (), is_eager=self._compiled is None)
         return Changes(rows)
 
     @property

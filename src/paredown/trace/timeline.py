@@ -156,7 +156,7 @@ class Timeline(TorchDispatchMode):
         if func.is_view or name in WITHOUT_KERNEL:
             return
         tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor)]
-        self._count_kernel(str(func), tensors, _flops(func, args, kwargs, out), _arguments_json(args, kwargs), module)
+        self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
         """Record one kernel of CUDA that CPU operations stand for; `arguments`: those that it can be repeated with."""
@@ -237,7 +237,7 @@ def _record_free(reference: weakref.ref[Timeline], cdata: int) -> None:
         timeline.record_free(cdata)
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating point operations by torch's formula; 0 for operations without one, and for arguments that it does not take."""
     formula = flop_registry.get(func._overloadpacket)
     try:

@@ -3,6 +3,7 @@
     Slot      a tensor with a role (weight, gradient, moment, activation, ...), its bytes and its lifetime
     Saver     an operation that saved an activation for backward, and what its backward needs of it
     Part      when a slot is packed, decoded and released, if a plan packs it for one use
+    Recomputation  how backward of a compiled step could recompute a slot instead
     Output    memory that an operation allocated, whether or not a slot came of it
     Operation an operation that ran, with its floating point operations and the bytes that it reads and writes
 
@@ -84,6 +85,23 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Recomputation:
+    """How backward of a compiled step could recompute a saved tensor, which it reads from tick `first` to tick `last`.
+
+    `sources`: the storages of the tensors that it is computed from, which are then stored unmodified. `op`, `flops`, `nbytes`: its matrix
+    product or convolution, floating point operations, and bytes read and written. `written_bytes`: of other tensors in between.
+    """
+
+    sources: tuple[StorageNumber, ...]
+    op: str
+    flops: int
+    nbytes: int
+    written_bytes: int
+    first: Tick
+    last: Tick
+
+
+@dataclass(frozen=True)
 class Slot:
     """A tensor with a role. `shape` and `dtype` are those of its first saver; `nbytes` of an activation is the size of its storage.
 
@@ -117,6 +135,7 @@ class Slot:
     beside_packed: int = 0
     # of an activation that needs a gradient: its names as the input of the modules that get it, if those were checkpointed
     inputs: tuple[str, ...] = ()
+    recomputation: Recomputation | None = None  # of an activation of a compiled step that backward could recompute
 
     @property
     def names(self) -> tuple[str, ...]:

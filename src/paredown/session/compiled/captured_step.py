@@ -39,7 +39,7 @@ from paredown.session.compiled.graph_decisions import storage_of
 from paredown.session.compiled.graph_memory import GraphMemory
 from paredown.session.compiled.graph_packing import chains_to_save, joint_graph, partition
 from paredown.session.compiled.graph_slots import JointGraph, aten_name, module_path
-from paredown.session.compiled.recomputed_chains import save_recomputed
+from paredown.session.compiled.recomputed_tensors import is_tensor, save_recomputed
 from paredown.trace.fake_step import Arguments, FakeStep
 from paredown.trace.fake_tensors import DeviceForms
 from paredown.trace.timeline import Allocation
@@ -229,9 +229,9 @@ class GraphCapture:
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
         nodes: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        saved = {storage_of(node) for node in nodes[len(outputs) :] if has_tensor(node)}
+        saved = {storage_of(node) for node in nodes[len(outputs) :] if is_tensor(node)}
         for value, node in zip(outputs, nodes, strict=False):
-            if not (isinstance(value, Tensor) and has_tensor(node)) or timeline.find(value) is not None:
+            if not (isinstance(value, Tensor) and is_tensor(node)) or timeline.find(value) is not None:
                 continue
             is_saved = storage_of(node) in saved
             buffer = memory.of(node)
@@ -263,11 +263,6 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
         for value in outputs[num_outputs:]
     ]
     return [*outputs[:num_outputs], *saved]
-
-
-def has_tensor(node: Any) -> bool:
-    """Whether a node of a graph is a tensor."""
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 @contextmanager

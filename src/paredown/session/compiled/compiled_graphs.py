@@ -13,7 +13,9 @@ the state of the session draws the same bits.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -32,6 +34,13 @@ NOT_COMPILED = (
     "torch.compile has compiled no graph of it: call the model that session.compile() returned. Under fully_shard, Dynamo does not compile "
     "modules whose forward is torch's own, such as nn.Sequential: shard modules of classes of your own"
 )
+
+
+RECOMPUTED = "recomputed"
+NO_RULE = (
+    "the plan has no rule for activations, so that torch.compile chooses what to recompute: plan.set('activation', None) is enough"
+)
+NOT_SAVED = "the compiled graphs save no tensor of this name"
 
 
 class CompiledGraphs:
@@ -78,7 +87,19 @@ class CompiledGraphs:
         if not self.reports and self.plan.packs_activations:
             return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
-        return [Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason) for name, d in decisions if d.format != d.asked]
+        rows = [Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason) for name, d in decisions if d.format != d.asked]
+        return [*rows, *self._not_recomputed()]
+
+    def _not_recomputed(self) -> Iterator[Change]:
+        """The slots that the plan names to be recomputed and that are saved, or that the graphs do not have."""
+        refused = {name: reason for report in self.reports for name, reason in report.not_recomputed.items()}
+        names = {*refused, *(name for report in self.reports for name in report.recomputed)}
+        yield from (Change(name, RECOMPUTED, "saved", reason) for name, reason in refused.items())
+        for text in (text for text in self.plan.recompute if ":" in text):
+            if not self.plan.recomputed:
+                yield Change(text, RECOMPUTED, "saved", NO_RULE)
+            elif self.reports and not any(name == text or fnmatchcase(name, text) for name in names):
+                yield Change(text, RECOMPUTED, "nothing", NOT_SAVED)
 
     @property
     def stored_bytes(self) -> int:

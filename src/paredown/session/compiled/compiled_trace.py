@@ -26,13 +26,14 @@ from torch import Tensor, fx
 from paredown.formats.format import Format
 from paredown.loss.loss_operator import NAME as LOSS_OPERATOR
 from paredown.roles import Role
-from paredown.session.compiled.captured_step import CapturedGraph, GraphCall, GraphCapture, Partition, has_tensor
+from paredown.session.compiled.captured_step import CapturedGraph, GraphCall, GraphCapture, Partition
 from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, is_boolean, obstacle
 from paredown.session.compiled.graph_memory import Buffer, GraphMemory, kind_of
 from paredown.session.compiled.graph_slots import aten_name, hint, module_path, slot_of
+from paredown.session.compiled.recomputed_tensors import RecomputedTensor, is_tensor, recomputable_tensors
 from paredown.trace.operations import MIN_PACKED_NUMEL, Use
 from paredown.trace.timeline import Allocation
-from paredown.trace.trace import Output, Part, Saver, Slot, Trace
+from paredown.trace.trace import Output, Part, Recomputation, Saver, Slot, Trace
 
 GRADIENT = "it is a gradient, which a loss in chunks computes in forward"
 EIGHT_BITS = Format.parse("int8/64@bf16")
@@ -121,6 +122,8 @@ class StepSlots:
         self.outputs: list[Output] = []
         self._end = end
         self._num_storages = 0
+        self._numbers: dict[Buffer, int] = {}  # storage numbers, of the graph that is added
+        self._recomputable: dict[str, RecomputedTensor] = {}
         memories: dict[fx.GraphModule, GraphMemory] = {}
         for call in calls:
             partition = partition_of(call.graph)
@@ -138,6 +141,9 @@ class StepSlots:
             buffer = times.forward.of(node)
             if buffer is not None and buffer.birth >= 0:
                 by_buffer.setdefault(buffer, []).append(node)
+        self._numbers = {buffer: self._num_storages + i for i, buffer in enumerate(by_buffer)}
+        self._num_storages += len(by_buffer)
+        self._recomputable = recomputable_tensors(times.partition.forward.graph, times.partition.num_outputs)
         made = {node: slot for buffer, group in by_buffer.items() for node, slot in self._slots(buffer, group, times)}
         self.slots += self._with_comparisons(made, times)
         self.outputs += _temporaries(times.forward, times.call.forward_at, "forward")
@@ -147,8 +153,7 @@ class StepSlots:
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
         """A slot for each saved node of one buffer; those of one storage are packed all or not at all."""
-        storage, self._num_storages = self._num_storages, self._num_storages + 1
-        found = [(node, self._slot(node, buffer, storage, times)) for node in nodes]
+        found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
         if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
             found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
         yield from found
@@ -176,7 +181,19 @@ class StepSlots:
             savers=() if is_cast else savers,
             parts=(part,) if part is not None and not is_cast else (),
             stays="" if is_cast else stays,
+            recomputation=None if is_cast or stays else self._recomputation(node, times),
         )
+
+    def _recomputation(self, node: fx.Node, times: GraphTimes) -> Recomputation | None:
+        """How backward could recompute a saved node; None if it cannot."""
+        tensor = self._recomputable.get(node.name)
+        if tensor is None or times.call.backward_at < 0:
+            return None
+        buffers = (times.forward.of(source) for source in tensor.sources)
+        sources = {self._numbers[buffer] for buffer in buffers if buffer is not None and buffer in self._numbers}
+        op = str(tensor.products[-1].target) if tensor.products else str(node.target)
+        cost = op, tensor.flops, tensor.moved_bytes, tensor.written_bytes
+        return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
         """The slots, with the comparisons of packed tensors that backward would make, which forward saves as bits."""
@@ -213,7 +230,7 @@ class StepSlots:
 def _saved(partition: Partition) -> list[fx.Node]:
     """The tensors that forward saves for backward."""
     outputs: Any = partition.forward.graph.output_node().args[0]
-    return [node for node in outputs[partition.num_outputs :] if has_tensor(node)]
+    return [node for node in outputs[partition.num_outputs :] if is_tensor(node)]
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
@@ -298,7 +315,8 @@ def with_unique_names(slots: list[Slot]) -> list[Slot]:
             free = next((saver for saver in values if not taken[saver.name]), None)
             savers = [free or replace(values[0], name=f"{values[0].name}~{taken[values[0].name] + 1}"), *savers]
         taken.update(saver.name for saver in savers)
-        named.append(replace(slot, name=savers[0].name, savers=tuple(savers)))
+        recomputation = slot.recomputation if counts[savers[0].name] == 1 else None  # a plan could not name this slot alone
+        named.append(replace(slot, name=savers[0].name, savers=tuple(savers), recomputation=recomputation))
     return named
 
 

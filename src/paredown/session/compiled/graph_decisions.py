@@ -26,6 +26,11 @@ from paredown.trace.operations import MIN_PACKED_NUMEL
 
 INPUT = "it is an input of the compiled graph: the caller holds it"
 HELD = "the compiled graph returns it to the caller as well"
+SOURCE = "backward recomputes another tensor from it, as the plan requests"
+NOT_RECOMPUTABLE = (
+    "its operations cannot run again: they are random, attention, or of dynamic sizes, or the caller holds their result"
+)
+OF_RECOMPUTED = "what it is computed from is recomputed too"
 SHARED = "a saved tensor that is not packed shares its memory"
 NOT_COVERED = "compiled graphs have no encode for {}"
 STRIDES = "its elements overlap or have gaps in memory"
@@ -67,6 +72,8 @@ class GraphReport:
     mask_bytes: int = 0
     checks: list[ValueCheck] = field(default_factory=list[ValueCheck])
     signals: list[GraphSignal] = field(default_factory=list[GraphSignal])  # for a guard
+    recomputed: set[str] = field(default_factory=set[str])  # names of slots that backward recomputes, as the plan requests
+    not_recomputed: dict[str, str] = field(default_factory=dict[str, str])  # names of slots that it cannot recompute -> why
 
     @property
     def stored_bytes(self) -> int:

@@ -95,7 +95,7 @@ class GraphEditor:
 
     def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
         self.forward, self.backward = forward, backward
-        self._num_outputs = num_outputs
+        self.num_outputs = num_outputs
         self._output = forward.graph.output_node()
         self._returned: list[Any] = list(self._output.args[0])  # type: ignore[arg-type]
         self._by_name = {node.name: node for node in forward.graph.nodes}
@@ -111,13 +111,13 @@ class GraphEditor:
 
     def saved_floats(self) -> list[fx.Node]:
         """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
-        saved = [node for node in self._returned[self._num_outputs :] if isinstance(node, fx.Node)]
+        saved = [node for node in self._returned[self.num_outputs :] if isinstance(node, fx.Node)]
         tensors = [(node, value) for node in saved if isinstance(value := node.meta.get("val"), Tensor)]
         return [node for node, value in tensors if value.is_floating_point() and hint(value.numel()) >= MIN_PACKED_NUMEL]
 
     def is_output(self, node: fx.Node) -> bool:
         """Whether the forward graph returns `node` to the caller."""
-        return any(other is node for other in self._returned[: self._num_outputs])
+        return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
         """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans."""
@@ -162,7 +162,7 @@ class GraphEditor:
         """Replace a saved tensor by its encoded parts; returns their bytes."""
         value: Tensor = node.meta["val"]
         old = self.placeholders.pop(node.name)
-        place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is node)
+        place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is node)
         if not old.users:  # backward compared it and nothing else: the comparison is saved
             self._returned[place : place + 1] = []
             self.backward.graph.erase_node(old)
@@ -280,7 +280,7 @@ class GraphEditor:
         self._written = numbers
 
     def _is_saved(self, name: str) -> bool:
-        return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self._num_outputs :])
+        return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self.num_outputs :])
 
     def _save_mask(self, node: fx.Node) -> int:
         """Compute a boolean of backward in forward, and save it as bits; returns their bytes."""
@@ -289,7 +289,7 @@ class GraphEditor:
         source = self._computed_in_forward(node)
         parts = self._insert_traced(self.forward.graph, "mask", encode, [source])
         if node.op == "placeholder":
-            place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is source)
+            place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is source)
             self._returned[place : place + 1] = parts
             new = self._add_placeholders(parts, before=node)
             first = min(node.users, key=lambda user: self._order.get(user, 0))
@@ -308,7 +308,7 @@ class GraphEditor:
     def _num_saved_tensors(self) -> int:
         """The place behind the last saved tensor among the outputs of forward: symbolic sizes come after it."""
         tensors = (isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor) for n in self._returned)
-        return next((i for i, is_tensor in enumerate(tensors) if i >= self._num_outputs and not is_tensor), len(self._returned))
+        return next((i for i, is_tensor in enumerate(tensors) if i >= self.num_outputs and not is_tensor), len(self._returned))
 
     def _computed_in_forward(self, node: fx.Node) -> fx.Node:
         """The node of forward with the value of a node of backward that depends on no tangent; copied there if need be."""

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +49,10 @@ from paredown.roles import Role
 from paredown.session.compiled.graph_decisions import (
     HELD,
     INPUT,
+    NOT_RECOMPUTABLE,
+    OF_RECOMPUTED,
     SHARED,
+    SOURCE,
     GraphDecision,
     GraphReport,
     obstacle,
@@ -66,7 +70,13 @@ from paredown.session.compiled.graph_slots import (
     slot_of,
 )
 from paredown.session.compiled.packed_graph import PackedGraph
-from paredown.session.compiled.recomputed_chains import RecomputedChains, save_recomputed
+from paredown.session.compiled.recomputed_chains import RecomputedChains
+from paredown.session.compiled.recomputed_tensors import (
+    RecomputedTensor,
+    recomputable_tensors,
+    recompute_saved,
+    save_recomputed,
+)
 from paredown.trace.autograd_graph import tensors_in
 from paredown.trace.operations import Use
 
@@ -124,6 +134,11 @@ class PlanPartitioner(CustomPartitionerFn):
             save_recomputed(forward, backward, options["num_fwd_outputs"], saved)
             editor, report = GraphEditor(forward, backward, options["num_fwd_outputs"]), GraphReport([])
             chosen = self._decide(editor, joint, report)
+        if self.plan.recomputed:
+            report = GraphReport([])
+            sources = self._recompute(editor, joint, report)
+            editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
+            chosen = self._decide(editor, joint, report, sources)
         editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
         editor.save_comparisons({node.name for node, _ in chosen}, report)
         for node, decision in chosen:
@@ -136,14 +151,40 @@ class PlanPartitioner(CustomPartitionerFn):
         self.on_graph(report)
         return forward, backward
 
-    def _decide(self, editor: GraphEditor, joint: Any, report: GraphReport) -> list[tuple[fx.Node, GraphDecision]]:
-        """The saved tensors to pack; unmodified ones that the plan requests a format for go to the report."""
+    def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
+        """Let backward recompute the saved tensors that the plan names, as far as it can; the names of those it recomputes them from.
+
+        A plan names a tensor by a name that no other one has.
+        """
+        found, chosen = recomputable_tensors(editor.forward.graph, editor.num_outputs), dict[str, RecomputedTensor]()
+        slots = {n: slot_of(editor.placeholders[n.name], joint) for n in editor.saved_floats() if n.name in joint.of_inputs}
+        counts = Counter(name for slot in slots.values() for name in slot.names)
+        for node in (node for node in editor.forward.graph.nodes if node in slots):
+            names = [name for name in slots[node].names if counts[name] == 1]
+            if not self.plan.recomputes(names):
+                continue
+            tensor = found.get(node.name) if slots[node].needs.use is not Use.EXACT else None
+            if tensor is None or any(source.name in chosen for source in tensor.sources):
+                report.not_recomputed[names[0]] = NOT_RECOMPUTABLE if tensor is None else OF_RECOMPUTED
+            else:
+                chosen[node.name] = tensor
+                report.recomputed |= set(names)
+        recompute_saved(editor.forward, editor.backward, editor.num_outputs, chosen.values())
+        return {source.name for tensor in chosen.values() for source in tensor.sources}
+
+    def _decide(
+        self, editor: GraphEditor, joint: Any, report: GraphReport, sources: Collection[str] = ()
+    ) -> list[tuple[fx.Node, GraphDecision]]:
+        """The saved tensors to pack; unmodified ones that the plan requests a format for go to the report.
+
+        `sources`: names of those that others are recomputed from.
+        """
         chosen: list[tuple[fx.Node, GraphDecision]] = []
         kept = set[int]()  # storages of tensors that are saved unmodified
         for node in editor.saved_floats():
             if node.name not in joint.of_inputs:
                 continue  # parameters, and casts of parameters, are not activations
-            held = INPUT if node.op == "placeholder" else HELD if editor.is_output(node) else ""
+            held = INPUT if node.op == "placeholder" else HELD if editor.is_output(node) else SOURCE if node.name in sources else ""
             decision = self._decision(node, slot_of(editor.placeholders[node.name], joint), held)
             if decision.format is not None:
                 chosen.append((node, decision))

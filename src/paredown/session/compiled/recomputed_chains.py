@@ -20,13 +20,11 @@ as that of a GELU does, nothing is delayed: one kernel computes both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.utils import _is_tangent
 from torch._functorch.partitioners import get_default_op_list
 
 from paredown.session.compiled.graph_slots import hint
@@ -150,27 +148,6 @@ class RecomputedChains:
                 cone.add(node)
                 stack += node.all_input_nodes
         return cone
-
-
-def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
-    """Let forward save tensors that backward recomputes, and no longer those that only the recomputation reads."""
-    output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
-    returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    for node in [node for node in backward.graph.nodes if node.name in names & computed.keys() and node.op == "call_function"]:
-        at = next((i for i in range(num_outputs, len(returned)) if not _is_tensor(returned[i])), len(returned))
-        returned.insert(at, computed[node.name])
-        last = [p for p in backward.graph.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
-        node.args, node.kwargs, node.op, node.target = (), {}, "placeholder", node.name
-        last.append(node)
-    backward.graph.eliminate_dead_code()
-    for unused in [p for p in backward.graph.find_nodes(op="placeholder") if not p.users and _is_tensor(p) and not _is_tangent(p)]:
-        returned[num_outputs:] = [node for node in returned[num_outputs:] if node is not computed[unused.name]]
-        backward.graph.erase_node(unused)
-    output.args = (tuple(returned),)  # the modules' code is generated when their graphs are finished
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 def _after(scales: Tensor, gradient: Tensor) -> Tensor:
