@@ -93,6 +93,26 @@ def test_slots_of_graphs_after_a_break_have_their_names() -> None:
     assert "layers.0.norm:input" not in packed(session)
 
 
+def test_layers_that_are_compiled_one_by_one() -> None:
+    """Each layer has a session and graphs of its own; what is between the layers runs in eager mode."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer(is_broken=False) for _ in range(3)))
+    expected = plain_gradients(layers)
+    layers.zero_grad()
+    sessions = [apply(activations(INT8), layer) for layer in layers]
+    compiled = [session.compile() for session in sessions]
+    for _ in range(2):
+        x = rows()
+        for layer in compiled:
+            x = layer(x)
+        assert all(session.stored_bytes > 0 for session in sessions)
+        layers.zero_grad()
+        weighted(x).backward()
+        assert 1e-4 < relative_error(gradients(layers), expected) < 0.03
+        assert not any(session.stored_bytes for session in sessions)
+    assert all("norm:input" in packed(session) and len(session._compiled.reports) == 1 for session in sessions)  # type: ignore[union-attr]
+
+
 def sharded(net: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (1,))
     parts = net if isinstance(net, nn.Sequential) else [net.layers[0]]

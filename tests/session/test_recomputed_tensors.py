@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from paredown import Plan, Trace, apply, assign, footprint, trace_step
 from paredown.errors import BudgetError
 from paredown.models.transformer import GPT, GPTConfig, token_loss
+from paredown.plan.checkpointed_trace import step_under
 from paredown.plan.recomputed_slots import SOURCE, planned_step, recomputed_slots
 from paredown.session.compiled.graph_packing import autograd_node_of
 from tests.programs.compiling import compiles_quickly
@@ -82,8 +83,8 @@ def case_of(name: str) -> Case:
     num_layers, dropout = 4 if name == "deep" else 2, 0.1 if name == "dropout" else 0.0
     net = GPT(GPTConfig(dim=64, num_layers=num_layers, num_heads=4, vocabulary=64, context=64, dropout=dropout))
     # attention with dropout saves its operands by other names
-    num_recomputed = num_layers if dropout else 2 * num_layers
-    return Case(net, (ids, ids.roll(1)), token_loss, ("layers.*.mlp.1:input", f"layers.*{ATTENTION}value"), num_recomputed)
+    patterns = ("layers.*.mlp.1:input", *(() if dropout else (f"layers.*{ATTENTION}value",)))
+    return Case(net, (ids, ids.roll(1)), token_loss, patterns, len(patterns) * num_layers)
 
 
 @lru_cache
@@ -158,9 +159,9 @@ def test_sources_are_unmodified_beside_packed_tensors(name: str, format: str) ->
     trace = trace_of(name)
     packed = Plan.uniform(activation=format)
     plan = packed.recomputing(*case_of(name).patterns)
-    step = planned_step(trace, plan)
+    step = planned_step(step_under(trace, plan), plan)
     found, plain = step_of(name, plan), step_of(name, UNMODIFIED)
-    assert 0 < found.stored == packed_bytes(step, plan) < packed_bytes(trace, packed)
+    assert 0 < found.stored == packed_bytes(step, plan) < packed_bytes(step_under(trace, packed), packed)
     sources = {slot.name for slot in step.activations if slot.stays == SOURCE}
     rows = {slot for (slot, _), reason in found.changes.items() if "backward recomputes" in reason}
     assert rows and rows <= sources
