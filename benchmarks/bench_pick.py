@@ -58,15 +58,8 @@ SEED_DRAWS = 4  # for each hidden seed
 COUNTS = (0, 3, 6, 10)  # trials before coverage
 COVERAGE_DRAWS = 6
 MOST_TASKS = 30  # of a prior, whose coverage is counted
-PICTURES_ALONE, BY_TASK = ("stored",), ("low_budgets",)
-BUDGETS = (
-    ("low_budgets", "30%"),
-    ("low_budgets", "25%"),
-    ("stored", "40%"),
-    ("stored", "60%"),
-    ("simulated", "22%"),
-    ("released", "22%"),
-)
+PICTURES_ALONE = ("stored",)  # priors of which texts are no cases
+BUDGETS = (("stored", "40%"), ("stored", "60%"), ("simulated", "22%"), ("released", "22%"))
 
 
 @dataclass(frozen=True)
@@ -190,7 +183,7 @@ WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
 
 
 def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
-    """Each task; all rows of its data are left out, of priors BY_TASK its own row alone. Runs of twins are those of each other."""
+    """Each task; all rows of its data are left out. Runs of twins are those of each other."""
     whole = TaskPrior.of(earlier)
     earlier = replace(earlier, runs=with_twins(earlier.runs, twins_of(earlier)))
     runs = scaled(earlier)
@@ -198,7 +191,6 @@ def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
         if (task.metric != "error" and earlier.name in PICTURES_ALONE) or "/" in task.data:
             continue
         kin = [other.name for other in earlier.tasks if other.data.partition("/")[0] == task.data]
-        kin = [task.name] if earlier.name in BY_TASK else kin
         full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
         unit = task.blind or random_guess_error(task.metric, task.answers) or 1.0
         means = seed_means(earlier.runs[row], is_calm(earlier)[row])

@@ -1,0 +1,91 @@
+"""The collector of trials at low budgets: what it runs next, what it never runs twice, and the rows that it writes. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paredown.plan.plan import Plan
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import collect_low_budgets  # type: ignore[import-not-found]
+
+    yield collect_low_budgets
+    sys.modules.pop("collect_low_budgets", None)
+
+
+PLANS = [{"plan": plan.to_json(), "bytes": 100} for plan in (Plan(), Plan.preset("activations4"), Plan.preset("activations2"))]
+TASKS = [
+    {"data": "images:a.npz", "how": {"model": "vit", "steps": 3}, "plans": PLANS},
+    {"data": "images:b.npz", "how": {"model": "gpt", "steps": 3}, "plans": PLANS, "order": [2]},
+]
+
+
+def trial(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"task": job["task"], "plan": job["plan"], "seed": job["seed"], "status": "done", "loss": 1.0, "error": 0.5, **changes}
+
+
+def ran(collection: Any, best: float, diverges: int | None = None) -> list[str]:
+    """All jobs one after the other: the rate `best` has the least loss, plan `diverges` of the first task diverges."""
+    keys: list[str] = []
+    while (job := collection.next_job()) is not None:
+        keys.append(job["key"])
+        is_bad = diverges is not None and job["task"].startswith("images:a") and f"plan {diverges} " in job["key"]
+        collection.add(
+            job["key"], trial(job, loss=0.5 if f"lr={best}," in job["task"] else 1.0, status="diverged" if is_bad else "done")
+        )
+    return keys
+
+
+def test_rates_first_then_seed_after_seed(collector: Any) -> None:
+    keys = ran(collector.Collection(TASKS, []), best=0.001)
+    assert len(keys) == len(set(keys)), "nothing twice"
+    assert all(" plan 0 seed 0" in key for key in keys[:6]) and sum("lr=" in key for key in keys[:6]) == 6
+    rest = [(key.partition("#")[0][-5], key.partition(" plan ")[2]) for key in keys[6:]]
+    by_seed = [[("a", f"1 seed {s}"), ("a", f"2 seed {s}")] for s in range(3)]
+    assert rest[:3] == [("b", "2 seed 0"), *by_seed[0]], "the order of a task; its baseline with seed 0 is that of its rate"
+    assert rest[3:] == [("a", "0 seed 1"), ("b", "2 seed 1"), *by_seed[1], ("a", "0 seed 2"), ("b", "2 seed 2"), *by_seed[2]]
+    assert all("lr=0.001" in key for key in keys[6:])
+
+
+def test_a_second_call_runs_the_rest(collector: Any, tmp_path: Path) -> None:
+    whole, first = ran(collector.Collection(TASKS, []), 0.001), collector.Collection(TASKS, [])
+    done = [(job["key"], trial(job)) for job in [first.job(0, 0, 0, lr) for lr in collector.RATES["vit"]]]
+    (tmp_path / "trials-0.jsonl").write_text("".join(json.dumps({"key": key, "trial": one}) + "\n" for key, one in done))
+    again = ran(collector.Collection(TASKS, [tmp_path / "trials-0.jsonl"]), 0.001)
+    assert not set(again) & {key for key, _ in done} and len(again) + len(done) == len(whole)
+
+
+def test_a_plan_that_diverged_and_a_job_that_fails_are_not_run_again(collector: Any) -> None:
+    keys = ran(collector.Collection(TASKS, []), 0.001, diverges=1)
+    assert [key.partition(" plan ")[2] for key in keys if key.startswith("images:a") and "plan 1" in key] == ["1 seed 0"]
+    collection = collector.Collection(TASKS, [])
+    first = collection.next_job()
+    for _ in range(collector.MOST_ATTEMPTS):
+        assert collection.next_job() == first
+        collection.running.add(first["key"])
+        assert collection.next_job() != first
+        collection.fail(first["key"], "its process died")
+    assert collection.next_job() != first and len(collection.reasons) == collector.MOST_ATTEMPTS
+
+
+def test_rows_have_step_times_and_chosen_rates_alone(collector: Any, tmp_path: Path) -> None:
+    collection, jobs = collector.Collection(TASKS, []), []
+    for lr, index in ((0.001, 0), (0.0005, 0), (0.001, 1)):
+        jobs.append(collection.job(0, index, 0, lr))
+    lines = [{"key": job["key"], "trial": trial(job)} for job in jobs]
+    lines += [
+        {"how": TASKS[0]["how"], "plan": plan["plan"], "seconds": seconds}
+        for plan, seconds in zip(PLANS[:2], (0.1, 0.3), strict=True)
+    ]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    collector.write_rows([tmp_path / "all.jsonl"], tmp_path / "rows.json")
+    rows = [row["trial"] for row in json.loads((tmp_path / "rows.json").read_text())]
+    assert [(row["step_seconds"], row["baseline_step_seconds"]) for row in rows] == [(0.1, 0.1), (0.3, 0.1)]
