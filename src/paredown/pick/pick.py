@@ -133,7 +133,7 @@ def _pick_loop(
         step=step,
         candidates=rows,
         task_prior=task_prior,
-        is_strict=device.type == "cuda",
+        is_strict=True,
         device=device_name(device),
     )
 

@@ -150,7 +150,7 @@ class PickLoop:
     def expected(self) -> Array:
         """Expected peak bytes of each plan, (plans,): predicted, plus the excess of the nearest measured plan over its prediction.
 
-        Without measured peaks, or where they do not count (on a CPU), the prediction alone.
+        Without measured peaks, or where they do not count, the prediction alone.
         """
         memory, peaks = self.candidates.memory, self._peaks
         if not (peaks and self.is_strict):

@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paredown.formats.catalog import is_small
+from paredown.formats.cpu_scratch import decode_scratch, encode_scratch
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough, resolve_format
@@ -180,7 +181,7 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
-        *activation_intervals(trace.activations, slot_storages(trace, plan)),
+        *activation_intervals(trace.activations, slot_storages(trace, plan), trace.device),
     ]
 
 
@@ -255,7 +256,7 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
     yield Interval(Role.GRADIENT, slot.module, 0, end, formats.gradient.nbytes(slot.shape))
 
 
-def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage]) -> Iterator[Interval]:
+def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage], device: str) -> Iterator[Interval]:
     """The intervals of activations, each stored as in `storages`; all slots of a torch storage must be among `activations`."""
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:
@@ -267,6 +268,7 @@ def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, Slo
             death = max(death, slot.dropped if storage.packs else slot.death)
             if storage.packs:
                 yield from _packed(slot, storage)
+                yield from _scratch(slot, storage) if device == "cpu" else ()
         yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, death, slots[0].nbytes)
 
 
@@ -279,3 +281,15 @@ def _packed(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
             yield Interval(Role.ACTIVATION, slot.module, part.packed, part.released, packed_bytes)
         for start, end in part.decoded:
             yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)
+
+
+def _scratch(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
+    """Memory that the codec of the CPU takes while it encodes and decodes values; on CUDA kernels take none."""
+    if storage.format is None or storage.recomputed:
+        return
+    encoded = encode_scratch(storage.format, slot.numel, is_cast=slot.dtype != "float32")
+    decoded = decode_scratch(storage.format, slot.numel)
+    for part in slot.parts:
+        if part.use is Use.VALUE:
+            yield Interval(Role.TEMPORARY, slot.module, part.packed, part.packed, encoded)
+            yield from (Interval(Role.TEMPORARY, slot.module, start, start, decoded) for start, _ in part.decoded)
