@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paredown.formats.catalog import is_small
-from paredown.formats.cpu_scratch import decode_scratch, encode_scratch
+from paredown.formats.cpu_scratch import FEWEST_VALUES, decode_scratch, encode_scratch
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough, resolve_format
@@ -284,8 +284,11 @@ def _packed(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
 
 
 def _scratch(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
-    """Memory that the codec of the CPU takes while it encodes and decodes values; on CUDA kernels take none."""
-    if storage.format is None or storage.recomputed:
+    """Memory that the codec of the CPU takes while it encodes and decodes values; on CUDA kernels take none.
+
+    That of small tensors, less than half a MiB, is left out, as the workspaces of CPU operators are.
+    """
+    if storage.format is None or storage.recomputed or slot.numel <= FEWEST_VALUES:
         return
     encoded = encode_scratch(storage.format, slot.numel, is_cast=slot.dtype != "float32")
     decoded = decode_scratch(storage.format, slot.numel)
