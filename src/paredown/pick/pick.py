@@ -134,6 +134,7 @@ def _pick_loop(
         candidates=rows,
         task_prior=task_prior,
         is_strict=True,
+        spreads_excess=device.type == "cuda",
         device=device_name(device),
     )
 
