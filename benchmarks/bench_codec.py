@@ -2,6 +2,7 @@
 
     python benchmarks/bench_codec.py                    # the GPU if there is one, and 2 threads of the CPU
     PEERS=folder python benchmarks/bench_codec.py       # unpacked wheels of qtorch and bitsandbytes, where they are not installed
+    python benchmarks/bench_codec.py --busy             # encode and decode on a CPU alone, and while another process keeps a core busy
 
 The ceiling is torch's device-to-device copy of a float32 tensor, in the same run. Bytes are what a job has to move: its input read once and
 its output written once. Each of our jobs goes through the public functions, which allocate their output at each call.
@@ -10,6 +11,7 @@ its output written once. Each of our jobs goes through the public functions, whi
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -140,6 +142,34 @@ def cpu_cases(x: torch.Tensor) -> Iterator[Case]:
     )
 
 
+def busy_rows(x: torch.Tensor) -> list[Row]:
+    """Encode and decode of a float32 tensor, with and without a process that computes all the time."""
+    rows: list[Row] = []
+    for text in ("int8/64@bf16", "int4/64@bf16"):
+        call = lambda text=text: pare.encode(x, text, seed=7).decode()  # noqa: E731
+        job, moved = f"encode and decode fp32 {text}, CPU", 4 * x.nbytes
+        rows.append(Row(job, "alone", tuple(x.shape), moved, *time_call(call, "cpu", repeats=9)))
+        process = multiprocessing.get_context("spawn").Process(target=compute_forever, daemon=True)
+        process.start()
+        try:
+            rows.append(Row(job, "beside a busy process", tuple(x.shape), moved, *time_call(call, "cpu", repeats=9)))
+        finally:
+            process.terminate()
+            process.join()
+        alone, beside = rows[-2].median_seconds, rows[-1].median_seconds
+        print(
+            f"{job:52s} {1e3 * alone:8.1f} ms alone, {1e3 * beside:8.1f} ms beside a busy process: {beside / alone:.2f}x",
+            flush=True,
+        )
+    return rows
+
+
+def compute_forever() -> None:
+    """Keep a core busy."""
+    while True:
+        pass
+
+
 def qtorch_quantize() -> Callable[..., torch.Tensor] | None:
     """QPyTorch's float_quantize (tensor, exponent bits, mantissa bits, rounding), which it compiles when first imported."""
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
@@ -179,10 +209,17 @@ def main() -> None:
     parser.add_argument("--log2-numel", type=int, default=28, help="values of the GPU's tensor, as a power of two")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("--busy", action="store_true", help="only the CPU, alone and beside a busy process")
     options = parser.parse_args()
     if "PEERS" in os.environ:
         sys.path.append(os.environ["PEERS"])
     torch.manual_seed(0)
+    if options.busy:
+        torch.set_num_threads(2)
+        rows = busy_rows(torch.randn(1 << 20))
+        if not options.no_save:
+            append("codec.json", machine("cpu", PACKAGES, options.commit), rows)
+        return
     if torch.cuda.is_available():
         x = torch.randn(1 << options.log2_numel, device="cuda")
         rows = run(gpu_cases(x), tuple(x.shape), "cuda")

@@ -15,6 +15,7 @@ from paredown.assign.options import LADDER
 from paredown.assign.problem import AssignmentProblem, rules_of
 from paredown.assign.strategies import METHODS, best_within, role_table_error
 from paredown.errors import BudgetError
+from paredown.formats.cpu_scratch import FEWEST_VALUES, decode_scratch, encode_scratch
 from paredown.plan.footprint import DEVICES
 from paredown.trace.trace import Trace
 from tests.assign.traces import random_trace
@@ -73,7 +74,7 @@ def all_errors_and_peaks(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     """Predicted error and peak of every assignment of the ladder's formats to independent activations, by the definition.
 
     Unmodified, a tensor is there from birth to death. Packed, the original is there until it is dropped, the codes from when they are made
-    until they are released, and a copy whenever it is decoded.
+    until they are released, and a copy whenever it is decoded; on a CPU, the codec's scratch memory while it works.
     """
     held = np.zeros((len(trace.activations), len(LADDER), trace.length + 3), dtype=np.int64)
     errors = np.zeros((len(trace.activations), len(LADDER)))
@@ -83,6 +84,9 @@ def all_errors_and_peaks(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
         for level, format in enumerate(LADDER[1:], 1):
             assert format is not None
             spans = [(slot.birth, slot.dropped, slot.nbytes), (part.packed, part.released, format.nbytes((slot.numel,)))]
+            if trace.device == "cpu" and slot.numel > FEWEST_VALUES:
+                spans.append((part.packed, part.packed, encode_scratch(format, slot.numel, is_cast=slot.dtype != "float32")))
+                spans += [(start, start, decode_scratch(format, slot.numel)) for start, _ in part.decoded]
             for start, end, nbytes in [*spans, *((start, end, slot.nbytes) for start, end in part.decoded)]:
                 held[i, level, start : end + 1] += -(-nbytes // DEVICES[trace.device].rounding) * DEVICES[trace.device].rounding
             errors[i, level] = role_table_error(slot, format)

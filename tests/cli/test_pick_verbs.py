@@ -36,7 +36,7 @@ def test_what_failed_is_told_without_where_it_lay(folder: Path, prior: str, monk
         return whole(task, plan, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(measurement, "evaluate", once)
-    words = ("pick", MLP, "--budget", "80%", "--evaluations", "2", "--prior", prior, "--device", "cpu", "--record", "picked.json")
+    words = ("pick", MLP, "--budget", "8MiB", "--evaluations", "2", "--prior", prior, "--device", "cpu", "--record", "picked.json")
     value = asked_json(*words)
     written = Path("picked.json").read_text()
     assert {key: part for key, part in value.items() if key != "files"} == json.loads(written)

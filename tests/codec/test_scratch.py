@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from paredown.codec.packed import encode, round_trip
+from paredown.codec.packed import encode, encode_flat, round_trip
+from paredown.formats.cpu_scratch import decode_scratch, encode_scratch
 from paredown.formats.format import Format
+from paredown.formats.rounding import Seed, default_rounding
+from paredown.tasks.evaluate import CpuMeter
 from tests.support.memory import MIB, scratch_bytes
 
 LIMIT = 64 * MIB
@@ -64,13 +69,41 @@ def test_blocks_of_odd_length(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["int4/64@bf16", "e2m1fn/16@e4m3fn", "e4m3fn"])
 def test_scratch_does_not_grow(text: str, tmp_path: Path) -> None:
     """Four times the tensor, the same scratch, rows long or short."""
-    for small, large in (((1, 1 << 19), (1, 1 << 21)), ((1 << 12, 128), (1 << 14, 128))):
+    for small, large in (((1, 1 << 20), (1, 1 << 22)), ((1 << 13, 128), (1 << 15, 128))):
         used = []
         for shape in (small, large):
             x = a_tensor(shape, torch.bfloat16)
             size = Format.parse(text).nbytes(shape)
             used.append(scratch_bytes(lambda x=x: encode(x, text, rounding="stochastic"), size, tmp_path))
         assert used[1] <= used[0] + MIB / 64
+
+
+@pytest.mark.parametrize("numel", [20_000, 1 << 17, (1 << 18) + 64, 1 << 20])
+@pytest.mark.parametrize(
+    "text", ["int8/64@bf16", "uint8/64@bf16+bf16", "e4m3fn/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16", "bf16"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plans_count_the_scratch_memory(text: str, numel: int, dtype: torch.dtype) -> None:
+    """Against allocations by torch's profiler: within 2 KiB and 8 % above, and never below."""
+    x, format = torch.linspace(-1, 1, numel).to(dtype), Format.parse(text)
+    rounding = default_rounding(format.element.width, is_sum=False)
+    encode_flat(x, format, rounding, None, Seed(0, 0, 0)).decode()  # tables that are made once
+    used, packed = allocated(lambda: encode_flat(x, format, rounding, None, Seed(0, 0, 0)))
+    found = used - format.nbytes((numel,))
+    assert found - 2048 <= encode_scratch(format, numel, is_cast=dtype is not torch.float32) <= 1.08 * found + 2048
+    used, _ = allocated(packed.decode)
+    found = used - x.nbytes
+    assert found - 2048 <= decode_scratch(format, numel) <= 1.25 * found + 2048, "2 bits take 20 bytes a value, 4 bits 24"
+
+
+def allocated(call: Callable[[], Any]) -> tuple[int, Any]:
+    """The peak of allocated bytes while `call` runs, and its result."""
+    meter = CpuMeter()
+    meter.start()
+    result = call()
+    meter.stop()
+    assert meter.bytes is not None
+    return meter.bytes, result
 
 
 def test_a_path_that_is_not_in_pieces_would_be_seen(tmp_path: Path) -> None:

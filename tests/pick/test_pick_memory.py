@@ -22,7 +22,7 @@ __all__ = ["tried"]
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured peaks count, though this is a CPU."""
-    monkeypatch.setattr(pick_module, "PickLoop", lambda **given: PickLoop(**{**given, "is_strict": True}))
+    monkeypatch.setattr(pick_module, "PickLoop", lambda **given: PickLoop(**{**given, "is_strict": True, "spreads_excess": True}))
 
 
 def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any) -> None:
@@ -102,7 +102,11 @@ def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeyp
     high, low = next((a.plan, b.plan) for a, b in pairwise(points) if a.predicted_bytes == b.predicted_bytes)
     predicted = {point.plan: point.predicted_bytes for point in points}
     given: dict[str, Any] = {}
-    monkeypatch.setattr(pick_module, "PickLoop", lambda **found: given.setdefault("it", PickLoop(**{**found, "is_strict": True})))
+    monkeypatch.setattr(
+        pick_module,
+        "PickLoop",
+        lambda **found: given.setdefault("it", PickLoop(**{**found, "is_strict": True, "spreads_excess": True})),
+    )
     pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
     picking = given["it"]
     place = {row.plan: i for i, row in enumerate(picking.candidates.rows)}
@@ -143,3 +147,15 @@ def test_the_smallest_that_is_named_is_one_that_may_train() -> None:
     assert "the smallest, other, took 420 B" in explain_nothing_trains(
         [short, Point("other", Plan(), 350, 0.1, 0.1, measured_bytes=420)], []
     )
+
+
+def test_on_a_cpu_a_measured_peak_counts_for_its_own_plan(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first trial takes twice the budget: its plan is not taken, and what others are predicted to need stays."""
+    monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
+    tried()
+    before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    fitted = {point.plan for point in before.frontier.points if point.fits}
+    ran = tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": 2 * before.budget_bytes})
+    found = pick(make_task(), "75%", 1, prior=PRIOR, device="cpu")
+    assert found.plan is not None and found.plan != ran[0][0]
+    assert {point.plan for point in found.frontier.points if point.fits} == fitted - {ran[0][0]}

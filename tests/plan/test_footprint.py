@@ -205,7 +205,7 @@ def test_fits_lists_what_is_not_counted() -> None:
     assert foot.fits(foot.peak_bytes) and not foot.fits(foot.peak_bytes - 1)
     assert "does not fit" in repr(foot.fits("1MiB")) and "Not counted: the interpreter" in repr(foot.fits("1MiB"))
     assert foot.fits("100%") and not foot.fits("99%")
-    assert footprint(traced("vit"), Plan.preset("activations8")).fits("70%")
+    assert footprint(traced("vit", 16), Plan.preset("activations8")).fits("70%")
     assert "CUDA context" in repr(footprint(traced("mlp", device="cuda")).fits("8GiB"))
     with pytest.raises(BudgetError):
         foot.fits("8G")

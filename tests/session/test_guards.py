@@ -175,7 +175,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     monkeypatch.setattr(value_bounds, "MAX_SHARED_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
-    for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):
+    for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "150%", limits=pare.Limits(every=4)))):
         runs[name] = run = Run(pare.Plan() if name == "exact" else plan, guard, Attention(), TEXT)
         run.optimizer.param_groups[0]["lr"] = 0.02
         with_growing_logits(run)
@@ -184,7 +184,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     assert all(w.isfinite().all() for w in weights(run.model))
     assert run.losses[-1] < run.losses[0] and run.losses[-1] == pytest.approx(runs["exact"].losses[-1], rel=0.02)
     assert {":scaled_dot_product_attention.query", ":scaled_dot_product_attention.key"} <= set(run.moves)
-    assert all(peak_of(trace, used) <= peak_of(trace, pare.Plan()) for used in run.plans)
+    assert all(peak_of(trace, used) <= 1.5 * peak_of(trace, pare.Plan()) for used in run.plans), "with scratch of the CPU codec"
 
     monkeypatch.undo()
     bounded.optimizer.param_groups[0]["lr"] = 0.02

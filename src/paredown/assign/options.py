@@ -130,7 +130,7 @@ def activation_items(
             storages = [
                 list(dict.fromkeys(slot_storage(slot, _activation_plan(format)) for format in ladder_of(slot))) for slot in slots
             ]
-            known[key] = Item(slots[0].name, slots, tuple(_ordered(_options(slots, storages, error_of, is_free))))
+            known[key] = Item(slots[0].name, slots, tuple(_ordered(_options(slots, storages, error_of, is_free, trace.device))))
         yield known[key]
 
 
@@ -160,7 +160,7 @@ def _components(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
 
 
 def _options(
-    slots: tuple[Slot, ...], storages: list[list[SlotStorage]], error_of: ErrorOf, is_free: bool
+    slots: tuple[Slot, ...], storages: list[list[SlotStorage]], error_of: ErrorOf, is_free: bool, device: str
 ) -> Iterator[StorageOption]:
     num_free = sum(len(storage) > 1 for storage in storages)
     if is_free and num_free <= MOST_FREE_SLOTS:
@@ -181,10 +181,10 @@ def _options(
         key = tuple(chosen[slot.name] for slot in slots)
         if key not in seen:
             seen.add(key)
-            yield _option(slots, chosen, error_of)
+            yield _option(slots, chosen, error_of, device)
 
 
-def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: ErrorOf) -> StorageOption:
+def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: ErrorOf, device: str) -> StorageOption:
     formats: list[tuple[tuple[str, Role], Format | None]] = []
     error = 0.0
     for slot in slots:
@@ -192,7 +192,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
         formats.append(((slot.name, Role.ACTIVATION), format))
         error += error_of(slot, format) if format is not None else 0.0
     name = ", ".join(str(format or "unmodified") for _, format in formats)
-    return StorageOption(name, error, tuple(activation_intervals(slots, chosen)), tuple(formats))
+    return StorageOption(name, error, tuple(activation_intervals(slots, chosen, device)), tuple(formats))
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:

@@ -121,7 +121,8 @@ class RepairState:
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
         items = [
-            _with_current(item, chosen, error_of) for item in activation_items(trace, lambda _: levels, error_of, is_free=False)
+            _with_current(item, chosen, error_of, trace.device)
+            for item in activation_items(trace, lambda _: levels, error_of, is_free=False)
         ]
         ledger = Ledger.of(trace, [*items, _parameters(trace, plan)])
         bits: dict[str, dict[int, float]] = {}
@@ -224,12 +225,12 @@ def bits_per_value(format: Format | None) -> float:
     return inf if format is None else float(format.bits_per_value)
 
 
-def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
+def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf, device: str) -> Item:
     """The item with one more option at the end: how the current plan stores it."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
-    current = StorageOption(CURRENT, error, tuple(activation_intervals(item.slots, chosen)), keys)
+    current = StorageOption(CURRENT, error, tuple(activation_intervals(item.slots, chosen, device)), keys)
     return Item(item.name, item.slots, (*item.options, current))
 
 

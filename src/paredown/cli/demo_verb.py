@@ -215,11 +215,10 @@ class DemoResult:
         expected, unmodified = self.packed.trial.predicted_peak_bytes, self.baseline.trial.predicted_peak_bytes
         if not (before and after and expected and unmodified):
             return "Saved: unknown, since the peak could not be measured here."
-        more = say_bytes(max(after - expected, 0))
         return (
-            f"Saved: the peak of a step was {say_bytes(after)} instead of {say_bytes(before)}, measured: {1 - after / before:.0%} less. "
-            f"Predicted: {say_bytes(expected)} instead of {say_bytes(unmodified)}; the {more} above the prediction are workspace of CPU "
-            "operators, packing included, which predictions leave out."
+            f"Saved: the peak of a step was {say_bytes(after)} instead of {say_bytes(before)}, measured: {1 - after / before:.0%} less, "
+            f"{'within' if after <= self.picked.budget_bytes else 'above'} the budget of {say_bytes(self.picked.budget_bytes)}. "
+            f"Predicted: {say_bytes(expected)} instead of {say_bytes(unmodified)}."
         )
 
     def _cost(self) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import lcm
 
 import torch
@@ -29,12 +29,11 @@ from torch import Tensor
 
 from paredown.codec import reference
 from paredown.codec.reference import Encoding, PackedParts
+from paredown.formats.cpu_scratch import MOST_VALUES, piece_values
 from paredown.formats.element import Element, ElementKind, Specials
 from paredown.formats.rounding import INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed, high_key
 
-PIECE = (
-    1 << 17
-)  # values, so that the share of a core and its temporaries fit the cache; round_trip has fewer of them and takes 2 PIECE
+PIECE = MOST_VALUES  # round_trip has fewer temporaries and takes 2 PIECE
 FORKED_NUMEL = 1 << 15  # torch uses several threads for operations on more values
 EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
 
@@ -43,10 +42,11 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> Pac
     """`reference.encode_rows`, piece by piece; `x` is (rows, cols)."""
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     scratch = Scratch()
+    to_codes = partial(codes_of, shared=scratch)
     with one_thread(x):
         for r, c in _pieces_of(encoding, *x.shape):
             bits = _bits(encoding, x, r, c, scratch)
-            parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
+            parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, to_codes)
             for to, made in zip(_piece_of(out, encoding, r, c).tensors(), parts.tensors(), strict=True):
                 to.copy_(made)
     return out
@@ -85,14 +85,16 @@ def _round_trip_piece(x: Tensor, encoding: Encoding, bits: Tensor | None, out: T
         out[outside] = reference.round_trip_rows(x[outside][None], encoding, None, outside_bits, reference_codes_of)[0]
 
 
-def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`reference.codes_of`, from int32 random bits to int32 codes."""
+def codes_of(
+    y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None, *, shared: Scratch | None = None
+) -> tuple[Tensor, Tensor]:
+    """`reference.codes_of`, from int32 random bits to int32 codes; scratch tensors that `shared` has are used, others freed at the end."""
     if not _fits(y, element, rounding):
         return reference_codes_of(y, element, rounding, overflow, bits)
     y = y.contiguous()
     outside = _outside(y, element, overflow)
     outside_bits = None if bits is None or outside is None else bits[outside]
-    values = rounded(_clamped(y, element, outside), element, rounding, bits, torch.empty_like(y), Scratch())
+    values = rounded(_clamped(y, element, outside), element, rounding, bits, torch.empty_like(y), Scratch(shared))
     codes, unrepresentable = _exact_codes(values, y, element), torch.zeros_like(y, dtype=torch.bool)
     if outside is not None:
         outside_codes, unrepresentable[outside] = reference_codes_of(y[outside], element, rounding, overflow, outside_bits)
@@ -125,28 +127,25 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 class Scratch:
-    """Scratch tensors by name, reused for every piece: new ones cost more in page faults than the arithmetic takes."""
+    """Scratch tensors by name, reused for every piece: new ones cost more in page faults than the arithmetic takes.
 
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.Size], Tensor] = {}
+    `other`: scratch whose tensors are used too.
+    """
+
+    def __init__(self, other: Scratch | None = None) -> None:
+        self._tensors: dict[tuple[str, torch.Size], Tensor] = dict(other._tensors) if other is not None else {}
 
     def like(self, x: Tensor, name: str) -> Tensor:
-        """A contiguous int32 tensor of the shape of `x`; "index" holds multiples of INDEX_STEP from 0, the others are uninitialized."""
+        """A contiguous int32 tensor of the shape of `x`, uninitialized."""
         key = (name, x.shape)  # all pieces except the last have one shape
         if key not in self._tensors:
-            make = torch.arange if name == "index" else torch.empty
-            flat = make(x.numel(), dtype=torch.int32, device=x.device)
-            self._tensors[key] = (flat.mul_(_word(INDEX_STEP)) if name == "index" else flat).view(x.shape)
+            self._tensors[key] = torch.empty(x.shape, dtype=torch.int32, device=x.device)
         return self._tensors[key]
 
 
 def _pieces_of(encoding: Encoding, rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
-    """`pieces` of whole blocks and bytes; small ones for widths that are packed bit by bit, half ones below 8 bits.
-
-    In half pieces a step of ResNet-18 on 128 digits under 2 bits takes 9.9 MiB instead of 12.5, and encoding 13 % longer (one core).
-    """
-    width = encoding.format.element.width
-    size = PIECE // 8 if width > 8 and width % 8 else PIECE // 2 if width < 8 else None
+    """`pieces` of whole blocks and bytes, as large as plans count (formats/cpu_scratch.py)."""
+    size = piece_values(encoding.format.element.width, rows * cols)
     return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=size)
 
 
@@ -198,7 +197,7 @@ def random_bits(seed: Seed, start: int, out: Tensor, scratch: Scratch) -> Tensor
         return out.copy_((bits ^ (1 << 31)) - (1 << 31))
     k0, k1 = seed.keys()
     k1 ^= high_key(start)
-    torch.add(scratch.like(out, "index"), _word(start * INDEX_STEP + k0), out=out)
+    torch.arange(out.numel(), out=out.view(-1)).mul_(_word(INDEX_STEP)).add_(_word(start * INDEX_STEP + k0))
     shifted = scratch.like(out, "temporary")
     _xor_shifted(out, 16, shifted).mul_(_word(MULTIPLIER_1))
     return _xor_shifted(out, 15, shifted).bitwise_xor_(_word(k1)).mul_(_word(MULTIPLIER_2))

@@ -153,7 +153,8 @@ def _pick_loop(
         step=step,
         candidates=rows,
         task_prior=task_prior,
-        is_strict=device.type == "cuda",
+        is_strict=True,
+        spreads_excess=device.type == "cuda",
         device=device_name(device),
     )
 

@@ -50,7 +50,8 @@ class PickLoop:
     """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
 
     `unit`: the error of random guessing, relative to which posteriors count; where it is None, the first trial sets it: its error
-    equals the prior's mean for its plan. `is_strict`: a measured peak above the budget does not fit either. `device`:
+    equals the prior's mean for its plan. `is_strict`: a measured peak above the budget does not fit either;
+    `spreads_excess`: nor do plans near it, if its excess over the prediction makes them too large. `device`:
     name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
     `max_error_increase`: not the least error is looked for, but the smallest plan whose error is at most that much above the baseline's,
     with the probability `confidence`. `predict_seconds`: the step time of a plan by a cost model; None: there is none.
@@ -64,6 +65,7 @@ class PickLoop:
     candidates: Candidates
     task_prior: TaskPrior
     is_strict: bool = False
+    spreads_excess: bool = True
     device: str = ""
     max_error_increase: float | None = None
     confidence: float = 0.9
@@ -150,7 +152,8 @@ class PickLoop:
     def expected(self) -> Array:
         """Expected peak bytes of each plan, (plans,): predicted, plus the excess of the nearest measured plan over its prediction.
 
-        Without measured peaks, or where they do not count (on a CPU), the prediction alone.
+        Without measured peaks, or where they do not count, the prediction alone. With `spreads_excess` off a measured peak counts for its
+        own plan: on a CPU it is the codec's scratch memory, which differs from format to format.
         """
         memory, peaks = self.candidates.memory, self._peaks
         if not (peaks and self.is_strict):
@@ -159,6 +162,8 @@ class PickLoop:
         distance = np.abs(memory[:, None] - memory[tried])
         distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size
         nearest = distance == distance.min(axis=1, keepdims=True)
+        if not self.spreads_excess:
+            nearest &= distance < 0
         excess = np.where(nearest, measured - memory[tried], -np.inf).max(axis=1)
         return memory + np.maximum(excess, 0.0)
 

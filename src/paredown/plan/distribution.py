@@ -193,11 +193,8 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
     """The intervals of everything that one process holds in the step under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
-    return [
-        *fixed_intervals(trace),
-        *model,
-        *activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan)),
-    ]
+    held = activation_intervals(trace.activations, slot_storages(trace, plan), trace.device, offload=offloads(trace, plan))
+    return [*fixed_intervals(trace), *model, *held]
 
 
 def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Interval]:

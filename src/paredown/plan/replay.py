@@ -43,6 +43,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paredown.formats.catalog import is_small
+from paredown.formats.cpu_scratch import FEWEST_VALUES, decode_scratch, encode_scratch
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough, resolve_format
@@ -183,7 +184,7 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
-        *activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan)),
+        *activation_intervals(trace.activations, slot_storages(trace, plan), trace.device, offload=offloads(trace, plan)),
     ]
 
 
@@ -264,7 +265,7 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
 
 
 def activation_intervals(
-    activations: Iterable[Slot], storages: Mapping[str, SlotStorage], *, offload: bool = False
+    activations: Iterable[Slot], storages: Mapping[str, SlotStorage], device: str, *, offload: bool = False
 ) -> Iterator[Interval]:
     """The intervals of activations, each stored as in `storages`; all slots of a torch storage must be among `activations`."""
     by_storage: dict[int, list[Slot]] = defaultdict(list)
@@ -278,6 +279,7 @@ def activation_intervals(
             death = max(death, slot.dropped if storage.packs else slot.death)
             if storage.packs:
                 yield from _packed(slot, storage, on_gpu.get(slot.name))
+                yield from _scratch(slot, storage) if device == "cpu" else ()
         yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, death, slots[0].nbytes)
 
 
@@ -308,3 +310,18 @@ def _packed(slot: Slot, storage: SlotStorage, on_gpu: list[tuple[int, int]] | No
             yield Interval(Role.ACTIVATION, slot.module, start, end, packed_bytes)
         for start, end in () if part.becomes_result else part.decoded:
             yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)
+
+
+def _scratch(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
+    """Memory that the codec of the CPU takes while it encodes and decodes values; on CUDA kernels take none.
+
+    That of small tensors, less than half a MiB, is left out, as the workspaces of CPU operators are.
+    """
+    if storage.format is None or storage.recomputed or slot.numel <= FEWEST_VALUES:
+        return
+    encoded = encode_scratch(storage.format, slot.numel, is_cast=slot.dtype != "float32")
+    decoded = decode_scratch(storage.format, slot.numel)
+    for part in slot.parts:
+        if part.use is Use.VALUE:
+            yield Interval(Role.TEMPORARY, slot.module, part.packed, part.packed, encoded)
+            yield from (Interval(Role.TEMPORARY, slot.module, start, start, decoded) for start, _ in part.decoded)
