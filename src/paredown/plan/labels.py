@@ -81,6 +81,7 @@ def plan_label(plan: Plan) -> str:
     by_name = [f"{slots} slot{'s' * (slots > 1)} by name"] if slots else []
     modules = ", ".join(plan.recompute) if len(plan.recompute) < MAX_RULES else f"{len(plan.recompute)} modules"
     checkpointed = [f"{modules} checkpointed"] if plan.recompute else []
+    checkpointed += ["offloaded"] if plan.offload else []
     return ", ".join([*roles, *by_name, *checkpointed])
 
 

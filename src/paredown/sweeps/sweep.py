@@ -108,9 +108,11 @@ class TrialSpec:
 
     def key(self, sweep: str) -> str:
         """The key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine."""
-        plan_rules, recompute = self.plan.key
+        plan_rules, recompute, offload = self.plan.key
         rules = [[key, assignment.to_json()] for key, assignment in plan_rules]
-        plan = [rules, list(recompute)] if recompute else rules
+        plan = (
+            [rules, list(recompute), *[offload] * offload] if recompute or offload else rules
+        )  # keys of other plans are as before
         parts = [sweep, self.task, plan, self.seed, self.settings.mode, self.settings.device]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
