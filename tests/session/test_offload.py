@@ -14,8 +14,10 @@ import torch
 
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.errors import PlanError
+from paredown.plan.labels import plan_label
 from paredown.session import checkpointing
 from paredown.session.checkpointing import HostCopies, OffloadedValues
+from paredown.sweeps.sweep import TrialSpec
 from tests.session.nets import INT8
 from tests.session.test_second_passes import BY_MODEL, BY_PLAN, NONE, ROWS, WIDTH, Stack, assert_equal, batch, gradients
 
@@ -119,3 +121,12 @@ def test_offload_on_a_gpu() -> None:
         loss = model(x)
         assert session.stored_bytes == 0
         loss.backward()
+
+
+def test_other_parts_name_it() -> None:
+    """Keys of trials differ, those of plans without offload do not change; labels and simulate mode say it."""
+    plan, spec = INPUTS.offloading(), TrialSpec("task", INPUTS, 0)
+    assert spec.key("sweep") != TrialSpec("task", plan, 0).key("sweep")
+    assert plan_label(plan).endswith("offloaded") and "offloaded" not in plan_label(INPUTS)
+    with apply(Plan.uniform(activation=INT8).offloading(), Stack(NONE), mode="simulate") as session:
+        assert [row.given for row in session.changes if row.slot == "offload"] == ["unmodified"]

@@ -82,7 +82,8 @@ def plan_label(plan: Plan) -> str:
     modules, slots = plan.checkpointed, [text for text in plan.recompute if ":" in text]
     checkpointed = [f"{_listed(modules, 'modules')} checkpointed"] if modules else []
     recomputed = [f"{_listed(slots, 'slots')} recomputed"] if slots else []
-    return ", ".join([*roles, *by_name, *checkpointed, *recomputed])
+    offloaded = ["offloaded"] if plan.offload else []
+    return ", ".join([*roles, *by_name, *checkpointed, *recomputed, *offloaded])
 
 
 def _listed(names: Sequence[str], what: str) -> str:

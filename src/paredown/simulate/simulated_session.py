@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paredown.errors import ApplyError
-from paredown.plan.plan import Plan
+from paredown.plan.plan import OFFLOADED, Plan
 from paredown.roles import Role
 from paredown.session.changes import CHECKPOINTED, UNMODIFIED, Change, Changes, describe_state
 from paredown.session.checkpointing import CheckpointedModules
@@ -154,6 +154,7 @@ class SimulatedSession:
             Change(key, str(asked), "nothing", NO_FROZEN) for key, asked in self.plan.rules if key.startswith(Role.FROZEN.value)
         ]
         rows += [Change(path, CHECKPOINTED, UNMODIFIED, NOT_CHECKPOINTED) for path in self.plan.recompute]
+        rows += [Change("offload", OFFLOADED, UNMODIFIED, NOT_CHECKPOINTED)] if self.plan.offload else []
         rows += [Change("the model", "names of saved tensors", "names of outputs", note) for note in self._notes]
         rows += [Change("the model", "rounded values", UNMODIFIED, COMPILED)] if self._begin_hook.was_compiled else []
         return Changes(rows)
