@@ -46,14 +46,14 @@ class Row:
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
+    optimizer: str = ""
     median_seconds: float | None = None
     p20_seconds: float | None = None
     p80_seconds: float | None = None
+    peak_bytes: int | None = None
     host_seconds: float | None = None
     last_loss: float | None = None
-    optimizer: str = ""
+    reserved_bytes: int | None = None
     against: str = ""
     ratio: float | None = None
     is_slower: bool = False
