@@ -31,6 +31,7 @@ NETWORKS = {
     "llama": "Llama-shaped 0.4B, 8 x 1024 tokens",
 }  # jobs of the README's table
 HEADLINE_WAYS = ("compiled", "int8", "int4")
+HOST = (("kernel_ratio", ".3f"), ("host_us_per_packed", ".0f"), ("empty_op_us", ".1f"))  # of a row: field, how it is written
 
 
 def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -56,10 +57,12 @@ def activations() -> str:
     cells = [
         (row["job"], WORDS.get(row["way"], row["way"]),
          f"{row['peak_bytes'] / GIB:.2f}", f"{row['predicted_peak_bytes'] / GIB:.2f}" if row["predicted_peak_bytes"]
-         else "", f"{row['peak_ratio']:.2f}x", f"{1e3 * row['median_seconds']:.1f}", f"{row['time_ratio']:.2f}x", row["commit"])
+         else "", f"{row['peak_ratio']:.2f}x", f"{1e3 * row['median_seconds']:.1f}", f"{row['time_ratio']:.2f}x",
+         *(f"{row[name]:{text}}" if row.get(name) else "" for name, text in HOST), row["commit"])
         for row in sorted(rows, key=lambda row: row["job"])
     ]  # fmt: skip
-    return markdown(("step", "storage of activations", "peak, GiB", "predicted", "x baseline", "ms", "x baseline", "commit"), cells)
+    head = ("step", "storage of activations", "peak, GiB", "predicted", "x baseline", "ms", "x baseline")
+    return markdown((*head, "kernels, x baseline", "host us per packed tensor", "empty operation, us", "commit"), cells)
 
 
 def compiled_rows(kind: str) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:

@@ -359,3 +359,55 @@ def test_masks_with_two_dynamic_sizes_are_saved() -> None:
         for num_rows, num_cols in ((4, 33), (7, 21)):
             compiled(torch.randn(num_rows, num_cols, 64)).sum().backward()
             assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+class Classifier(nn.Module):
+    """A convolution, a ReLU, a pool and a linear layer, whose loss is the cross entropy of 64 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.pool, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Linear(8 * 8 * 8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.head(self.pool(torch.relu(self.conv(x))).flatten(1))
+        return nn.functional.cross_entropy(4 * scores, torch.arange(len(x)) % 64)
+
+
+def test_signs_indices_and_log_probabilities_are_exact_where_the_input_of_a_layer_is_packed() -> None:
+    """Forward is exact, so each gradient that follows from these alone is that of the unmodified model: all but the last weight's."""
+    x = pictures(128, side=16)
+    net, plain = Classifier(), Classifier()
+    session = apply(activations(INT4), net)
+    session.compile()(x).backward()
+    plain(x).backward()
+    errors = {
+        name: relative_error([p.grad], [q.grad]) for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True)
+    }
+    assert errors.pop("head.weight") > 0.01, "nothing is packed: the test is empty"
+    assert max(errors.values()) < FUSED, errors
+    session.close()
+
+
+def test_the_memory_budget_of_torch_composes() -> None:
+    """With `activation_memory_budget` the partitioner recomputes more, and what it still saves is packed."""
+    x = rows(512)
+    plain = step(copy.deepcopy(net := tanh_chain()), x)
+    stored: list[int] = []
+    for budget in (1.0, 0.6):
+        torch._dynamo.reset()
+        with (
+            torch._functorch.config.patch(activation_memory_budget=budget),
+            apply(activations(INT8), copied := copy.deepcopy(net)) as session,
+        ):
+            y = session.compile()(x)
+            stored.append(session.stored_bytes)
+            weighted(y).backward()
+            assert relative_error(gradients(copied), plain) < NEAR[INT8]
+    assert 0 < stored[1] < stored[0], stored
+
+
+def tanh_chain() -> nn.Module:
+    """Six linear layers with tanh between them."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from paredown import Plan
+from paredown.session.compiled.graph_packing import PlanPartitioner
 from paredown.session.compiled.graph_slots import argument_name, aten_name, module_path, num_recomputed_sums, read_joint_graph
 from paredown.trace.operations import Use
 
@@ -158,3 +161,23 @@ def test_operands_of_attention_are_found_by_the_names_of_arguments() -> None:
     expected = ["grad_out_", "query", "key", "value", "attn_bias", "output", "logsumexp"]
     assert [argument_name(node, given) for given in nodes] == expected
     assert argument_name(node, graph.placeholder("other")) == ""
+
+
+def cache_key(plan: Plan, seed: int = 0, **options: Any) -> bytes:
+    """What Inductor hashes for its caches: the pickled settings."""
+    return pickle.dumps(PlanPartitioner(plan, seed, lambda *_: None, **options))
+
+
+def test_the_keys_of_inductors_caches_identify_the_plan() -> None:
+    """Equal for equal plans, whatever their reasons; different for another format, rounding, seed, recomputed slot or kept slot."""
+    plan = Plan.uniform(activation="int8/64@bf16")
+    others = [
+        cache_key(Plan.uniform(activation="int4/64@bf16")),
+        cache_key(Plan.uniform(activation="int8/64@bf16", rounding="stochastic")),
+        cache_key(plan.recomputing("layers.0:input")),
+        cache_key(plan, seed=1),
+        cache_key(plan, has_guard=True),
+        cache_key(plan, kept={("layers.0:input",): "its values"}),
+    ]
+    assert cache_key(plan) == cache_key(Plan(plan.rules, reason="another sentence"))
+    assert len({cache_key(plan), *others}) == 1 + len(others)
