@@ -144,7 +144,7 @@ def line(row: Row) -> str:
 def speed_all(options: argparse.Namespace, device: str) -> None:
     """All networks that were asked for."""
     jobs = quick_jobs() if options.quick else full_jobs()
-    log = Log(FILE, device, options)
+    log = Log(FILE, device, options, continues=options.resume)
     done = [Row(**row) for row in log.rows]
     print(
         "peak GiB of budget; step ms: median, p20, p80, predicted; ratio to the quickest way without formats in the budget",

@@ -151,12 +151,13 @@ def release(device: str) -> None:
 class Log:
     """A run in a file of results, printed as it goes: rewritten after each row, so that what comes later cannot lose it."""
 
-    def __init__(self, file: str, device: str, options: argparse.Namespace) -> None:
+    def __init__(self, file: str, device: str, options: argparse.Namespace, *, continues: bool = False) -> None:
+        """`continues`: rows are added to the last run of the file if it has the same commit."""
         folder = options.out or RESULTS
         self.path = folder / file if options.out or not options.quick else None
         self.runs = json.loads(self.path.read_text()) if self.path and self.path.exists() else []
         run: dict[str, Any] = {**machine(device, PACKAGES, options.commit), "rows": []}
-        if getattr(options, "resume", False) and self.runs and self.runs[-1]["commit"] == run["commit"]:
+        if continues and self.runs and self.runs[-1]["commit"] == run["commit"]:
             run = self.runs.pop()  # its rows are there already
         self.runs.append(run)
         self.rows: list[dict[str, Any]] = run["rows"]

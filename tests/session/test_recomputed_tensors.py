@@ -169,7 +169,7 @@ def test_sources_are_unmodified_beside_packed_tensors(name: str, format: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [("gpt", "80%"), ("resnet", "75%"), pytest.param("deep", "50%", marks=pytest.mark.full)]
+    ("name", "budget"), [("gpt", "80%"), ("resnet", "78%"), pytest.param("deep", "50%", marks=pytest.mark.full)]
 )
 def test_assigned_plans_have_less_error_within_the_same_budget(name: str, budget: str) -> None:
     """Formats alone have to quantize; recomputed tensors are exact, so that nothing is."""

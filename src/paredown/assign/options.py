@@ -45,6 +45,7 @@ from paredown.plan.replay import (
     parameter_of,
     resolve_parameter_formats,
     slot_storage,
+    takes_scratch,
     with_recomputed,
 )
 from paredown.plan.storage import UNMODIFIED, Assignment, is_same_level
@@ -130,7 +131,9 @@ def activation_items(
             storages = [
                 list(dict.fromkeys(slot_storage(slot, _activation_plan(format)) for format in ladder_of(slot))) for slot in slots
             ]
-            known[key] = Item(slots[0].name, slots, tuple(_ordered(_options(slots, storages, error_of, is_free, trace.device))))
+            known[key] = Item(
+                slots[0].name, slots, tuple(_ordered(_options(slots, storages, error_of, is_free, takes_scratch(trace))))
+            )
         yield known[key]
 
 
@@ -160,7 +163,7 @@ def _components(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
 
 
 def _options(
-    slots: tuple[Slot, ...], storages: list[list[SlotStorage]], error_of: ErrorOf, is_free: bool, device: str
+    slots: tuple[Slot, ...], storages: list[list[SlotStorage]], error_of: ErrorOf, is_free: bool, has_scratch: bool
 ) -> Iterator[StorageOption]:
     num_free = sum(len(storage) > 1 for storage in storages)
     if is_free and num_free <= MOST_FREE_SLOTS:
@@ -181,10 +184,10 @@ def _options(
         key = tuple(chosen[slot.name] for slot in slots)
         if key not in seen:
             seen.add(key)
-            yield _option(slots, chosen, error_of, device)
+            yield _option(slots, chosen, error_of, has_scratch)
 
 
-def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: ErrorOf, device: str) -> StorageOption:
+def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: ErrorOf, has_scratch: bool) -> StorageOption:
     formats: list[tuple[tuple[str, Role], Format | None]] = []
     error = 0.0
     for slot in slots:
@@ -192,7 +195,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
         formats.append(((slot.name, Role.ACTIVATION), format))
         error += error_of(slot, format) if format is not None else 0.0
     name = ", ".join(str(format or "unmodified") for _, format in formats)
-    return StorageOption(name, error, tuple(activation_intervals(slots, chosen, device)), tuple(formats))
+    return StorageOption(name, error, tuple(activation_intervals(slots, chosen, has_scratch)), tuple(formats))
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:

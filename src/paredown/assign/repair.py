@@ -23,7 +23,14 @@ from paredown.formats.format import Format
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step
-from paredown.plan.replay import SlotStorage, activation_intervals, model_memory, resolve_parameter_formats, slot_storages
+from paredown.plan.replay import (
+    SlotStorage,
+    activation_intervals,
+    model_memory,
+    resolve_parameter_formats,
+    slot_storages,
+    takes_scratch,
+)
 from paredown.plan.selectors import slot_key
 from paredown.plan.storage import Assignment
 from paredown.roles import Role
@@ -121,7 +128,7 @@ class RepairState:
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
         items = [
-            _with_current(item, chosen, error_of, trace.device)
+            _with_current(item, chosen, error_of, takes_scratch(trace))
             for item in activation_items(trace, lambda _: levels, error_of, is_free=False)
         ]
         ledger = Ledger.of(trace, [*items, _parameters(trace, plan)])
@@ -225,12 +232,12 @@ def bits_per_value(format: Format | None) -> float:
     return inf if format is None else float(format.bits_per_value)
 
 
-def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf, device: str) -> Item:
+def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf, has_scratch: bool) -> Item:
     """The item with one more option at the end: how the current plan stores it."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
-    current = StorageOption(CURRENT, error, tuple(activation_intervals(item.slots, chosen, device)), keys)
+    current = StorageOption(CURRENT, error, tuple(activation_intervals(item.slots, chosen, has_scratch)), keys)
     return Item(item.name, item.slots, (*item.options, current))
 
 

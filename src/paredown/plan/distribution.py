@@ -40,6 +40,7 @@ from paredown.plan.replay import (
     parameter_of,
     resolve_parameter_formats,
     slot_storages,
+    takes_scratch,
 )
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES, say_bytes
@@ -193,7 +194,7 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
     """The intervals of everything that one process holds in the step under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
-    held = activation_intervals(trace.activations, slot_storages(trace, plan), trace.device, offload=offloads(trace, plan))
+    held = activation_intervals(trace.activations, slot_storages(trace, plan), takes_scratch(trace), offload=offloads(trace, plan))
     return [*fixed_intervals(trace), *model, *held]
 
 

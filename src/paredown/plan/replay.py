@@ -184,7 +184,7 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
-        *activation_intervals(trace.activations, slot_storages(trace, plan), trace.device, offload=offloads(trace, plan)),
+        *activation_intervals(trace.activations, slot_storages(trace, plan), takes_scratch(trace), offload=offloads(trace, plan)),
     ]
 
 
@@ -264,8 +264,13 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
     yield Interval(Role.GRADIENT, slot.module, 0, end, formats.gradient.nbytes(slot.shape))
 
 
+def takes_scratch(trace: Trace) -> bool:
+    """Whether packing takes scratch memory: that of the CPU codec, which compiled steps do not call."""
+    return trace.device == "cpu" and not trace.is_compiled
+
+
 def activation_intervals(
-    activations: Iterable[Slot], storages: Mapping[str, SlotStorage], device: str, *, offload: bool = False
+    activations: Iterable[Slot], storages: Mapping[str, SlotStorage], has_scratch: bool, *, offload: bool = False
 ) -> Iterator[Interval]:
     """The intervals of activations, each stored as in `storages`; all slots of a torch storage must be among `activations`."""
     by_storage: dict[int, list[Slot]] = defaultdict(list)
@@ -279,7 +284,7 @@ def activation_intervals(
             death = max(death, slot.dropped if storage.packs else slot.death)
             if storage.packs:
                 yield from _packed(slot, storage, on_gpu.get(slot.name))
-                yield from _scratch(slot, storage) if device == "cpu" else ()
+                yield from _scratch(slot, storage) if has_scratch else ()
         yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, death, slots[0].nbytes)
 
 
