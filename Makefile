@@ -35,12 +35,13 @@ test-all: $(READY)
 	$(BIN)/python .ci/browser.py
 	PAREDOWN_TEST_SCALE=100 $(MAKE) check
 
-# One thread each: two workers with two threads each are slower than either alone. Bytecode is kept: tests start over a hundred processes.
+# One thread each: two workers with two threads each are slower than either alone. Tests of a file mostly stay in one worker (worksteal), so that
+# what they share is made once. Bytecode is kept: tests start over a hundred processes.
 check:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean

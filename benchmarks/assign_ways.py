@@ -109,7 +109,8 @@ class Planner:
     def trace(self) -> pare.Trace:
         """The step that is trained."""
         keywords: dict[str, Any] = {"loss": self.task.loss, "optimizer": RULES[self.name], "device": self.device}
-        return pare.trace_step(self.model, self.batch, autocast=torch.bfloat16, **keywords)
+        found = pare.trace_step(self.model, self.batch, autocast=torch.bfloat16, **keywords)
+        return replace(found, device="cuda")  # budgets of a GPU, where packing takes no scratch memory, in quick runs too
 
     @property
     def part(self) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,7 @@ def test_merged_runs_are_held_against_full_seed_by_seed(tmp_path: Path) -> None:
     assert found["paired_error"] == pytest.approx(0.1 / 3**0.5)
 
 
+@pytest.mark.full
 @needs_data
 def test_runs_parts_and_merges_them(tmp_path: Path) -> None:
     parts: list[str] = []

@@ -127,6 +127,7 @@ def test_the_page_has_the_verdict_the_budget_and_the_step(folder: Path) -> None:
     assert len(record["notes"]) >= 2 and all(note in out for note in record["notes"])
 
 
+@pytest.mark.full
 def test_a_terminal_gets_colours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8")

@@ -24,7 +24,7 @@ FOUND = {
     "placeholders with names of others": (("encoder with dropout",), "bfloat16"),
     "attention of equal views": (("linear", "attention"), "float32"),
 }
-NUM_PROGRAMS = scaled(6)
+NUM_PROGRAMS = scaled(3)
 CHUNK = 3
 NOT_JUDGED = {REFUSED, UNREPEATABLE}  # of torch.compile alone
 

@@ -91,6 +91,7 @@ def quickly() -> Iterator[None]:
         yield
 
 
+@pytest.mark.full
 def test_a_run_that_diverges_is_saved() -> None:
     """Compiled by Inductor, twice: the second graph stores the loud slots in the next format."""
     with inductor_config.patch({"cpp.simdlen": 1, "compile_threads": 1}):

@@ -6,6 +6,7 @@ running sum, less what the result itself keeps, is scratch.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +27,7 @@ def peak_bytes(call: Callable[[], object], folder: Path) -> int:
 def peak_and_rest(call: Callable[[], Any], folder: Path) -> tuple[Any, tuple[int, int]]:
     """The result of `call`, the most bytes that it had allocated at one time, and those that are allocated when it returns."""
     file = folder / "trace.json"
+    gc.collect()  # tensors of earlier tests that are freed meanwhile would count as negative bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     profiler.export_chrome_trace(str(file))

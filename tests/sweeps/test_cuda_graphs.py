@@ -69,6 +69,7 @@ def test_as_alone(rule: str, mode: str, device: str) -> None:
     assert len({trial.loss for trial in trials}) == len(cases), "formats and seeds matter"
 
 
+@pytest.mark.full
 @every_device
 def test_networks_with_buffers_and_odd_last_batches(device: str) -> None:
     def make(seed: int) -> nn.Module:
@@ -78,6 +79,7 @@ def test_networks_with_buffers_and_odd_last_batches(device: str) -> None:
     assert_as_alone([(task, plan_of(text), seed) for text in ("e4m3fn", "e6m9f") for seed in (0, 3)], device, lanes=2)
 
 
+@pytest.mark.full
 @every_device
 def test_tasks_with_other_data_and_rates_share_lanes(device: str) -> None:
     tasks = [make_task(settings=OptimizerSettings("sgdm", lr)) for lr in (0.02, 0.2)]
@@ -99,6 +101,7 @@ def test_runs_that_diverge_or_are_hopeless_end_where_they_do_alone(device: str) 
     assert [trial.status.value for trial in trials] == ["diverged", "stopped", "done"]
 
 
+@pytest.mark.full
 @every_device
 @pytest.mark.filterwarnings("ignore:.*training stalls:UserWarning")  # e2m1 loses most gradients
 def test_peppps_plans_share_one_graph(device: str) -> None:
@@ -155,6 +158,7 @@ class Drops(nn.Module):
         return self.inner(x) * (float(torch.rand(())) > 0.3 if self.training else 1.0)
 
 
+@pytest.mark.full
 @every_device
 @pytest.mark.parametrize(
     "make",

@@ -120,6 +120,7 @@ def kill_and_go_on(folder: Path, address: str, *more: str, num_seeds: int) -> No
     assert PASSWORD not in "".join([*said, rest, errors, out, more_errors])
 
 
+@pytest.mark.full
 def test_a_terminal_gets_a_picture(tmp_path: Path) -> None:
     """What is left of a sweep, run where stdout is a terminal."""
     write(tmp_path, TOML.replace("[0, 1, 2, 3, 4]", "[0]"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ def peak_bytes(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Callable[..
     """The most bytes that a real step holds at once beside parameters, buffers and the batch, by torch's profiler."""
     loss(model(batch[0]), batch[1]).backward()  # the first step allocates what later ones reuse
     model.zero_grad()
+    gc.collect()  # tensors of earlier tests that are freed meanwhile would count as negative bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         output = model(batch[0])
         loss(output, batch[1]).backward()
