@@ -25,6 +25,7 @@ def printed(script: str, *arguments: str, cwd: Path, apart: bool = False) -> str
     return ran.out
 
 
+@pytest.mark.full
 def test_the_demo_measures_what_it_predicts(tmp_path: Path) -> None:
     text = printed("activations.py", "--steps", "4", cwd=tmp_path, apart=True)
     assert "\x1b" not in text and "\r" not in text, "a pipe gets plain text"

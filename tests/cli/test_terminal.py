@@ -24,6 +24,7 @@ def task():
 """
 
 
+@pytest.mark.full
 def test_a_pipe_gets_plain_text(folder: Path) -> None:
     done = piped(folder, "train", "digits#model=mlp,steps=4", "--plan", "lpmm", "--device", "cpu")
     assert done.returncode == 0 and "lpmm" in done.stdout

@@ -162,6 +162,7 @@ def test_a_lock_that_stays_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         other.beat("w")
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_and_restarted_loses_nothing(postgres: Postgres, new_postgres: Callable[[], str]) -> None:
     said: list[str] = []
     with Store(new_postgres(), patience_seconds=60, say=said.append) as store:

@@ -79,7 +79,7 @@ def write(folder: Path, toml: str = TOML) -> Path:
     return folder / "sweep.toml"
 
 
-@pytest.mark.parametrize("num_seeds", [2, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(5, marks=pytest.mark.full)])
 def test_real_trials_killed_and_started_again(tmp_path: Path, num_seeds: int) -> None:
     kill_and_go_on(tmp_path, str(tmp_path / "t.db"), num_seeds=num_seeds)
 
@@ -337,6 +337,7 @@ def test_a_password_on_the_command_line_is_warned_of_and_not_repeated(tmp_path: 
     assert PASSWORD not in found.stdout + found.stderr
 
 
+@pytest.mark.full
 def test_a_worker_runs_nothing_but_what_its_folder_has(tmp_path: Path) -> None:
     """The store names files elsewhere, by way up, by absolute path and through a link: none is imported."""
     inside, outside = tmp_path / "tasks", tmp_path / "outside"
