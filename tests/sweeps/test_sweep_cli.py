@@ -79,7 +79,7 @@ def write(folder: Path, toml: str = TOML) -> Path:
     return folder / "sweep.toml"
 
 
-@pytest.mark.parametrize("num_seeds", [1, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_real_trials_killed_and_started_again(tmp_path: Path, num_seeds: int) -> None:
     kill_and_go_on(tmp_path, str(tmp_path / "t.db"), num_seeds=num_seeds)
 
