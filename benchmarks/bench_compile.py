@@ -254,26 +254,38 @@ def command_of(cell: Cell, device: str, options: argparse.Namespace, lock: Path,
 
 
 def run_batch(commands: Mapping[str, Sequence[str]], folder: Path, limit_seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Start all commands; when each is ready or has failed, let one after the other take its times. Yields (name, reply)."""
+    """Start all commands; when each is ready or has failed, let one after the other take its times. Yields (name, reply).
+
+    A process that is ready once more after its times runs again when all others have taken theirs.
+    """
     num_threads = max(2, math.ceil((os.cpu_count() or 2) / len(commands)))
     processes: dict[str, Process] = {}
     with ThreadPoolExecutor(len(commands)) as threads:
         try:
             for number, (name, command) in enumerate(commands.items()):
                 processes[name] = Process(command, folder / str(number), num_threads)
-            replies = list(threads.map(lambda one: one.reply(limit_seconds), processes.values()))
-            for (name, process), reply in zip(processes.items(), replies, strict=True):
-                yield name, timed_reply(name, process, reply, limit_seconds)
+            replies = threads.map(lambda one: one.reply(limit_seconds), processes.values())
+            waiting = dict(zip(processes, list(replies), strict=True))
+            while waiting:
+                for name in list(waiting):
+                    waiting[name] = timed_reply(processes[name], waiting[name], limit_seconds)
+                    if not waiting[name].get("ready"):
+                        yield name, last_reply(name, processes[name], waiting.pop(name))
         finally:
             for process in processes.values():
                 process.end()
 
 
-def timed_reply(name: str, process: Process, reply: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
-    """The last reply of a process that is ready or has failed; the process has ended then."""
-    if reply.get("ready"):
-        process.go()
-        reply = process.reply(limit_seconds)
+def timed_reply(process: Process, reply: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
+    """The next reply of a process that is ready, or the one that it has sent."""
+    if not reply.get("ready"):
+        return reply
+    process.go()
+    return process.reply(limit_seconds)
+
+
+def last_reply(name: str, process: Process, reply: dict[str, Any]) -> dict[str, Any]:
+    """The last reply of a process, which has ended then; the end of its log is printed if it failed."""
     if reply.get("error"):
         print(f"{name}: {process.tail(25)}", flush=True)
     process.end()

@@ -9,7 +9,8 @@
 
 The jobs and their ways are in language_steps.py, language_loss.py and language_training.py. Each row has a process of its own
 (language_worker.py). Up to --jobs of them build their models and run their first steps at the same time, as many as the memory of the GPU
-allows, then they take their times one after the other. Rows that the file has for the same commit and device are not measured again.
+allows, then they take their times one after the other, and after that they search for their largest lengths, if that is asked for. Rows
+that the file has for the same commit and device are not measured again.
 Predictions are read from language_predictions.json in --out, or else in results.
 """
 
@@ -41,7 +42,7 @@ WORKER = Path(__file__).parent / "language_worker.py"
 FILE, PREDICTIONS = "language.json", "language_predictions.json"
 WAYS = {"loss": tuple(LOSSES), **{name: tuple(way.name for way in job.ways) for name, job in JOBS.items()}, **TRAININGS}
 STEPS = ("lora", "full", "full-8GiB", "gpt2", "loss")  # jobs without seeds
-PREPARED_GIB = {"lora": 22, "full": 14, "full-8GiB": 9, "gpt2": 27, "loss": 26}  # of a process, at most
+PREPARED_GIB = {"lora": 22, "full": 14, "full-8GiB": 9, "gpt2": 21, "loss": 26}  # of a process: gpt2 on average, others at most
 LIMIT_GIB = 130  # for all processes together
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 PEERS = ("liger-kernel", "peft", "bitsandbytes")
@@ -148,7 +149,7 @@ def batches(cells: Sequence[Cell], num_jobs: int, limit_gib: float = LIMIT_GIB) 
     for cell in cells:
         last = found[-1] if found else []
         most = int(limit_gib / PREPARED_GIB.get(cell.job, 6))
-        if last and last[-1].job == cell.job and len(last) < min(num_jobs, most) and cell.job != "full-8GiB":
+        if last and last[-1].job == cell.job and len(last) < min(num_jobs, most):
             last.append(cell)
         else:
             found.append([cell])
@@ -158,11 +159,19 @@ def batches(cells: Sequence[Cell], num_jobs: int, limit_gib: float = LIMIT_GIB) 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
+def known_length(way: str, path: Path = RESULTS / FILE) -> int | None:
+    """The largest length that the last run in a file found for this way of `lora`."""
+    runs = json.loads(path.read_text()) if path.exists() else []
+    rows = [row for run in runs for row in run["rows"] if (row["job"], row["way"]) == ("lora", way)]
+    return next((row["largest_length"] for row in reversed(rows) if row.get("largest_length")), None)
+
+
 def command_of(cell: Cell, device: str, options: argparse.Namespace) -> list[str]:
     """The command line of a row's process."""
     request = {
         "job": cell.job, "way": cell.way, "seed": cell.seed, "device": device, "is_quick": options.quick, "is_named": cell.is_named,
         "num_steps": 3 if options.quick else options.steps, "largest": options.largest, "states": str(options.states),
+        "begin": known_length(cell.way),
     }  # fmt: skip
     return [sys.executable, str(WORKER), json.dumps(request)]
 

@@ -135,6 +135,7 @@ FULL_WAYS = (
     Way("liger-adamw8bit", liger="loss", optimizer="adamw8bit"),
     Way("lpmm", **OURS, tier="lpmm", optimizer="paredown"),
     Way("lpmm-release", **OURS, tier="lpmm", optimizer="paredown", releases=True),
+    Way("lpmm-inputs-release", INPUTS, tier="lpmm", optimizer="paredown", releases=True),
     Way("half-release", **OURS, tier="half", optimizer="paredown", releases=True),
     Way("fine_tune", **OURS, tier="fine_tune", optimizer="paredown"),
     Way("fine_tune-release", **OURS, tier="fine_tune", optimizer="paredown", releases=True),

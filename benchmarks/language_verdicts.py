@@ -98,7 +98,7 @@ def musts() -> Iterator[Must]:
             yield Must("lora", ours, peer, "peak_bytes", 1.0)
             yield Must("lora", ours, peer, "median_seconds", 1.0)
             yield Must("lora", ours, peer, "largest_length", 1.3, is_least=True, label="largest length in 24 GiB")
-    for way in ("lpmm", "lpmm-release", "half-release"):
+    for way in ("lpmm", "lpmm-release", "lpmm-inputs-release", "half-release"):
         yield Must("full", way, "liger-adamw8bit", "model_bytes", 0.75)
         yield Must("full", way, "liger-adamw8bit", "peak_bytes", 0.78)
         yield Must("full", way, "liger-adamw8bit", "median_seconds", 1.05)

@@ -4,7 +4,8 @@ The process replies by lines of JSON, as compile_worker.py does: {"ready": true}
 line, and takes its times while no other process computes. Trainings run without that: they reply once, when they are done.
 
 `largest`: the longest single text, in multiples of 1024 tokens, whose step runs with 24 GiB of memory in all (the allocator's limit), in at
-most six tries. The model is that of the timed steps; after a try that does not fit all tensors of the step are freed.
+most six tries, after the timed steps of all processes. The model is that of the timed steps; after a try that does not fit all tensors of
+the step are freed. The first try is the length that an earlier run has found, where there is one.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def freed(step: Step) -> None:
     torch.cuda.empty_cache()
 
 
-def step_fields(step: Step, num_steps: int, ready: Callable[[], None], *, has_largest: bool) -> dict[str, Any]:
-    """Peak, model memory and times of a step, and the largest length."""
+def step_fields(step: Step, num_steps: int, ready: Callable[[], None]) -> dict[str, Any]:
+    """Peak, model memory and times of a step."""
     begun = time.perf_counter()
     first = float(step())
     fields: dict[str, Any] = {"first_loss": first, "compile_seconds": time.perf_counter() - begun}
@@ -68,8 +69,6 @@ def step_fields(step: Step, num_steps: int, ready: Callable[[], None], *, has_la
     fields |= {"shape": list(shape), "model_bytes": step.model_bytes(), "num_steps": num_steps}
     fields["base_bytes"] = step.base_bytes
     fields["num_changes"] = None if step.session is None else len(step.session.changes)
-    if has_largest and step.device == "cuda":
-        fields |= largest_fields(step, shape[1], fields["peak_bytes"])
     return fields
 
 
@@ -128,16 +127,17 @@ def peak_at(step: Step, length: int) -> tuple[int, float] | None:
         return None
 
 
-def largest_fields(step: Step, length: int, peak: int) -> dict[str, Any]:
-    """The longest text within LARGEST_BYTES, its peak and its seconds; `peak` is that of a text of `length`."""
+def largest_fields(step: Step, length: int, peak: int, begin: int | None) -> dict[str, Any]:
+    """The longest text within LARGEST_BYTES, its peak and its seconds; `peak` is that of a text of `length`, `begin` is tried first."""
     freed(step)
     idle = step.allocated()
     set_limit(LARGEST_BYTES)
     peaks, too_long = {length: peak} if peak < LARGEST_BYTES else {}, None if peak < LARGEST_BYTES else length
     seconds: dict[int, float] = {}
     tries: list[tuple[int, bool]] = []
-    while len(tries) < NUM_TRIES and (size := next_length(peaks, too_long, idle, LARGEST_BYTES)) is not None:
+    while len(tries) < NUM_TRIES and (size := begin or next_length(peaks, too_long, idle, LARGEST_BYTES)) is not None:
         found = peak_at(step, size)
+        begin = None if tries or not begin else size + GRAIN if found else max(size - 2 * GRAIN, GRAIN)
         tries.append((size, found is not None))
         print(
             f"{step.way.name}: {size} tokens {'do not fit' if found is None else f'peak at {found[0] / GIB:.2f} GiB'}",
@@ -173,9 +173,10 @@ def fields_of(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, A
         set_limit(job.limit_bytes)
     step = Step(job, job.way(way), device, is_quick)
     with step.stack:
-        fields = limit_fields(step, job.limit_bytes) if job.limit_bytes else step_fields(
-            step, request["num_steps"], ready, has_largest=request["largest"] and job.has_adapters
-        )  # fmt: skip
+        fields = limit_fields(step, job.limit_bytes) if job.limit_bytes else step_fields(step, request["num_steps"], ready)
+        if request["largest"] and job.has_adapters and device == "cuda":
+            ready()
+            fields |= largest_fields(step, job.shape[1], fields["peak_bytes"], request.get("begin"))
     return {**fields, **note_of(job.way(way), device)}
 
 

@@ -104,6 +104,18 @@ def test_times_are_taken_one_after_the_other_once_all_are_ready(bench: Any, tmp_
     assert [journals[name][3:] for name in ("a", "bb")] == [["begin a"], ["begin a", "begin bb"]], "the next begins later"
 
 
+def test_a_process_that_is_ready_twice_runs_again_after_the_times_of_all_others(bench: Any, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    twice = WORKER.replace(
+        'note("begin")', 'note("first"); print(json.dumps({"ready": True}), flush=True); sys.stdin.readline(); note("begin")'
+    )
+    commands = {
+        name: [sys.executable, "-c", code, name, str(journal)] for name, code in (("a", twice), ("bb", WORKER), ("ccc", twice))
+    }
+    assert [name for name, _ in bench.run_batch(commands, tmp_path / "runs", LONG)] == ["bb", "a", "ccc"]
+    assert journal.read_text().splitlines()[3:] == ["first a", "begin bb", "first ccc", "begin a", "begin ccc"]
+
+
 def test_a_process_beyond_the_limit_is_killed(bench: Any, tmp_path: Path) -> None:
     [(name, reply)] = bench.run_batch({"late": [sys.executable, "-c", HANGS]}, tmp_path / "runs", 0.2)
     assert name == "late" and reply["error"].startswith("killed after 0.2 s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def test_rows_of_other_commits_and_rows_with_errors_are_measured_again(bench: An
 def test_processes_of_one_job_run_together_as_memory_allows(bench: Any) -> None:
     cells = bench.selected(("lora", "full-8GiB", "loss"), None, ())
     sizes = [[cell.job for cell in batch] for batch in bench.batches(cells, num_jobs=6)]
-    assert sizes == [["lora"] * 5, ["lora"] * 5, ["full-8GiB"], ["full-8GiB"], ["loss"] * 4]
+    assert sizes == [["lora"] * 5, ["lora"] * 5, ["full-8GiB"] * 2, ["loss"] * 4]
     assert max(len(batch) for batch in bench.batches(cells, num_jobs=6, limit_gib=50)) == 2
 
 
@@ -73,6 +74,33 @@ def test_the_largest_length_is_found_in_six_tries(bench: Any, limit: int) -> Non
     found, num = search(language_worker.next_length, limit)
     assert found == (limit - 20) // 3 * 1024 and num <= 6
     assert language_worker.next_length({}, 4096, 20, 30) == 2048, "below the length of the timed steps"
+
+
+@pytest.mark.parametrize(("limit_length", "begin", "lengths"), [
+    (47104, 47104, [47104, 48128]), (50176, 47104, [47104, 48128]), (46080, 47104, [47104, 45056, 46080]), (4096, 1024, [1024, 2048]),
+])  # fmt: skip
+def test_the_search_begins_with_a_length_that_was_found_before(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, limit_length: int, begin: int, lengths: list[int]
+) -> None:
+    import language_worker  # type: ignore[import-not-found]
+
+    def peak_at(step: Any, length: int) -> tuple[int, float] | None:
+        return (10 * 2**30 + length * 2**18, 1.0) if length <= limit_length else None
+
+    for name, value in {"peak_at": peak_at, "freed": lambda step: None, "set_limit": lambda limit: None}.items():
+        monkeypatch.setattr(language_worker, name, value)
+    step = Namespace(allocated=lambda: 10 * 2**30, way=Namespace(name="toy"))
+    found = language_worker.largest_fields(step, 4096, 10 * 2**30 + 4096 * 2**18, begin)
+    assert found["largest_length"] == limit_length and len(found["largest_tries"]) <= 6
+    assert [length for length, _ in found["largest_tries"]][: len(lengths)] == lengths
+
+
+def test_lengths_that_were_found_before_are_those_of_the_last_run(bench: Any, tmp_path: Path) -> None:
+    rows = [{"job": "lora", "way": "qlora", "largest_length": length} for length in (3072, 2048, None)]
+    (tmp_path / "found.json").write_text(json.dumps([{"rows": [row]} for row in rows]))
+    assert bench.known_length("qlora", tmp_path / "found.json") == 2048
+    assert bench.known_length("paredown", tmp_path / "found.json") is None
+    assert bench.known_length("qlora", tmp_path / "none.json") is None
 
 
 def test_verdicts_compare_with_the_peer(bench: Any) -> None:
