@@ -256,6 +256,15 @@ def test_memory_of_the_operator(has_kernel: bool, monkeypatch: pytest.MonkeyPatc
     assert num_chunks * chunk <= found <= num_chunks * chunk + 50 * 512 * 8  # and some numbers for each row
 
 
+def test_the_kernel_stores_one_number_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNEL_DEVICES, "cuda", True)
+    monkeypatch.setitem(CHUNK_BYTES, "cuda", chunk := 512 * NUM_CLASSES * 4)
+    num_rows = 512 * 64
+    tensors = (((num_rows, SIZE), torch.float32), ((NUM_CLASSES, SIZE), torch.float32), None, ((num_rows,), torch.int64), None)
+    found = scratch_bytes("chunked_loss", tensors, OperatorSettings("float32", "cuda", (True, True, False)).text)
+    assert chunk < found <= chunk + 4 * num_rows + 2**14  # its loss
+
+
 # --- traces ---------------------------------------------------------------------------------------------------------------------------
 
 

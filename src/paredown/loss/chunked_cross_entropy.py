@@ -219,52 +219,58 @@ class Problem:
 
 
 class Rows:
-    """The terms of all rows' losses: `own` = (1 - e) w_y, `smooth` = e / V, both 0 for ignored rows; and sum_i w_y."""
+    """The terms of each row's loss: `own` = (1 - e) w_y, `smooth` = e / V, both 0 for ignored rows; and `total` = sum_i w_y.
+
+    The terms of a chunk are computed from its targets each time: no tensor of this class has a value for every row.
+    """
 
     def __init__(self, problem: Problem, num_classes: int, dtype: torch.dtype) -> None:
-        options = problem.options
-        is_used = problem.target != options.ignore_index
-        self._is_ignored = ~is_used
-        self.target = torch.where(is_used, problem.target, 0)[:, None]  # (num_rows, 1)
-        weights = options.class_weights.to(dtype) if options.class_weights is not None else None
-        own = is_used.to(dtype) if weights is None else weights[self.target[:, 0]] * is_used
-        self.total = own.sum()
-        self.own = ((1 - options.label_smoothing) * own)[:, None]
-        self.smooth = (is_used.to(dtype) * (options.label_smoothing / num_classes))[:, None] if options.label_smoothing else None
-        self.weights = weights
-        if problem.is_fused and not hasattr(self.target, "fake_mode"):  # kernels do not check addresses; gather does
-            is_class = (self.target >= 0) & (self.target < num_classes)
+        options, target = problem.options, problem.target
+        self._target, self._ignore_index, self._dtype = target, options.ignore_index, dtype
+        self._own, self._smooth = 1 - options.label_smoothing, options.label_smoothing / num_classes
+        self.weights = options.class_weights.to(dtype) if options.class_weights is not None else None
+        self.weights_sum = self.weights.sum() if self.weights is not None else torch.tensor(float(num_classes))
+        is_used = target != options.ignore_index
+        weights = is_used if self.weights is None else self.weights[torch.where(is_used, target, 0)] * is_used
+        self.total = weights.sum(dtype=dtype)
+        if problem.is_fused and not hasattr(target, "fake_mode"):  # kernels do not check addresses; gather does
+            is_class = ((target >= 0) & (target < num_classes)) | ~is_used
             torch.ops.aten._assert_async.msg(is_class.all(), f"a target is no class: classes are 0 to {num_classes - 1}")
-        self.weights_sum = weights.sum() if weights is not None else torch.tensor(float(num_classes))  # no synchronization
+
+    def _terms(self, part: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Targets of a chunk (0 if ignored), `own`, `smooth`, and whether a row is used, all (num_rows, 1)."""
+        target = self._target[part, None]
+        is_used = target != self._ignore_index
+        target, used = torch.where(is_used, target, 0), is_used.to(self._dtype)
+        own = self._own * (used if self.weights is None else self.weights[target] * used)
+        return target, own, used * self._smooth if self._smooth else None, is_used
 
     def losses(self, log_probs: Tensor, part: slice) -> Tensor:
         """The loss of each row of a chunk."""
-        losses = -self.own[part] * log_probs.gather(1, self.target[part])
-        if self.smooth is not None:
+        target, own, smooth, is_used = self._terms(part)
+        losses = -own * log_probs.gather(1, target)
+        if smooth is not None:
             mean = log_probs.sum(1, keepdim=True) if self.weights is None else log_probs @ self.weights[:, None]
-            losses -= self.smooth[part] * mean
-        return losses[:, 0].masked_fill_(self._is_ignored[part], 0.0)
+            losses -= smooth * mean
+        return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
         """`losses`, and unless `scale` is None `gradient_`, from logits whose memory the gradient takes, in one kernel."""
-        own, smooth = self.own[part], self.smooth[part] if self.smooth is not None else None
-        if isinstance(scale, Tensor):
-            own, smooth, scale = own * scale, smooth * scale if smooth is not None else None, 1.0
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
-            return torch.empty_like(own[:, 0])
+            return torch.empty(len(logits), dtype=self._dtype)
         from paredown.loss.kernels.softmax_gradient import losses_and_gradient_  # needs Triton
 
         weights = (self.weights, self.weights_sum) if self.weights is not None else None
-        losses = losses_and_gradient_(logits, self.target[part], own, smooth, weights, scale)
-        return losses.masked_fill_(self._is_ignored[part], 0.0)
+        numbers = (self._ignore_index, self._own, self._smooth)
+        return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
         """The gradient of the losses of a chunk, times `scale`, for its logits; it takes the memory of `log_probs`."""
-        own = self.own[part] * scale
-        smooth = self.smooth[part] * scale if self.smooth is not None else None
+        target, own, smooth, _ = self._terms(part)
+        own, smooth = own * scale, smooth * scale if smooth is not None else None
         gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
-        gradient.scatter_add_(1, self.target[part], -own)
+        gradient.scatter_add_(1, target, -own)
         if smooth is not None:
             gradient -= smooth if self.weights is None else smooth * self.weights
         return gradient
@@ -279,7 +285,7 @@ class Linear:
         dtype = problem.settings.dtype
         self._hidden, self._weight = hidden.to(dtype), weight.to(dtype)
         self._bias = bias.to(dtype) if bias is not None else None
-        self._transform = problem.settings.transform
+        self.dtype, self._transform = self._hidden.dtype, problem.settings.transform
         alignment = ROW_ALIGNMENT.get(problem.settings.device or "", 1)
         self.num_classes, num_added = len(weight), -len(weight) % alignment
         if num_added:
@@ -405,12 +411,11 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
 
     `scale`: of the gradients, a number, or (num_rows, 1).
     """
-    rows, losses, is_fused = None, list[Tensor](), problem.is_fused
+    dtype = accumulation_dtype(_dtype_after(problem.settings.transform, linear.dtype))
+    rows, losses, is_fused = Rows(problem, linear.num_classes, dtype), list[Tensor](), problem.is_fused
     for part in _parts(len(problem.target), problem.settings.num_rows or 1):
         logits = linear.logits(part, tracks=scale is not None)
         values = logits[1].detach()[:, : linear.num_classes]
-        dtype = accumulation_dtype(values.dtype)
-        rows = rows or Rows(problem, values.shape[1], dtype)
         own_scale = scale[part] if isinstance(scale, Tensor) else scale
         if is_fused:
             losses.append(rows.fused_(values, part, own_scale))
@@ -423,10 +428,7 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
         if scale is not None:
             linear.add_gradients(part, logits, values)
         del logits, values  # before the next chunk's logits
-    if rows is None:
-        empty = problem.target.new_zeros(0, dtype=accumulation_dtype(problem.settings.dtype))
-        return empty, empty.sum()
-    return torch.cat(losses), rows.total
+    return torch.cat(losses) if losses else problem.target.new_zeros(0, dtype=dtype), rows.total
 
 
 def reduced_loss(linear: Linear, problem: Problem, *, has_gradients: bool) -> tuple[Tensor, Tensor]:

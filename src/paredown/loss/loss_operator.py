@@ -227,8 +227,9 @@ def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants
         with DeviceForms(device, fakes), timeline:
             results = SCRATCH[name](*inputs, settings)
         num_results = sum(allocation.nbytes for t in results if (allocation := timeline.find(t)) is not None)
+        given = [allocation for t in inputs if t is not None and (allocation := timeline.find(t)) is not None]
     changes: Counter[int] = Counter()
-    for allocation in timeline.allocations:
+    for allocation in (allocation for allocation in timeline.allocations if allocation not in given):
         changes[allocation.birth] += allocation.nbytes
         if allocation.death is not None:
             changes[allocation.death + 1] -= allocation.nbytes

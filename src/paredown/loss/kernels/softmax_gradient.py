@@ -1,6 +1,7 @@
 """The losses of a chunk's rows, and the gradient of its logits in place of them: two reads and one write, in the dtype of the logits.
 
-With the terms of `chunked_cross_entropy.Rows`, own = (1 - e) w_y and smooth = e / V, and with L = log sum_c exp z_c and S = sum_c w_c:
+With the terms of `chunked_cross_entropy.Rows`, own = (1 - e) w_y and smooth = e / V (0 if y is the ignored index), with
+L = log sum_c exp z_c and S = sum_c w_c:
 
     loss = own (L - z_y) + smooth (S L - sum_c w_c z_c)
     z_c <- scale ((own + smooth S) exp(z_c - L) - own [c = y] - smooth w_c)
@@ -40,17 +41,20 @@ def gradient_of(z, log_sum, factor):
 def softmax_gradient(
     logits_ptr,
     target_ptr,
-    own_ptr,
-    smooth_ptr,
     weights_ptr,
     weights_sum_ptr,
+    scales_ptr,
     losses_ptr,
     num_classes,
     row_stride,
+    ignore_index,
+    own,
+    smooth,
     scale,
     HAS_SMOOTH: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Loss and gradient of one row: see the file's text."""
@@ -58,8 +62,12 @@ def softmax_gradient(
     logits_ptr += row * row_stride
     columns = tl.arange(0, TILE)
     target = tl.load(target_ptr + row)
-    own = tl.load(own_ptr + row)
-    smooth = tl.load(smooth_ptr + row) if HAS_SMOOTH else 0.0
+    is_used = target != ignore_index
+    target = tl.where(is_used, target, 0)
+    own = tl.where(is_used, own, 0.0)
+    smooth = tl.where(is_used, smooth, 0.0)
+    if HAS_WEIGHTS:
+        own *= tl.load(weights_ptr + target)
     weights_sum = tl.load(weights_sum_ptr) if HAS_WEIGHTS else num_classes.to(tl.float32)
     z_target = tl.load(logits_ptr + target).to(tl.float32)  # before the reductions, and so before any thread writes
 
@@ -78,9 +86,11 @@ def softmax_gradient(
     loss = own * (log_sum - z_target)
     if HAS_SMOOTH:
         loss += smooth * (weights_sum * log_sum - tl.sum(weighted, 0))
-    tl.store(losses_ptr + row, loss)
+    tl.store(losses_ptr + row, tl.where(is_used, loss, 0.0))
 
     if HAS_GRADIENT:
+        if HAS_SCALES:
+            scale = tl.load(scales_ptr + row)
         own = own * scale
         smooth = smooth * scale
         factor = own + smooth * weights_sum
@@ -98,34 +108,34 @@ def softmax_gradient(
 def losses_and_gradient_(
     logits: Tensor,
     target: Tensor,
-    own: Tensor,
-    smooth: Tensor | None,
+    numbers: tuple[int, float, float],
     weights: tuple[Tensor, Tensor] | None,
-    scale: float | None,
+    scale: Tensor | float | None,
 ) -> Tensor:
     """The losses (num_rows,) of `logits`, which the gradient times `scale` replaces; None leaves them unmodified.
 
-    The values of a row of `logits` are contiguous. `own` and `smooth` have one float32 value for each row, `weights` are one for each
-    class, and their sum.
+    The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 - e and e / V, `weights` are one for each class, and
+    their sum. A tensor `scale` has one float32 value for each row.
     """
     num_rows, num_classes = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    tile = min(TILE, triton.next_power_of_2(num_classes))
+    scales = scale.contiguous() if isinstance(scale, Tensor) else None
     with torch.cuda.device_of(logits):
         softmax_gradient[(num_rows,)](
             logits,
             target,
-            own,
-            smooth if smooth is not None else own,
-            *(weights if weights is not None else (own, own)),
+            *(weights if weights is not None else (losses, losses)),
+            scales if scales is not None else losses,
             losses,
             num_classes,
             logits.stride(0),
-            scale if scale is not None else 1.0,
-            HAS_SMOOTH=smooth is not None,
+            *numbers,
+            scale if isinstance(scale, float) else 1.0,
+            HAS_SMOOTH=numbers[2] > 0,
             HAS_WEIGHTS=weights is not None,
             HAS_GRADIENT=scale is not None,
-            TILE=tile,
+            HAS_SCALES=scales is not None,
+            TILE=min(TILE, triton.next_power_of_2(num_classes)),
             num_warps=NUM_WARPS,
         )
     return losses
