@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_pick import SEED_DRAWS, Case, assigned, best_on_average, cases, hidden_seeds, picked, spreads
+from bench_pick import SEED_DRAWS, Case, assigned, best_on_average, cases, coverage, hidden_seeds, picked, say_coverage, spreads
 from measure import RESULTS, machine
 
 from paredown.pick.prior_collection import read_rows, row_of, template_row
@@ -122,13 +122,13 @@ def trial_row(row: dict[str, Any]) -> dict[str, Any]:
     return {**head, "error": trial.error, "loss": trial.loss, "step_ratio": trial.step_ratio, **bytes_of, **origin}
 
 
-def save(rows: list[dict[str, Any]], spread: list[dict[str, Any]], trials: list[dict[str, Any]] | None) -> None:
-    """Replace the rows of the results, and add the trials where there are some."""
+def save(tables: dict[str, list[dict[str, Any]]], trials: list[dict[str, Any]] | None) -> None:
+    """Replace the tables of the results, and add the trials where there are some."""
     path = RESULTS / "low_budgets.json"
     found = json.loads(path.read_text())
     known_trials = {(row["task"], row["plan"], row["seed"]): row for row in (*found["trials"], *(trials or ()))}
     found |= {"trials": list(known_trials.values())}
-    found |= {**machine("cpu", ("numpy", "scipy")), "rows": rows, "spreads": spread}
+    found |= {**machine("cpu", ("numpy", "scipy")), **tables}
     text = json.dumps(found)
     for start in ('{"task"', '{"knows"', '{"prior"'):
         text = text.replace(start, f"\n  {start}")
@@ -151,8 +151,12 @@ def main() -> None:
         for row in regret_rows(known(low, stored), names, budget)
     ]
     spread = [row for budget in BUDGETS for row in spreads(known(low, None), budget)]
-    print("\n".join([*table(rows), "", *map(str, spread)]))
-    save(rows, spread, [trial_row(dict(row)) for row in read_rows(options.trials)] if options.trials else None)
+    covered = list(coverage(known(low, ways["with the stored prior"]), has_levels=False))
+    print("\n".join([*table(rows), "", *map(str, spread), "", *say_coverage(covered)]))
+    save(
+        {"rows": rows, "spreads": spread, "coverage": covered},
+        [trial_row(dict(row)) for row in read_rows(options.trials)] if options.trials else None,
+    )
 
 
 if __name__ == "__main__":

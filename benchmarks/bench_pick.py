@@ -360,11 +360,11 @@ def coverage(earlier: PriorData, *, has_levels: bool) -> Iterator[dict[str, Any]
         blind = replace(case, earlier=replace(case.earlier, plans=known.plans), before=before)
         for count in COUNTS:
             found.setdefault(count, []).append(
-                np.mean([inside(case, blind, count, draw) for draw in range(COVERAGE_DRAWS)], axis=0)
+                np.nanmean([inside(case, blind, count, draw) for draw in range(COVERAGE_DRAWS)], axis=0)
             )
     head = {"prior": earlier.name, "levels": "given" if has_levels else "found"}
     for count, shares in found.items():
-        means, runs = np.mean(shares, axis=0)
+        means, runs = np.nanmean(shares, axis=0)
         yield {
             **head,
             "trials": count,
