@@ -82,8 +82,9 @@ class Case:
     @property
     def runs(self) -> Row:
         """What is looked up."""
-        levels = np.array([plan.level for plan in self.earlier.plans])
-        return Row(self.earlier.runs[self.row], levels, twins_of(self.earlier), self.noise, is_calm(self.earlier)[self.row])
+        levels, runs = np.array([plan.level for plan in self.earlier.plans]), self.earlier.runs[self.row]
+        worst = np.nanmax(runs) if self.earlier.diverged[self.row].any() else np.inf
+        return Row(runs, levels, twins_of(self.earlier), self.noise, is_calm(self.earlier)[self.row], float(worst))
 
     @property
     def columns(self) -> np.ndarray:
@@ -164,7 +165,7 @@ def one_at_random(case: Case, draw: int, num: int) -> tuple[int, int]:
 def best_on_average(case: Case, draw: int, num: int) -> tuple[int, int]:
     """The plan that fits with the least mean distance from the best plan on the tasks before, in errors of random guessing."""
     errors = np.nanmean(scaled(case.before)[:, case.fits], axis=2)
-    return int(case.fits[np.nanmean(errors - np.nanmin(errors, axis=1, keepdims=True), axis=0).argmin()]), 0
+    return int(case.fits[np.nanargmin(np.nanmean(errors - np.nanmin(errors, axis=1, keepdims=True), axis=0))]), 0
 
 
 WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
@@ -200,8 +201,9 @@ def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
 
 
 def twins_of(earlier: PriorData) -> np.ndarray:
-    """Of each plan, the first plan that is the same to the last bit."""
-    return find_twins(earlier.runs, np.unique([plan.level for plan in earlier.plans], return_inverse=True)[1])
+    """Of each plan, the first plan that is the same to the last bit; one that is made for each task has no twin."""
+    names = [f"\0{i}" if plan.plan is None else plan.level for i, plan in enumerate(earlier.plans)]
+    return find_twins(earlier.runs, np.unique(names, return_inverse=True)[1])
 
 
 def with_twins(runs: np.ndarray, twins: np.ndarray) -> np.ndarray:
@@ -358,11 +360,11 @@ def coverage(earlier: PriorData, *, has_levels: bool) -> Iterator[dict[str, Any]
         blind = replace(case, earlier=replace(case.earlier, plans=known.plans), before=before)
         for count in COUNTS:
             found.setdefault(count, []).append(
-                np.mean([inside(case, blind, count, draw) for draw in range(COVERAGE_DRAWS)], axis=0)
+                np.nanmean([inside(case, blind, count, draw) for draw in range(COVERAGE_DRAWS)], axis=0)
             )
     head = {"prior": earlier.name, "levels": "given" if has_levels else "found"}
     for count, shares in found.items():
-        means, runs = np.mean(shares, axis=0)
+        means, runs = np.nanmean(shares, axis=0)
         yield {
             **head,
             "trials": count,

@@ -187,10 +187,9 @@ def time_steps(tasks: list[dict[str, Any]], to: Path, seconds: float) -> None:
     with (to / "times.jsonl").open("w", encoding="utf-8") as file:
         for task in tasks:
             how, first_rate = json.dumps(task["how"], sort_keys=True), RATES[task["how"]["model"]][0]
-            if how in timed:
-                continue
-            timed.add(how)
-            for index in task.get("order", range(len(task["plans"]))):
+            order = () if how in timed else task.get("order", range(len(task["plans"])))
+            timed |= {how} if order else set()
+            for index in order:
                 if time.monotonic() > end:
                     return
                 row = task["plans"][index]

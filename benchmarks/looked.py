@@ -27,7 +27,7 @@ TASKS_OF_TWINS = 3  # at least, on which both plans ran with an equal seed
 class Row:
     """A task's runs (plans, seeds), NaN where there is none, the names of its plans' levels ("" none) and twins; `noise`: of one run.
 
-    `calm`: plans that tell of seeds.
+    `calm`: plans that tell of seeds. `worst`: the error of a run that diverged.
     """
 
     runs: np.ndarray
@@ -35,6 +35,7 @@ class Row:
     twins: np.ndarray
     noise: float
     calm: np.ndarray
+    worst: float = np.inf
 
     @cached_property
     def parts(self) -> VarianceParts:
@@ -102,7 +103,10 @@ class Looked(Measurer):
         return [], []
 
     def measure(self, plan: Plan, seed: int, progress: Any = None) -> list[Trial]:
-        return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.key], seed))]
+        error = self.error(self.place[plan.key], seed)
+        if error >= self.row.worst:
+            return [Trial(self.task, plan, seed, Status.DIVERGED, reason="it diverged")]
+        return [Trial(self.task, plan, seed, Status.DONE, error=error)]
 
     @cached_property
     def runs(self) -> np.ndarray:
@@ -119,6 +123,8 @@ class Looked(Measurer):
     def error(self, column: int, seed: int) -> float:
         """Of the plan with that seed."""
         runs, is_named = self.runs[column], bool(self.row.levels[column])
+        if np.nan_to_num(runs, nan=np.inf).min() >= self.row.worst:
+            return self.row.worst
         if seed < len(runs) and np.isfinite(runs[seed]) and (is_named or np.isfinite(runs).sum() > 1):
             return float(runs[seed])
         shared = 0.0 if is_named else np.nan_to_num(self.row.parts.shared)

@@ -1,4 +1,7 @@
-"""The tables of docs/benchmarks.md and the README's table of compiled steps, from results/*.json alone: the newest row of each job and way.
+"""The tables of docs/benchmarks.md, of compiled steps in the README, and of low budgets in docs/priors.md, from results/*.json alone.
+
+Of each job and way it is the newest row.
+
 
 python benchmarks/tables.py             # print them
 python benchmarks/tables.py --write     # put them into the pages, between their marks
@@ -17,6 +20,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 README = Path(__file__).parent.parent / "README.md"
+PRIORS = Path(__file__).parent.parent / "docs" / "priors.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
 WORDS = {
@@ -242,6 +246,51 @@ def planning() -> str:
     return markdown(("job", "of", "on", "seconds", "commit"), cells)
 
 
+def low_budgets() -> dict[str, Any]:
+    """The results of low budgets."""
+    return json.loads((RESULTS / "low_budgets.json").read_text())
+
+
+def low_budget_errors() -> str:
+    """Errors of all seeds of each plan on the tasks that packed plans ran on; the spread of plans that fit 30 %, and noise."""
+    found = low_budgets()
+    runs: dict[tuple[str, str], list[str]] = {}
+    for row in sorted(found["trials"], key=lambda row: row["seed"]):
+        text = row["status"] if row["error"] is None else f"{row['error']:.3f}".removeprefix("0")
+        for plan in row["plan"].split("; "):
+            runs.setdefault((row["task"], plan), []).append(text)
+    spreads = {row["task"]: row for row in found["spreads"] if row["budget"] == "30%"}
+    plans = ("baseline", *(plan for plan in dict.fromkeys(plan for _, plan in runs) if plan != "baseline"))
+    tasks = [task for task in dict.fromkeys(task for task, _ in runs) if (task, "int4/64@bf16, full") in runs]
+    cells: list[tuple[str, ...]] = []
+    for task in tasks:
+        model = re.search(r"model=(\w+)", task)
+        name = f"{Path(task.partition('#')[0].partition(':')[2]).name.partition('.')[0]} {model[1] if model else ''}"
+        spread = spreads[name]
+        apart = f"{spread['spread']:.3f}, {spread['noise_of_three']:.3f}" if spread["noise_of_three"] else ""
+        cells.append((name.replace("_2mb", ""), *(" ".join(runs.get((task, plan), ())) for plan in plans), apart))
+    return markdown(("task", *(f"`{plan}`" for plan in plans), "spread, noise"), cells)
+
+
+def low_budget_regrets() -> str:
+    """Mean regret over tasks of each way to choose, its difference from `pick` with six trials, and the step time of its choices."""
+    cells: list[tuple[str, ...]] = []
+    rows = [row for row in low_budgets()["rows"] if row["knows"] != "alone"]
+    ways, budgets = (list(dict.fromkeys(row[word] for row in rows)) for word in ("way", "budget"))
+    untimed = {row["task"] for row in rows if row["budget"] == budgets[-1] and not row["step_ratio"]}  # by some way
+    for way in ways:
+        line = [way]
+        for budget in budgets:
+            ours, own = ([row for row in rows if (row["way"], row["budget"]) == (one, budget)] for one in (ways[0], way))
+            apart = [1e3 * (a["regret"] - b["regret"]) for a, b in zip(ours, own, strict=True)]
+            mean = statistics.mean(1e3 * row["regret"] for row in own)
+            error = statistics.stdev(apart) / len(apart) ** 0.5
+            line.append(f"{mean:.1f}" if way == ways[0] else f"{mean:.1f}; {statistics.mean(apart):+.1f} ({error:.1f})")
+        timed = [row for row in rows if (row["way"], row["budget"]) == (way, budgets[-1]) and row["task"] not in untimed]
+        cells.append((*line, f"{statistics.mean(row['step_ratio'] for row in timed):.2f}x"))
+    return markdown(("choice", *(budget.replace("%", " %") for budget in budgets), f"step time, {budgets[-1]}"), cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
@@ -258,11 +307,12 @@ TABLES: dict[str, Callable[[], str]] = {
     )
 }  # the names that the marks of docs/benchmarks.md have
 README_TABLES: dict[str, Callable[[], str]] = {"headline": headline}
+PRIOR_TABLES: dict[str, Callable[[], str]] = {made.__name__: made for made in (low_budget_errors, low_budget_regrets)}
 
 
 def filled(page: str) -> str:
     """The page with its tables as the results have them now."""
-    made = {**TABLES, **README_TABLES}
+    made = {**TABLES, **README_TABLES, **PRIOR_TABLES}
     return MARKS.sub(lambda mark: f"{mark[1]}{made[mark[2]]()}{mark[3]}", page)
 
 
@@ -271,10 +321,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
-        for page in (PAGE, README):
+        for page in (PAGE, README, PRIORS):
             page.write_text(filled(page.read_text()))
     else:
-        print("\n".join(make() for make in (*README_TABLES.values(), *TABLES.values())))
+        print("\n".join(make() for make in (*README_TABLES.values(), *TABLES.values(), *PRIOR_TABLES.values())))
 
 
 if __name__ == "__main__":

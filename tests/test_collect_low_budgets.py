@@ -89,3 +89,16 @@ def test_rows_have_step_times_and_chosen_rates_alone(collector: Any, tmp_path: P
     collector.write_rows([tmp_path / "all.jsonl"], tmp_path / "rows.json")
     rows = [row["trial"] for row in json.loads((tmp_path / "rows.json").read_text())]
     assert [(row["step_seconds"], row["baseline_step_seconds"]) for row in rows] == [(0.1, 0.1), (0.3, 0.1)]
+
+
+def test_steps_of_a_network_are_timed_once(collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first task of the ViT runs no plan: its steps are those of the second one."""
+    monkeypatch.setattr(collector, "known_task", lambda name: name)
+    monkeypatch.setattr(collector, "step_seconds", lambda task, plan, device: 0.1 + len(plan.rules))
+    vit = {**TASKS[0], "data": "images:c.npz"}
+    collector.time_steps([{**TASKS[0], "order": []}, vit, TASKS[1], {**vit, "order": [0]}], tmp_path, seconds=60.0)
+    rows = [json.loads(line) for line in (tmp_path / "times.jsonl").read_text().splitlines()]
+    assert [(row["how"]["model"], row["plan"]) for row in rows] == [
+        *(("vit", row["plan"]) for row in PLANS),
+        ("gpt", PLANS[2]["plan"]),
+    ]

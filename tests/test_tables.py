@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import MARKS, README_TABLES, TABLES, filled
+from benchmarks.tables import MARKS, PRIOR_TABLES, README_TABLES, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
 STYLE_WORDS = """quantize, packed, baseline, activation, saved tensor, activation checkpointing, recompute, peak memory, optimizer state,
@@ -64,13 +64,13 @@ def test_decisions_that_pages_name_are_there() -> None:
     assert named and not [pair for pair in sorted(named) if not (ROOT / "docs" / "decisions" / pair[1]).exists()]
 
 
-def test_benchmarks_are_those_of_the_results() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert {mark[2] for mark in MARKS.finditer(page)} == set(TABLES)
+@pytest.mark.parametrize(
+    ("name", "tables"), [("docs/benchmarks.md", TABLES), ("README.md", README_TABLES), ("docs/priors.md", PRIOR_TABLES)]
+)
+def test_benchmarks_are_those_of_the_results(name: str, tables: dict[str, object]) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert {mark[2] for mark in MARKS.finditer(page)} == set(tables)
     assert filled(page) == page, "python benchmarks/tables.py --write"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {mark[2] for mark in MARKS.finditer(readme)} == set(README_TABLES)
-    assert filled(readme) == readme, "python benchmarks/tables.py --write"
 
 
 def test_a_wrong_page_is_noticed() -> None:

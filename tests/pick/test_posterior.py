@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,6 +13,7 @@ from paredown.papers.peppp_cross_validation import SETTINGS, Matrices, PickerSco
 from paredown.papers.peppp_experiment_design import PICKERS, Pooled, TaskKnowledge, luck
 from paredown.pick.acquisition import propose_for_margin
 from paredown.pick.posterior import ErrorMargin, Estimate, Prior
+from paredown.pick.seed_effects import SeedRun
 from tests.papers.released import needs_matrices, released_trials
 from tests.support.scale import SCALE
 
@@ -220,3 +222,44 @@ def test_measurements_for_a_margin() -> None:
     anything = ErrorMargin(9.0, 0.9, baseline)
     assert (proposed({baseline: 1}, anything), proposed({0: 1, baseline: 1}, anything)) == (0, None), "and then no plan is smaller"
     assert proposed({0: 1}, margin, budget=5.0) in range(5), "a baseline that does not fit is not measured"
+
+
+# --- runs that diverged ---------------------------------------------------------------------------------------------
+
+
+def diverging_prior() -> Prior:
+    """Four plans of which the last diverges on a quarter of the tasks."""
+    tasks = (
+        0.3 + 0.05 * np.random.default_rng(0).standard_normal((20, 1)) + 0.01 * np.random.default_rng(1).standard_normal((20, 4))
+    )
+    return replace(Prior.of(tasks, np.arange(4)), worst=1.0, divergence=np.array([0.0, 0.0, 0.0, 0.25]))
+
+
+def test_a_run_that_diverged_tells_of_its_own_plan() -> None:
+    """The means of all others, and the noise of a run, are those without that run."""
+    prior, memory = diverging_prior(), np.arange(4.0)
+    before = Estimate.after(prior, memory, [SeedRun(0, 0.31)])
+    after = Estimate.after(prior, memory, [SeedRun(0, 0.31), SeedRun(1, np.inf)])
+    np.testing.assert_array_equal(after.means[[0, 2, 3]], before.means[[0, 2, 3]])
+    np.testing.assert_array_equal(after.noise, before.noise)
+    assert after.means[1] == pytest.approx(1.0) and after.measured[1] == 1.0 and after.best(9.0).plan != 1
+
+
+def test_an_untried_plan_diverges_with_its_probability() -> None:
+    """Its mean is that of both outcomes, and its variance has theirs; a run that ended settles it."""
+    prior, memory = diverging_prior(), np.arange(4.0)
+    never = replace(prior, divergence=np.zeros(4))
+    run = [SeedRun(0, 0.31)]
+    one, other = (Estimate.after(of, memory, run) for of in (prior, never))
+    rise = 1.0 - other.means[3]
+    assert one.means[3] == pytest.approx(other.means[3] + 0.25 * rise)
+    assert one.deviations[3] ** 2 == pytest.approx(other.deviations[3] ** 2 + 0.25 * 0.75 * rise**2, rel=1e-6)
+    tried = [Estimate.after(of, memory, [*run, SeedRun(3, 0.32)]).means[3] for of in (prior, never)]
+    assert tried[0] == tried[1]
+
+
+def test_while_all_runs_diverged_the_others_may_too() -> None:
+    prior, memory = diverging_prior(), np.arange(4.0)
+    means = [Estimate.after(prior, memory, [SeedRun(plan, np.inf) for plan in range(num)]).means[2] for num in (0, 1, 2)]
+    trained = means[0]
+    assert means[1:] == pytest.approx([trained + (1 - trained) / 2, trained + 2 * (1 - trained) / 3])

@@ -25,7 +25,7 @@ from paredown.sweeps.sweep import load_sweep
 
 ROOT = Path(__file__).parents[2]
 SWEEPS = ROOT / "benchmarks" / "sweeps"
-FILES = {name: Path(priors.__file__).parent / "shipped" / f"{name}.json" for name in ("simulated", "stored")}
+FILES = {name: Path(priors.__file__).parent / "shipped" / f"{name}.json" for name in ("simulated", "stored", "low_budgets")}
 COMPLETE = 11  # image sets, which every plan of the simulated prior was tried on
 SAME_RATES = ("simulated", "superclasses_uniform", "superclasses_cheap_first", "stored")
 SUPERCLASSES = 20
@@ -105,12 +105,39 @@ def test_a_prior_that_is_not_there_yet_says_so(monkeypatch: pytest.MonkeyPatch, 
 def test_rates_are_the_chosen_ones() -> None:
     chosen = json.loads((SWEEPS / "rates.json").read_text())
     names = [name for name in SAME_RATES if (SWEEPS / f"{name}.toml").is_file()]
-    assert set(THERE) <= set(names)
+    assert {"simulated", STORED} <= set(names)
     for name in names:
         for text in tables(name)["tasks"]:
             options = text.partition("#")[2].split(",")
             (rate,) = [option[3:] for option in options if option.startswith("lr=")]
             assert chosen[re.sub(r",(lr|steps)=[^,]+", "", text)] == float(rate)
+
+
+def test_the_prior_of_low_budgets_is_that_of_its_results() -> None:
+    """Every trial with a chosen rate that has an error, or diverged, is an entry; a plan of two templates is in two columns."""
+    found, rows = load("low_budgets"), json.loads((ROOT / "benchmarks" / "results" / "low_budgets.json").read_text())["trials"]
+    tasks, plans = [task.text for task in found.tasks], [plan.label for plan in found.plans]
+    rows, entries = [row for row in rows if row["task"] in tasks], 0
+    for row in rows:
+        for label in row["plan"].split("; "):
+            task = tasks.index(row["task"])
+            error = found.tasks[task].blind if row["status"] == "diverged" else row["error"]
+            assert found.runs[task, plans.index(label), row["seed"]] == pytest.approx(error, abs=1e-6)
+            entries += 1
+    assert entries == found.counts.sum() and found.diverged.sum() == sum(row["status"] == "diverged" for row in rows)
+
+
+def test_low_budgets_are_low() -> None:
+    """Six tasks have three seeds of every plan that did not diverge; all plans but the baseline take 20 to 30 % of the memory."""
+    found = load("low_budgets")
+    share = found.memory / np.array([task.full_bytes for task in found.tasks], dtype=float)[:, None]
+    assert (np.nanmin(share, axis=1) < 0.25).all() and (share[:, 1:][np.isfinite(share[:, 1:])] <= 0.3).all()
+    whole = ((found.counts == 3) | (found.diverged > 0) | (found.counts == 0)).all(axis=1) & ((found.counts > 0).sum(axis=1) >= 7)
+    assert whole.sum() == 6 and {task.family for task, is_whole in zip(found.tasks, whole, strict=True) if is_whole} == {
+        "cnn",
+        "vit",
+        "gpt",
+    }
 
 
 # --- what is in them --------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ When that is small relative to the noise of a run, no measurement changes the ch
     choice       the plan whose measurement is expected to lower the error of the picked plan most
 
 `propose_for_margin` chooses for the smallest plan whose error is within a margin of the baseline's.
-`propose_for_front` chooses for the whole Pareto front, by the improvement that a measurement is expected to bring: what it adds to the area
-that the measured front dominates.
+`propose_for_front` chooses for the whole Pareto front, by the improvement that a measurement is expected to bring (what it adds to the area
+that the measured front dominates) times the variance of all levels that it removes. Improvement alone measures plans that are likely to be
+on the front and tell little of the others (docs/log.md).
 
 Within a level they take the plan of least memory that was not measured yet.
 
@@ -159,8 +160,10 @@ def propose_for_margin(
 
 
 def propose_for_front(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> int:
-    """The plan to measure next: the largest improvement; among equals, the least memory."""
-    gains = np.where(np.isnan(measured), _improvement(prior, posterior, memory, measured), -np.inf)
+    """The plan to measure next: the largest product of improvement and knowledge; among equals, the least memory."""
+    levels = TaskKinds(posterior.weights[0], posterior.means[0], posterior.spreads[0], posterior.noise)
+    gains = _improvement(prior, posterior, memory, measured) * variance_reduction(levels)[prior.levels]
+    gains = np.where(np.isnan(measured), gains, -np.inf)
     best = np.flatnonzero(gains >= gains.max() - 1e-12 * abs(gains.max()))
     return int(best[np.argmin(memory[best])])
 

@@ -114,9 +114,9 @@ class PickLoop:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
     def runs(self) -> list[SeedRun]:
-        """Finished trials as runs, with errors relative to random guessing."""
+        """Finished trials as runs, with errors relative to random guessing; infinite where the trial diverged."""
         finished = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
-        errors = [min(WORST, trial.error / self._unit) if trial.error is not None else WORST for _, trial in finished]
+        errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
         return [SeedRun(plan, error, trial.seed) for (plan, trial), error in zip(finished, errors, strict=True)]
 
     @property
@@ -241,18 +241,20 @@ class PickLoop:
             return self._smallest_untried()
         if (margin := self.margin()) is not None:
             return self._next_for_margin(margin, is_last=num_left == 1)
-        posterior, memory = self.prior.after(runs), self.candidates.memory
+        prior, posterior, memory = self.prior.with_divergence(runs), self.prior.after(runs), self.candidates.memory
+        diverged = [run.plan for run in runs if not np.isfinite(run.error)]
+        fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
         best = (
             self.estimate().best(self.budget_bytes, is_cautious=False, times=self._comparable_times()).plan
         )  # it may be one that is picked only after a trial
         tried = {run.plan for run in runs}
-        if best in tried and is_settled(self.prior, posterior, fits):
+        if best in tried and is_settled(prior, posterior, fits):
             self.is_settled = True
             return None
         if best not in tried and num_left == 1:
             return best
         turn = TURNS[min(len(self.known), len(TURNS) - 1)]
-        return propose(turn, self.prior, posterior, fits, memory, tried=tried)
+        return propose(turn, prior, posterior, fits, memory, tried=tried)
 
     def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
         num_runs = Counter(run.plan for run in self.runs())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class Prior:
     """What the prior tasks say: a level for each plan, the plans' offsets from their levels, and the mixture over tasks.
 
     `doubt`: variances of the offsets. `worst`: the error of a run that diverged. `shared`: variance of the effect that a seed has
-    on all plans of a task, in variances of the remaining noise.
+    on all plans of a task, in variances of the remaining noise. `divergence`: probability that a plan diverges on a task, (plans,).
     """
 
     levels: NDArray[np.intp]
@@ -47,6 +47,7 @@ class Prior:
     num_tasks: int
     worst: float
     shared: float = 0.0
+    divergence: Array = field(default_factory=lambda: np.zeros(1))
 
     @staticmethod
     def of(errors: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
@@ -68,11 +69,28 @@ class Prior:
         return self.mixture.given(LevelSums.of((measured - self.offsets)[None], self.levels, self.mixture.means.shape[1]))
 
     def after(self, runs: Sequence[SeedRun | tuple[int, float]]) -> Posterior:
-        """The posterior of a new task after runs, (plan, error) or a SeedRun each; a plan may have several."""
+        """The posterior of a new task after runs, (plan, error) or a SeedRun each; a plan may have several.
+
+        One that diverged (infinite) is left out: it tells of its own plan (`with_divergence`), and would raise the errors of all others.
+        """
+        runs = [run for run in runs if np.isfinite(run[1])]
         plans = np.array([run[0] for run in runs], dtype=np.intp)
         adjusted = self.without_seed_effects(runs)
         errors = adjusted.errors - self.offsets[plans]
         return self.mixture.given(LevelSums.of(errors[None], self.levels[plans], self.mixture.means.shape[1], adjusted.weights))
+
+    def with_divergence(self, runs: Sequence[SeedRun]) -> Prior:
+        """The prior after runs: a plan that diverged has the worst error, and one without a run diverges with its probability.
+
+        While all of n runs diverged, that is n / (n + 1) at least: the task may be at fault.
+        """
+        plans, diverged = np.arange(len(self.levels)), [run.plan for run in runs if not np.isfinite(run.error)]
+        least = len(runs) / (len(runs) + 1) if len(diverged) == len(runs) else 0.0
+        untried = np.where(np.isin(plans, [run.plan for run in runs]), 0.0, np.maximum(self.divergence, least))
+        chances = np.where(np.isin(plans, diverged), 1.0, untried)
+        rise = np.maximum(self.worst - self.after(runs).levels()[0][self.levels] - self.offsets, 0.0)
+        doubt = (1 - chances) * (self.doubt + chances * rise**2)
+        return replace(self, offsets=self.offsets + chances * rise, doubt=doubt)
 
     def without_seed_effects(self, runs: Sequence[SeedRun | tuple[int, float]]) -> RunsWithoutSeeds:
         """A new task's runs without the effects of their seeds."""
@@ -126,7 +144,7 @@ class Estimate:
     @staticmethod
     def after(prior: Prior, memory: Array, runs: Sequence[SeedRun]) -> Estimate:
         """The estimate after runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
-        posterior, levels = prior.after(runs), prior.levels
+        posterior, prior, levels = prior.after(runs), prior.with_divergence(runs), prior.levels
         level_mean, level_deviation = posterior.levels()
         noise = posterior.run_noise()[levels]
         measured: dict[int, list[float]] = {}

@@ -1,10 +1,11 @@
 """Priors by name and as files: those that the package ships, and the user's own.
 
     load("stored")         shipped: tensors stored in low-bit formats, on images and text
+    load("low_budgets")    shipped: the same on deeper networks in longer trainings, below 30 % of the memory
     load("simulated")      shipped: PEPPP's 99 configurations, arithmetic rounded, on images
     load("mine")           one of the user's own, made by `paredown prior add`
     load("file.json")      any file of this format
-    known_prior("store")   the shipped prior of this mode and all of the user's own, joined
+    known_prior("store")   the shipped priors of this mode and all of the user's own, joined
 
 The user's own priors are in the folder of PAREDOWN_PRIORS, or else in ~/.local/share/paredown/priors. A file is JSON with a
 description of its fields (ABOUT), and is checked when it is read; reading runs no code, needs no torch, and accepts at most
@@ -57,7 +58,7 @@ VERSION = 2  # of the file format
 FIRST_VERSION = 1  # the runs of a pair are listed without gaps, whatever their seeds
 MOST_BYTES = 64 * 2**20
 MOST_RUNS = 1000  # of one task and plan
-SHIPPED = {"stored": "store", "simulated": "simulate"}  # shipped priors and their modes
+SHIPPED = {"stored": "store", "low_budgets": "store", "simulated": "simulate"}  # shipped priors and their modes
 FOLDER_VARIABLE = "PAREDOWN_PRIORS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MODES = tuple(dict.fromkeys(SHIPPED.values()))

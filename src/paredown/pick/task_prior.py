@@ -85,7 +85,8 @@ class TaskPrior:
     @staticmethod
     def of(prior_data: PriorData) -> TaskPrior:
         """The prior from all tasks of `prior_data`."""
-        runs = _scaled_without_seed_effects(prior_data)  # (tasks, plans, seeds)
+        has_diverged = prior_data.diverged > 0  # how likely that is counts apart from the errors of plans that train
+        runs = np.where(has_diverged[..., None], np.nan, _scaled_without_seed_effects(prior_data))  # (tasks, plans, seeds)
         is_run = np.isfinite(runs)
         errors = np.where(is_run.any(axis=2), np.nansum(runs, axis=2) / np.maximum(is_run.sum(axis=2), 1), np.nan)
         if not np.isfinite(errors).any():
@@ -105,7 +106,8 @@ class TaskPrior:
         # in the unknown kind all tasks have equal weight
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])
         weights = weights / np.maximum(weights.sum(axis=0), 1e-12)
-        prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, shared_of(calm_runs(prior_data)))
+        divergence = has_diverged.sum(axis=0) / (1.0 + (prior_data.counts > 0).sum(axis=0))
+        prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, shared_of(calm_runs(prior_data)), divergence)
         return TaskPrior(prior_data, prior, sums, weights)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
@@ -123,7 +125,9 @@ class TaskPrior:
             mixture = with_new_levels(mixture, similarity, features[is_new], known)
         mixture = with_likeness(mixture, self._level_features(points, features[is_new]))
         shift, variances = (np.where(is_new, 0.0, part[columns]) for part in (prior.offsets, prior.doubt))
-        return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture)
+        nearest = (likeness(features, points) * prior.divergence).max(axis=1, initial=0.0)
+        divergence = np.where(is_new, nearest, prior.divergence[columns])
+        return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture, divergence=divergence)
 
     def _level_features(self, points: Array, new: Array) -> Array:
         """Features of all levels, those of new plans last: the mean of their plans' (NaN: not known), (levels, features)."""

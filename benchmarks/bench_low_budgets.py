@@ -1,0 +1,163 @@
+"""Picks below 30 % of the memory beside plainer choices, each image set or text left out in turn. Rows go to results/low_budgets.json.
+
+    python benchmarks/bench_low_budgets.py PRIOR.json                     # that of collect_low_budgets.py, joined with the stored prior
+    python benchmarks/bench_low_budgets.py PRIOR.json --trials rows.json  # its trials go to the results too
+
+Regret: the error of the chosen plan with a seed that the choice did not see, less that of the plan with the least mean over all seeds
+among those that fit, relative to random guessing. Each seed is hidden in turn, trials are looked up among the others (looked.py).
+A plan that diverged with one seed was not run with further ones, and counts as random guessing with all of them.
+
+Spread: the standard deviation of the true means of the plans that fit, beside that of the mean of three runs of one plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_pick import SEED_DRAWS, Case, assigned, best_on_average, cases, coverage, hidden_seeds, picked, say_coverage, spreads
+from measure import RESULTS, machine
+
+from paredown.pick.prior_collection import read_rows, row_of, template_row
+from paredown.pick.prior_data import PriorData, join_priors
+from paredown.pick.priors import load
+from paredown.pick.task_prior import random_guess_error
+from paredown.tasks.trial import Trial
+
+Array = np.ndarray
+Way = Callable[[Case, int, int], tuple[int, int]]
+BUDGETS = ("25%", "27%", "30%")
+FEWEST_PLANS = 3  # that fit and ran with all seeds: else there is nothing to choose
+WAYS: dict[str, tuple[Way, int]] = {
+    "pick, 6 trials": (picked, 6),
+    "pick, 3 trials": (picked, 3),
+    "pick, no trial": (picked, 0),
+    "assign": (assigned, 0),
+    "best on average": (best_on_average, 0),
+}
+RANDOM, BASELINE = "a random plan", "baseline"
+
+
+def with_all_seeds(prior_data: PriorData) -> PriorData:
+    """The prior, where a plan that diverged with one seed has that error with every seed that it was not run with."""
+    worst = np.where(prior_data.diverged > 0, np.nanmax(np.nan_to_num(prior_data.runs, nan=-np.inf), axis=2), np.nan)
+    return replace(prior_data, runs=np.where(np.isfinite(prior_data.runs), prior_data.runs, worst[..., None]))
+
+
+def known(low: PriorData, stored: PriorData | None) -> PriorData:
+    """What a pick knows; the shortened texts of `low` have the names of the whole ones."""
+    low = replace(low, tasks=tuple(replace(task, data=task.data.removesuffix("_2mb")) for task in low.tasks))
+    return with_all_seeds(low if stored is None else join_priors([low, stored], low.name))
+
+
+def regret_rows(earlier: PriorData, names: set[str], budget: str) -> Iterator[dict[str, Any]]:
+    """A row for each of the named tasks and each way: regret with unseen seeds, and the step time of its choice."""
+    for case in cases(earlier, budget):
+        task = earlier.tasks[case.row]
+        hidden = [one for one in hidden_seeds(case) if len(one.fits) >= FEWEST_PLANS] if task.name in names else []
+        if not hidden:
+            continue
+        unit = task.blind or random_guess_error(task.metric, task.answers) or 1.0
+        head = {"budget": budget, "task": task.name, "plans_that_fit": len(hidden[0].fits)}
+        baseline = [one.truths["unseen"][[plan.label for plan in earlier.plans].index(BASELINE)] for one in hidden]
+        for way in (*WAYS, RANDOM):
+            chosen = [choices(one, way) for one in hidden]
+            errors = np.array([np.mean(one.truths["unseen"][columns]) for one, columns in zip(hidden, chosen, strict=True)])
+            regret, above = (float(np.mean(errors - part)) / unit for part in ([least(case, one) for one in hidden], baseline))
+            ratios = earlier.step_ratio[case.row, np.concatenate(chosen)]
+            time = round(float(ratios.mean()), 3) if np.isfinite(ratios).all() else None
+            label = earlier.plans[chosen[0][0]].label if way != RANDOM else ""
+            scores = {"regret": round(regret, 5), "above_baseline": round(above, 5), "step_ratio": time, "plan": label}
+            yield {**head, "way": way, **scores}
+
+
+def choices(case: Case, way: str) -> Array:
+    """The columns that a way takes, one for each draw; of a random plan all that fit."""
+    if way == RANDOM:
+        return case.fits
+    pick, num = WAYS[way]
+    return np.array([pick(case, draw, num)[0] for draw in range(SEED_DRAWS if num else 1)])
+
+
+def least(case: Case, hidden: Case) -> float:
+    """The unseen error of the plan with the least mean over all seeds among those that fit."""
+    means = case.truths["seeds"][hidden.fits]
+    return float(hidden.truths["unseen"][hidden.fits[int(means.argmin())]])
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """For each budget and way: mean regret over tasks, and the difference of `pick` with six trials with its paired standard error."""
+    for knows, budget in dict.fromkeys((row["knows"], row["budget"]) for row in rows):
+        own = [row for row in rows if (row["knows"], row["budget"]) == (knows, budget)]
+        yield f"\n{budget}, {knows}: {len({row['task'] for row in own})} tasks"
+        ours, untimed = scores_of(own, next(iter(WAYS)), "regret"), {row["task"] for row in own if row["step_ratio"] is None}
+        for way in (*WAYS, RANDOM):
+            theirs, above = scores_of(own, way, "regret"), scores_of(own, way, "above_baseline")
+            times, apart = [row["step_ratio"] for row in own if row["way"] == way and row["task"] not in untimed], ours - theirs
+            error = apart.std(ddof=1) / len(apart) ** 0.5
+            scores = f"{theirs.mean():8.4f}, above the baseline {above.mean():+.4f}"
+            yield f"   {way:16s}{scores}   pick less this {apart.mean():+.4f} ({error:.4f})   step {np.mean(times):.2f}x"
+        for task in dict.fromkeys(row["task"] for row in own):
+            cells = (f"{row['way']} {row['regret']:+.4f} {row['above_baseline']:+.4f}" for row in own if row["task"] == task)
+            yield f"      {task:24s}" + "   ".join(cells)
+
+
+def scores_of(rows: list[dict[str, Any]], way: str, score: str) -> Array:
+    """A score of a way, one for each task."""
+    return np.array([row[score] for row in rows if row["way"] == way])
+
+
+def trial_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A trial of rows.json in few words."""
+    trial = Trial.from_json(row["trial"])
+    name = str(trial.plan.made_for.get("recipe", "")) or row_of(trial.plan).label
+    head = {"task": row["task"], "plan": template_row(name).label, "seed": trial.seed, "status": trial.status.value}
+    bytes_of = {"predicted_bytes": trial.predicted_peak_bytes, "measured_bytes": trial.measured_peak_bytes}
+    origin = {"device": trial.device, "torch": dict(trial.versions).get("torch"), "commit": trial.commit}
+    return {**head, "error": trial.error, "loss": trial.loss, "step_ratio": trial.step_ratio, **bytes_of, **origin}
+
+
+def save(tables: dict[str, list[dict[str, Any]]], trials: list[dict[str, Any]] | None) -> None:
+    """Replace the tables of the results, and add the trials where there are some."""
+    path = RESULTS / "low_budgets.json"
+    found = json.loads(path.read_text())
+    known_trials = {(row["task"], row["plan"], row["seed"]): row for row in (*found["trials"], *(trials or ()))}
+    found |= {"trials": list(known_trials.values())}
+    found |= {**machine("cpu", ("numpy", "scipy")), **tables}
+    text = json.dumps(found)
+    for start in ('{"task"', '{"knows"', '{"prior"'):
+        text = text.replace(start, f"\n  {start}")
+    path.write_text(text + "\n")
+
+
+def main() -> None:
+    """Print the tables, and replace the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prior")
+    parser.add_argument("--trials", type=Path)
+    options = parser.parse_args()
+    low = load(options.prior)
+    names = {task.name for task in low.tasks}
+    ways = {"with the stored prior": load("stored"), "alone": None}
+    rows = [
+        {"knows": knows, **row}
+        for knows, stored in ways.items()
+        for budget in BUDGETS
+        for row in regret_rows(known(low, stored), names, budget)
+    ]
+    spread = [row for budget in BUDGETS for row in spreads(known(low, None), budget)]
+    covered = list(coverage(known(low, ways["with the stored prior"]), has_levels=False))
+    print("\n".join([*table(rows), "", *map(str, spread), "", *say_coverage(covered)]))
+    save(
+        {"rows": rows, "spreads": spread, "coverage": covered},
+        [trial_row(dict(row)) for row in read_rows(options.trials)] if options.trials else None,
+    )
+
+
+if __name__ == "__main__":
+    main()
