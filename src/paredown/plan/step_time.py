@@ -42,7 +42,7 @@ class StepTime:
     `num_untimed`: operations whose time follows from rates of the device, since they were not timed themselves.
 
     >>> StepTime(0.0543, 0.031), StepTime(0.020, 0.031)
-    (54.3 ms (limited by the device; host 31.0 ms), 31.0 ms (limited by the host; device 20.0 ms))
+    (54.6 ms (limited by the device; host 31.0 ms), 31.4 ms (limited by the host; device 20.0 ms))
     """
 
     device_seconds: float
