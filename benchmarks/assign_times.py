@@ -23,6 +23,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,10 +129,18 @@ class Planner:
     job: Job
     pattern: str
     device: str
+    traces: Path | None = None  # folder with traces that were made before
+
+    @staticmethod
+    def path(folder: Path, job: Job) -> Path:
+        """The file of a trace."""
+        return folder / f"{job.name.replace('/', '-')}.json"
 
     @cached_property
     def trace(self) -> pare.Trace:
         """The baseline."""
+        if self.traces is not None and self.path(self.traces, self.job).exists():
+            return pare.Trace.load(self.path(self.traces, self.job))
         batch = self.job.batch(self.job.size, "cpu")
         loss = None if isinstance(batch, Mapping) else cross_entropy
         keywords: dict[str, Any] = {"optimizer": self.job.optimizer, "device": self.device, "autocast": torch.bfloat16}

@@ -4,7 +4,6 @@
     python benchmarks/bench_assign.py --part 3/12 --out part3                      # every twelfth run, for processes side by side
     python benchmarks/bench_assign.py --gradients                                  # errors of gradients instead (assign_gradients.py)
     python benchmarks/bench_assign.py --timed                                      # milliseconds of steps, alone (assign_times.py)
-    python benchmarks/bench_assign.py --speed                                      # prefer="speed" beside checkpointing (assign_speed.py)
     python benchmarks/bench_assign.py --merge part*/assign.json --out folder       # what several processes found, with its means
     python benchmarks/bench_assign.py --quick                                      # a few steps of small ones on the CPU
 
@@ -27,7 +26,6 @@ from typing import Any
 
 import assign_gradients
 import torch
-from assign_speed import speed_all
 from assign_tasks import loud, tasks_of
 from assign_times import time_all
 from assign_ways import LEVELS, MIXED, WAYS, Planner, Way, kept_bytes, low_share, without_pins
@@ -263,8 +261,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--part", default="0/1", help="i/n: every n-th run from the i-th on")
     parser.add_argument("--gradients", action="store_true", help="look at gradients instead of training")
     parser.add_argument("--timed", action="store_true", help="take times instead of training")
-    parser.add_argument("--speed", action="store_true", help="take times of prefer='speed' beside checkpointing")
-    parser.add_argument("--resume", action="store_true", help="continue the last run of this commit in the file (--speed)")
     return parser.parse_args()
 
 
@@ -310,7 +306,7 @@ def main() -> None:
         return
     device = "cpu" if options.quick else "cuda"
     torch.backends.cudnn.benchmark = not options.quick
-    run_all = speed_all if options.speed else time_all if options.timed else compare_gradients if options.gradients else train_all
+    run_all = time_all if options.timed else compare_gradients if options.gradients else train_all
     run_all(options, device)
 
 

@@ -166,6 +166,14 @@ class Log:
     def add(self, row: Any) -> None:
         """Write one more row, a dataclass."""
         self.rows.append(asdict(row))
+        self._write()
+
+    def amend(self, row: Any) -> None:
+        """Write this row in place of the last one."""
+        self.rows[-1] = asdict(row)
+        self._write()
+
+    def _write(self) -> None:
         if self.path:
             part = self.path.with_suffix(".part")
             part.write_text(json.dumps(self.runs, indent=1) + "\n")

@@ -94,15 +94,6 @@ def test_times_are_taken_at_the_peak_of_checkpointing(tmp_path: Path) -> None:
     assert rows["assign, activations"]["optimizer"].startswith("torch")
 
 
-@pytest.mark.full
-def test_speed_is_compared_with_checkpointing_and_resumed(tmp_path: Path) -> None:
-    for _ in range(2):
-        bench("--quick", "--speed", "--task", "gpt", "--resume", "--commit", "x", "--out", str(tmp_path), cwd=tmp_path)
-        rows = rows_of(tmp_path / "assign_speed.json")
-        assert len(rows) == 8 and len({row["way"] for row in rows}) == 8, "the second run finds all of them"
-    assert all(row["against"] for row in rows if row["way"].startswith("speed at checkpointing") and not row["error"])
-
-
 def test_pins_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import assign_ways as ways  # type: ignore[import-not-found]

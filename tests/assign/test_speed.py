@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from paredown import Plan, Trace, assign, footprint, trace_step
 from paredown.assign.checkpointed_layers import repeated_layers
+from paredown.assign.speed import NOISE, Candidate, quickest_plan
 from paredown.errors import BudgetError, PlanError
 from paredown.models import MODELS
 from paredown.plan.calibration import REFERENCE, Calibration, HostCost
 from paredown.plan.replay import slot_storages
-from paredown.plan.step_time import predict_step
+from paredown.plan.step_time import StepTime, predict_step
+from paredown.sizes import say_bytes
 from tests.support.calibrations import calibration
 
 DEVICE = replace(
@@ -52,17 +58,57 @@ def checkpointed() -> dict[str, Plan]:
 @LIMITS
 @pytest.mark.parametrize("where", ["every", "second", "80%", "60%", "50%"])
 def test_a_plan_is_never_predicted_slower_than_checkpointing(where: str, costs: Calibration) -> None:
-    """At the peaks of checkpointing, with the margin that budgets keep, and at shares of the baseline."""
+    """At the expected peaks of checkpointing, and at shares of the baseline; within the noise of measured times."""
     trace, plans = traced(), checkpointed()
-    budget = footprint(trace, plans[where]).bound_bytes if where in plans else footprint(trace).peak_bytes * int(where[:-1]) // 100
+    budget = footprint(trace, plans[where]).peak_bytes if where in plans else footprint(trace).peak_bytes * int(where[:-1]) // 100
     plan = assign(trace, budget, prefer="speed", calibration=costs)
     accurate = assign(trace, budget, prefer="accuracy")
-    assert footprint(trace, plan).bound_bytes <= budget and error_of(plan) <= 1.12 * error_of(accurate), "two digits are printed"
+    assert error_of(plan) <= 1.12 * error_of(accurate), "two digits are printed"
+    assert footprint(trace, plan).bound_bytes <= budget or set(plan.recompute) in [set(other.recompute) for other in plans.values()]
+    assert footprint(trace, plan).peak_bytes <= budget
     for other in plans.values():
-        if footprint(trace, other).bound_bytes <= budget:
-            assert seconds(plan, costs) <= seconds(other, costs)
-    assert seconds(plan, costs) <= seconds(accurate, costs)
+        if footprint(trace, other).peak_bytes <= budget:
+            assert seconds(plan, costs) <= (1 + NOISE) * seconds(other, costs)
+    assert seconds(plan, costs) <= (1 + NOISE) * seconds(accurate, costs)
     assert "Predicted step" in plan.reason and "by the calibration of " in plan.reason
+
+
+def test_checkpointing_is_taken_at_its_own_peak_where_nothing_else_is_as_quick() -> None:
+    """Packing a tensor takes 1 s. One byte less, and another plan has to be found; a margin of 8 MiB, and it is kept."""
+    trace, every = traced(), checkpointed()["every"]
+    dear = replace(HOST, formats={text: replace(cost, host_seconds=1.0) for text, cost in HOST.formats.items()})
+    foot = footprint(trace, every)
+    tight = assign(trace, foot.peak_bytes, prefer="speed", calibration=dear)
+    assert not tight.rules and set(tight.recompute) == set(every.recompute)
+    assert f"(with a margin of 0 B instead of {say_bytes(foot.bound_bytes - foot.peak_bytes)} for the allocator" in tight.reason
+    less = assign(trace, foot.peak_bytes - 1, prefer="speed", calibration=dear)
+    assert less.rules and footprint(trace, less).bound_bytes < foot.peak_bytes
+    assert "instead of" not in assign(trace, foot.bound_bytes, prefer="speed", calibration=dear).reason.partition("margin")[2]
+    assert "with a margin of 0 B" not in assign(trace, foot.peak_bytes).reason, "only a preference for speed has less margin"
+
+
+def test_checkpointing_is_taken_where_no_plan_with_a_margin_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, every = traced(), checkpointed()["every"]
+    monkeypatch.setattr(import_module("paredown.assign.assign"), "_solve", Mock(side_effect=BudgetError("nothing fits")))
+    monkeypatch.setattr(import_module("paredown.assign.speed"), "packed_solutions", Mock(return_value=[]))
+    budget = footprint(trace, every).peak_bytes
+    assert set(assign(trace, budget, prefer="speed", calibration=REFERENCE).recompute) == set(every.recompute)
+    for other in ({"prefer": "accuracy"}, {"prefer": "speed", "recompute": False}):
+        with pytest.raises(BudgetError, match="nothing fits"):
+            assign(trace, budget, **other)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BudgetError, match="nothing fits"):
+        assign(trace, budget - 1, prefer="speed", calibration=REFERENCE)
+
+
+def test_a_smaller_margin_or_a_larger_error_needs_a_gain_beyond_noise() -> None:
+    def candidate(seconds: float, error: float, *, keeps_margin: bool = True) -> Candidate:
+        point: Any = SimpleNamespace(error=error)
+        return Candidate((cast(Any, None), point, ()), Plan(), StepTime(seconds, 0.0), keeps_margin)
+
+    quick, exact = candidate(1.0, 0.5), candidate(1.01, 0.0)
+    assert quickest_plan([quick, exact]) is exact and quickest_plan([quick, candidate(1.03, 0.0)]) is quick
+    near, far = candidate(0.995, 0.0, keeps_margin=False), candidate(0.9, 0.0, keeps_margin=False)
+    assert quickest_plan([quick, near]) is quick and quickest_plan([near, quick, far]) is far and quickest_plan([near]) is near
 
 
 def test_the_limit_decides_what_is_taken() -> None:
@@ -84,7 +130,7 @@ def test_an_allowance_of_none_is_exact() -> None:
     plan = assign(trace, budget, prefer="speed", error_allowance=0.0, calibration=REFERENCE)
     assert set(plan.recompute) == set(layers) and error_of(plan) == 0
     wide = assign(trace, budget, prefer="speed", error_allowance=100.0, calibration=DEVICE)
-    assert seconds(wide, DEVICE) <= seconds(plan, DEVICE)
+    assert seconds(wide, DEVICE) <= (1 + NOISE) * seconds(plan, DEVICE)
 
 
 def test_an_allowance_that_no_plan_keeps_is_an_error() -> None:
@@ -101,7 +147,7 @@ def test_layers_are_mixed_with_formats_where_layers_alone_do_not_fit() -> None:
     budget = footprint(trace, Plan((), recompute=tuple(repeated_layers(trace)))).bound_bytes - 1
     plan = assign(trace, budget, prefer="speed", calibration=REFERENCE)
     formats_alone = assign(trace, budget, prefer="speed", calibration=REFERENCE, recompute=False)
-    assert not formats_alone.recompute and seconds(plan, REFERENCE) <= seconds(formats_alone, REFERENCE)
+    assert not formats_alone.recompute and seconds(plan, REFERENCE) <= (1 + NOISE) * seconds(formats_alone, REFERENCE)
 
 
 def test_without_a_calibration_the_reason_says_so() -> None:

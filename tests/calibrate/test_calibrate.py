@@ -53,9 +53,10 @@ def test_a_device_is_measured_once(measured: list[str]) -> None:
     assert measured == ["cpu", "cpu"]
 
 
-def test_a_file_of_another_version_is_measured_again(measured: list[str]) -> None:
+def test_a_file_of_another_version_is_measured_again(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:
     replace(calibration("cpu"), torch="0.4").save()
     assert pare.calibrate("cpu").torch != "0.4" and measured == ["cpu"]
+    assert len(caplog.messages) == 1 and "measured again: the calibration in calibration-cpu.json is of torch '0.4'" in caplog.text
     calibration_path("cpu").write_text("[]")
     pare.calibrate("cpu")
     assert measured == ["cpu", "cpu"] and json.loads(calibration_path("cpu").read_text())["device"] == "cpu"

@@ -160,8 +160,8 @@ def test_low_expected_and_high_are_in_order() -> None:
     assert foot.workspace_bytes == (DEVICES[device].matmul_workspace)
 
 
-@pytest.mark.parametrize(("rows", "margin"), [(768, 2**19), (1024, 0), (256, 0)])
-def test_the_bound_has_half_a_mib_for_each_large_tensor_of_odd_size(rows: int, margin: int) -> None:
+@pytest.mark.parametrize(("rows", "margin"), [(768, 2**19 + 3 * 2**10), (1024, 2**12), (256, 0)])
+def test_the_bound_has_a_part_of_each_large_tensor_and_half_a_mib_for_odd_sizes(rows: int, margin: int) -> None:
     """All tensors have 1.5 MiB, 2 MiB or 0.5 MiB; inputs stay from step to step."""
     x = torch.empty(rows, 512, requires_grad=True)
     model = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
@@ -173,22 +173,23 @@ def test_the_bound_has_half_a_mib_for_each_large_tensor_of_odd_size(rows: int, m
 def test_weights_and_moments_need_no_margin() -> None:
     """Each has 2.25 MiB; the gradient comes and goes. On a CPU nothing is rounded."""
     batch = (torch.empty(4, 768),) * 2
-    for device, margin in (("cuda", 2**19), ("cpu", 0)):
+    for device, margin in (("cuda", 2**19 + 9 * 2**9), ("cpu", 0)):
         wide = trace_step(nn.Linear(768, 768, bias=False), batch, loss=mse_loss, device=device, optimizer="adamw")
         assert footprint(wide).bound_bytes - footprint(wide).peak_bytes == margin
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "copies"), [("nchw", None, 4), ("nhwc", None, 4), ("nchw", "bf16", 2), ("nhwc", "bf16", 0)]
+    ("layout", "dtype", "copies"), [("nchw", None, 4), ("nhwc", None, 4), ("nchw", "bf16", 0), ("nhwc", "bf16", 0)]
 )
 def test_the_bound_has_three_operands_of_a_convolution(layout: str, dtype: str | None, copies: int) -> None:
-    """Of 2 or 4 MiB each; of bf16 ones only where they are not channels_last."""
+    """Of 4 MiB each, beside a part in 512 of the large tensors; in bf16 copies are expected, and have no margin."""
     conv, x = nn.Conv2d(64, 64, 3, padding=1), torch.empty(16, 64, 32, 32)
     if layout == "nhwc":
         conv, x = conv.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     autocast = torch.bfloat16 if dtype else None
     foot = footprint(trace_step(conv, (x, x), loss=mse_loss, device="cuda", autocast=autocast))
-    assert foot.bound_bytes - foot.peak_bytes == 3 * copies * x.numel()
+    large = sum(nbytes for role, nbytes in foot.at_peak.items() if role is not Role.INPUT)
+    assert 3 * copies * x.numel() <= foot.bound_bytes - foot.peak_bytes <= 3 * copies * x.numel() + large // 512
     assert foot.high_bytes >= foot.bound_bytes
 
 

@@ -87,6 +87,10 @@ def test_the_limit_is_the_slower_of_device_and_host() -> None:
     time = predict_step(trace, calibration=quick)
     assert time.limit == "device" and time.seconds == time.device_seconds
     assert StepTime(2.0, 3.0, is_cpu=True).seconds == 5.0
+    assert StepTime(2.0, 0.0).seconds == 2.0 and StepTime(0.0, 0.0).seconds == 0.0
+    assert StepTime(2.0, 2.0).seconds == pytest.approx(2 * 2 ** (1 / 6)) and StepTime(2.0, 4.0).seconds == pytest.approx(
+        4.0, rel=0.003
+    )
 
 
 def test_each_packed_tensor_adds_its_bytes_and_its_host_time() -> None:

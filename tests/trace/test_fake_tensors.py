@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paredown.errors import TraceError
+from paredown.plan.footprint import footprint
 from paredown.roles import Role
+from paredown.trace.device_ops import Flash
 from paredown.trace.fake_tensors import BANNED, CAST, FORMS, LOWER, PROMOTE, SET_DTYPE
 from paredown.trace.operations import Use
 from paredown.trace.trace import Trace
@@ -94,6 +96,42 @@ def test_attention_without_a_fused_kernel_writes_its_logits() -> None:
     trace = on_cuda(attend, odd)
     assert not saved(trace, "scaled_dot_product_attention")
     assert any(slot.shape[-2:] == (LENGTH, LENGTH) for slot in trace.activations)
+
+
+def test_attention_over_pixels_has_no_fused_kernel() -> None:
+    """Heads of an image are (width, pixels): transposed, their last dimension is not contiguous, and the products are those of cuBLAS."""
+
+    def attend_pixels(self, x: Tensor) -> Tensor:
+        query, key, value = x.view(NUM, 3, HEADS, WIDTH, LENGTH).transpose(-1, -2).unbind(1)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    x = torch.ones(NUM, 3 * HEADS * WIDTH, LENGTH, dtype=BF16)
+    trace = on_cuda(attend_pixels, x)
+    assert not saved(trace, "scaled_dot_product_attention")
+    assert any(slot.shape[-2:] == (LENGTH, LENGTH) and slot.dtype == "float32" for slot in trace.activations)
+    assert footprint(trace).workspace_bytes == 64 << 20
+    assert footprint(on_cuda(attend, X.to(BF16))).workspace_bytes == 0, "flash attention calls no library"
+    mask = torch.ones(LENGTH, 1).expand(LENGTH, LENGTH)  # last dimension of stride 0
+    assert not saved(on_cuda(lambda self, x, mask: attend(self, x, attn_mask=mask), X, mask), "scaled_dot_product_attention")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (2, 1, 0, 3)])
+def test_the_output_of_flash_attention_has_the_layout_of_its_queries(order: tuple[int, ...]) -> None:
+    """Oracle: torch's own description of the kernel."""
+    sizes = [(NUM, HEADS, LENGTH, WIDTH)[axis] for axis in order]
+    x = torch.empty(sizes, dtype=BF16).permute([order.index(axis) for axis in range(4)]).requires_grad_()
+    out = Flash.apply(x, x, x, False)
+    described = torch.ops.aten._scaled_dot_product_flash_attention(*[x.detach().to("meta")] * 3)[0]
+    assert out.shape == SHAPE and out.stride() == described.stride()
+    assert torch.autograd.grad(out.sum(), x)[0].stride() == x.stride()
+
+
+def test_the_output_of_multihead_attention_is_not_copied_for_the_next_product() -> None:
+    """nn.MultiheadAttention has queries in the order (length, num, heads, width), and makes its output contiguous in this order."""
+    layer = nn.MultiheadAttention(HEADS * WIDTH, HEADS, batch_first=True)
+    x = torch.ones(NUM, LENGTH, HEADS * WIDTH)
+    trace = on_cuda(lambda self, x: self.layer(x, x, x, need_weights=False)[0], x, layer=layer, autocast=BF16)
+    assert "linear" in {saver.op for saver in trace.slot("layer:scaled_dot_product_attention.output").savers}
 
 
 def test_attention_inside_of_a_function_of_torch_has_its_form_too() -> None:

@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paredown.assign.checkpointed_layers import (
+    UNMODIFIED,
     Solution,
     quickest_plan,
     recompute_choices,
@@ -110,7 +111,8 @@ def assign(
     made_for = _made_for(trace, method, budget_bytes)
     is_percentage = isinstance(budget, str) and "%" in budget
     if ladder is None and (baseline.peak_bytes if is_percentage else baseline.bound_bytes) <= budget_bytes:
-        reason = f"The baseline's peak is {say_bytes(baseline.peak_bytes)}, within {say_bytes(budget_bytes)}{_margin(baseline)}."
+        margin = _margin(baseline, budget_bytes)
+        reason = f"The baseline's peak is {say_bytes(baseline.peak_bytes)}, within {say_bytes(budget_bytes)}{margin}."
         return Plan((), reason, made_for)
 
     problem_of = _problems(strategy, sensitivities, ladder, seed)
@@ -136,21 +138,23 @@ def _preferred(
     recompute: bool | None,
 ) -> Plan:
     """The plan of a preference; with "speed" its reason has the predicted time."""
-    accurate = _solve(trace, budget_bytes, problem_of, tolerated_error(trace, LADDER, recompute), recompute)
-    if preference.prefer == "accuracy":
+    is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
+    exact = list(exact_solutions(trace, budget_bytes, problem_of)) if is_speed and has_layers else []
+    try:
+        accurate = _solve(trace, budget_bytes, problem_of, tolerated_error(trace, LADDER, recompute), recompute)
+    except BudgetError:
+        if not exact:
+            raise
+        accurate = exact[0]  # within the budget without its margin
+    if not is_speed:
         return plan_of(accurate)
-    recompute = False if trace.is_compiled else recompute  # whose time is not predicted
-    exact = exact_solutions(trace, budget_bytes, problem_of) if recompute is not False else ()
-    solution, time = quickest_solution(
-        trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact], has_layers=recompute is not False
-    )
-    plan = plan_of(solution)
+    chosen = quickest_solution(trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact], has_layers=has_layers)
     by = (
         f"by the costs of one H200, not of this device: {preference.note}"
         if preference.note
         else f"by the calibration of {preference.calibration.device_name}."
     )
-    return replace(plan, reason=f"{plan.reason} Predicted step {time!r}, {by}")
+    return replace(chosen.plan, reason=f"{chosen.plan.reason} Predicted step {chosen.time!r}, {by}")
 
 
 def _problems(
@@ -200,11 +204,12 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, budget_bytes: int, made_for: dict[str, Any]) -> Plan:
-    """The plan of a solution, whose footprint is within the budget with its margin."""
+    """The plan of a solution, whose footprint is within the budget, with its margin unless it quantizes nothing (assign/speed.py)."""
     problem, point, layers = solution
+    is_exact = problem.ladder == UNMODIFIED
     for rules in _rule_variants(problem, point, needs_activations=problem.trace.is_compiled and bool(layers)):
         planned = footprint(trace, Plan(rules, "", made_for, layers))
-        if planned.bound_bytes <= budget_bytes:
+        if (planned.peak_bytes if is_exact else planned.bound_bytes) <= budget_bytes:
             return replace(planned.plan, reason=_reason(*solution, budget_bytes, planned))
     raise PlanError(
         f"the rules for this trace of {trace.model} do not lower its peak to the planned {point.peak_bytes} bytes, within a budget of "
@@ -250,14 +255,15 @@ def _reason(
     changes = ", ".join(part for part in parts if part) or "masks and indices in as few bits as they need"
     head = f"method {problem.method.name} under {say_bytes(budget_bytes)}: {changes}"
     before = say_bytes(planned.baseline.peak_bytes)
-    peak = f"peak {say_bytes(planned.peak_bytes)} instead of {before}{_margin(planned)}, predicted squared gradient error {point.error:.2g}"
-    return f"{head}; {peak}."
+    peak = f"peak {say_bytes(planned.peak_bytes)} instead of {before}{_margin(planned, budget_bytes)}"
+    return f"{head}; {peak}, predicted squared gradient error {point.error:.2g}."
 
 
-def _margin(planned: Footprint) -> str:
+def _margin(planned: Footprint, budget_bytes: int) -> str:
     """What is kept for memory that is not predicted; an empty text where nothing is."""
-    margin = planned.bound_bytes - planned.peak_bytes
-    return f" (with a margin of {say_bytes(margin)} for the allocator and libraries)" if margin else ""
+    margin, left = planned.bound_bytes - planned.peak_bytes, budget_bytes - planned.peak_bytes
+    instead = f"{say_bytes(left)} instead of " if left < margin else ""
+    return f" (with a margin of {instead}{say_bytes(margin)} for the allocator and libraries)" if margin else ""
 
 
 def _quantized(slots: Sequence[Slot], formats: Formats) -> str:

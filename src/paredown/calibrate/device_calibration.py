@@ -6,12 +6,13 @@
 What takes long is compiling kernels. After MOST_SECONDS what has a substitute is left out: formats, for which that of the nearest width
 stands, packed weights, and operations of traces, which the next call continues with.
 
-A file of another device or version is measured again, and the reason is printed by `paredown calibrate`. A present file is not
+A file of another device or version is measured again, with a warning that states the reason (the log "paredown"). A present file is not
 measured again unless `is_forced`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -22,12 +23,21 @@ from paredown.calibrate.device_time import bandwidths, codec_seconds, flop_rates
 from paredown.calibrate.host_time import HostMeasurement
 from paredown.calibrate.operation_time import time_operations
 from paredown.errors import CalibrationError
-from paredown.plan.calibration import Calibration, FormatCost, HostCost, load_calibration, present_device_name, versions
+from paredown.plan.calibration import (
+    Calibration,
+    FormatCost,
+    HostCost,
+    calibration_path,
+    load_calibration,
+    present_device_name,
+    versions,
+)
 from paredown.serial import brief
 from paredown.trace.trace import DEVICES, Trace
 
 FORMATS = ["int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16"]  # the first is always measured
 MOST_SECONDS = 20.0
+log = logging.getLogger("paredown")
 
 
 def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False) -> Calibration:
@@ -40,8 +50,10 @@ def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_for
         raise CalibrationError(f"traces are results of trace_step(model, batch), in a list, not {brief(traces)}.")
     try:
         calibration = None if is_forced else load_calibration(kind, present_device_name(kind))
-    except CalibrationError:
+    except CalibrationError as error:
         calibration = None
+        if calibration_path(kind).exists():
+            log.warning("The device is measured again: %s", error)
     if calibration is not None and not traces:
         return calibration
     begun = time.perf_counter()

@@ -23,7 +23,7 @@ from paredown.plan.calibration import ELEMENTWISE, UNALIGNED
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the host needs to issue the calls of one group
 SEED = Seed(0, 0, 0)
-CALLS = 6  # in a group between two events
+CALLS, GROUP_SECONDS = 6, 4e-3  # most calls in a group between two events; fewer of long ones, which need no mean
 GROUPS = 3
 LARGE = {"cuda": 1 << 26, "cpu": 1 << 18}  # values of a tensor that does not fit the caches
 SMALL = {"cuda": 1 << 14, "cpu": 1 << 12}
@@ -34,11 +34,21 @@ FLOAT_DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, 
 
 def device_seconds(call: Callable[[], object], device: str) -> float:
     """Seconds of one call on the device, after two calls that warm up."""
-    for _ in range(2):
-        call()
+    call()
     if device == "cpu":
+        call()
         return min(_cpu_seconds(call) for _ in range(GROUPS))
-    return median(_cuda_seconds(call) for _ in range(GROUPS))
+    num_calls = num_calls_of(_cuda_seconds(call, 1))
+    return median(_cuda_seconds(call, num_calls) for _ in range(GROUPS))
+
+
+def num_calls_of(seconds: float) -> int:
+    """How many calls that take `seconds` are in a group.
+
+    >>> [num_calls_of(seconds) for seconds in (1e-5, 1e-3, 0.1)]
+    [6, 4, 1]
+    """
+    return max(1, min(CALLS, round(GROUP_SECONDS / max(seconds, 1e-9))))
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:
@@ -47,16 +57,16 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _cuda_seconds(call: Callable[[], object]) -> float:
+def _cuda_seconds(call: Callable[[], object], num_calls: int) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     start.record()
-    for _ in range(CALLS):
+    for _ in range(num_calls):
         call()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / CALLS
+    return start.elapsed_time(end) / 1e3 / num_calls
 
 
 def bandwidths(device: str) -> dict[str, float]:

@@ -14,7 +14,8 @@ follow:
 
     0.5 MiB for each large tensor               a free block is not split where less than 1 MiB would remain, and all of it counts; not for
                                                 tensors below 1 MiB, of a multiple of 2 MiB, or that stay from step to step
-    three operands of a convolution             of the largest one that is in float32 or not channels_last: cuDNN may copy them once more
+    a part in 512 of each tensor                of 1 MiB or more that does not stay: checkpointed GPTs, of even sizes, were 0.15 % above
+    three operands of a convolution             of the largest one in float32: cuDNN may copy them
     a part in 32 of each tensor                 of compiled steps, predicted within 3 %
 
 With several processes (plan/distribution.py), low leaves out the largest buffer of an all-gather, and high counts a second one.
@@ -59,7 +60,8 @@ from paredown.trace.trace import Slot, Trace, cached_on_trace
 MIB = 1 << 20
 SEGMENT = 2 * MIB  # memory that the allocator requests from CUDA comes in multiples of this
 COMPILED_SLACK = 10  # high bounds of compiled steps add one part in this many
-COMPILED_MARGIN = 32  # `bound_bytes` of compiled steps adds one part in this many
+COMPILED_MARGIN = 32  # `bound_bytes` of compiled steps adds one part in this many,
+EAGER_MARGIN = 512  # of eager steps one part in this many of what does not stay
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 CONVOLUTIONS = frozenset({"convolution"})
@@ -91,8 +93,10 @@ class Allocator:
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
         """The same with the margin that `assign` keeps; `comes_and_goes`: the tensor is allocated in each step."""
-        is_odd = (nbytes >= MIB) & (nbytes % SEGMENT != 0) & comes_and_goes
-        return self.rounded(nbytes) + is_odd * (self.unsplit // 2) + (nbytes // COMPILED_MARGIN) * is_compiled
+        is_large = (nbytes >= MIB) & comes_and_goes
+        is_odd = is_large & (nbytes % SEGMENT != 0)
+        share = nbytes // COMPILED_MARGIN if is_compiled else nbytes // EAGER_MARGIN * is_large * (self.unsplit > 0)
+        return self.rounded(nbytes) + is_odd * (self.unsplit // 2) + share
 
 
 DEVICES = {
@@ -374,16 +378,15 @@ def _workspace(trace: Trace) -> int:
 
 @cached_on_trace
 def workspace_margin(trace: Trace) -> int:
-    """Bytes that cuDNN may hold beyond what is expected, for convolutions in float32 or not channels_last."""
+    """Bytes that cuDNN may hold beyond what is expected, for convolutions in float32."""
     calls = (one.arguments for one in trace.operations if one.op == CONVOLUTION_BACKWARD and one.arguments)
     return max(map(_copied_bytes, calls), default=0) if trace.device == "cuda" else 0
 
 
 def _copied_bytes(arguments: str) -> int:
     """Bytes of the output's gradient, the input and its gradient of a convolution's backward; 0 if cuDNN has no reason to copy them."""
-    (_, grad, _), (dtype, x, strides) = (value["t"] for value in json.loads(arguments)[0][:2])
-    is_copied = dtype == "float32" or strides[1] != 1
-    return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if is_copied else 0
+    (_, grad, _), (dtype, x, _) = (value["t"] for value in json.loads(arguments)[0][:2])
+    return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0
 
 
 def library_bound(trace: Trace) -> int:

@@ -85,12 +85,15 @@ def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None =
 
 
 class Flash(Function):
-    """Flash attention: no tensor of length x length is allocated."""
+    """Flash attention: no tensor of length x length is allocated. Outputs and gradients have the layout of what they belong to.
+
+    So the output of nn.MultiheadAttention, whose queries are in the order (length, num, heads, width), is not copied for the next product.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         """The output, (num, heads, length, width of value)."""
-        out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
+        out, ctx.causal = torch.empty_like(query), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, flops=flops)
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -111,7 +114,7 @@ class Flash(Function):
         workspace.append(query.new_empty(num, heads, rows, round_up(width, FLASH_COLUMNS), dtype=torch.float32))
         if key.shape[1] != heads:  # grouped queries: gradients of key and value for every head, summed afterwards
             workspace += [_heads_inside(key, heads=heads), _heads_inside(value, heads=heads)]
-        grads = _heads_inside(query), _heads_inside(key), _heads_inside(value)
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del workspace
         return *grads, None
 
@@ -244,6 +247,8 @@ def attention_kernel(
 ) -> type[Flash] | type[Efficient] | None:
     """The fused attention kernel that CUDA selects; None where it runs the unfused one."""
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
+        return None
+    if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None):  # images as (num, channels, pixels), transposed
         return None
     width, is_half = query.shape[-1], query.itemsize == 2
     is_supported_mask = not causal or query.shape[2] == key.shape[2]
