@@ -341,8 +341,8 @@ class Session:
 
     def _end(self, output: Any) -> None:
         self._activations.end(output)
-        if output is not None and not self._is_checked:
-            seen = self._activations.names | self._watch.small | self._head.slots
+        if output is not None and not self._is_checked and not self._watch.lacks_second_passes:
+            seen = self._activations.names | self._watch.small | self._watch.in_second_passes | self._head.slots
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked = True
             self._watch.end_first_pass()
