@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from bench_session import cpu_times, cuda_times
 from compile_worker import serve
-from language_loss import loss_fields
+from language_loss import loss_fields, missing
 from language_steps import JOBS, Step, Way, import_peers
 from language_training import TRAININGS, training_fields
 from loops import GIB
@@ -28,17 +28,16 @@ from loops import GIB
 WARM_UP = 3
 LIMIT_STEPS = 20  # of the run within a limit of memory
 LARGEST_BYTES, GRAIN, NUM_TRIES = 24 * GIB, 1024, 6
-NEEDS_GPU = "Liger's kernels need a GPU"
 WITHOUT_LIGER = "without Liger, whose kernels need a GPU"
 SLOW = "Inductor takes minutes on a CPU; name the row in --only to run it"
 
 
 def skip_reason(job: str, way: str, device: str, *, is_named: bool = False) -> str | None:
     """Why a row cannot be measured on this device."""
+    if job == "loss":
+        return missing(way, device)
     if device == "cuda":
         return None
-    if job == "loss":
-        return NEEDS_GPU if way == "liger" else None
     return SLOW if job in JOBS and JOBS[job].way(way).is_compiled and not is_named else None
 
 
@@ -167,7 +166,7 @@ def fields_of(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, A
     if name in TRAININGS:
         return training_fields(request)
     if name == "loss":
-        return loss_fields(way, device, ready, is_quick=is_quick)
+        return loss_fields(way, device, ready, is_quick=is_quick, is_named=request["is_named"])
     job = JOBS[name]
     if job.limit_bytes and device == "cuda":
         set_limit(job.limit_bytes)

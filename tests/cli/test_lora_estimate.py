@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,40 @@ def test_the_step_is_described_and_a_length_that_cannot_fit_has_advice(config: s
         and "Activation checkpointing: 3 layers, model.layers.0 to model.layers.2." in out
     )
     assert "has the smallest peak" in err and "lower --batch or --length" in err and "paredown plan" not in err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_shorter_text_that_fits_is_named(config: str) -> None:
+    step = ("estimate", config, "--lora", "4", "--checkpointing", "--device", "cpu", "--plan", "activations8")
+    budget = asked_json(*step, "--length", "1100")["plans"][0]["peak_bytes"]
+    code, _, err = ask(*step, "--length", "4096", "--budget", str(budget))
+    found = re.search(r"--length (\d+) fits with it", err)
+    assert code == 3 and found is not None and int(found[1]) <= 1100
+    assert asked_json(*step, "--length", found[1], "--budget", str(budget))["plans"][0]["fits"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inputs_in_host_memory(config: str) -> None:
+    step = ("estimate", config, "--lora", "4", "--checkpointing", "--length", "64", "--device", "cuda", "--plan", "activations8")
+    (kept,), (moved,) = (asked_json(*step, *more)["plans"] for more in ((), ("--offload",)))
+    inputs = 2 * pare.Format.parse("int8/64@bf16").nbytes((1, 64, 96))  # that of the first layer requires no gradient: unmodified
+    assert moved["host_bytes"] == inputs and "host_bytes" not in kept
+    assert kept["by_role"]["activation"] - moved["by_role"]["activation"] == moved["host_bytes"]
+    assert "inputs in host memory" in ask(*step, "--offload")[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--device", "cpu", "--checkpointing"), "all memory is the host's: add --device cuda"),
+        (("--device", "cuda"), "add --checkpointing"),
+        (("--device", "cuda", "--checkpointing", "--plan", "frozen8"), "a plan with activations"),
+    ],
+)
+def test_offload_that_changes_nothing(config: str, more: tuple[str, ...], said: str) -> None:
+    code, _, err = ask("estimate", config, "--lora", "4", "--length", "64", "--offload", *more)
+    assert code != 0 and said in " ".join(err.replace("│", "").split())
 
 
 @pytest.mark.filterwarnings("ignore")

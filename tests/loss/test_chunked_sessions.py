@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -310,6 +311,36 @@ def test_traces_without_chunks() -> None:
         traces = [trace_step(model, batch, loss=loss, device="cpu", chunked_loss=is_on) for is_on in (False, True)]
         assert traces[0] == replace(traces[1], notes=traces[0].notes) and traces[1].unmodified is None
         assert [reason in note for note in traces[1].notes[len(traces[0].notes) :]] == [True] * bool(reason)
+
+
+class WithoutHead(nn.Module):
+    """Logits by a matrix product with a parameter, and their loss."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.embed, self.table = nn.Embedding(64, 16), nn.Parameter(torch.randn(num_classes, 16))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        logits = nn.functional.linear(self.embed(ids), self.table).flatten(0, -2)
+        return {"loss": nn.functional.cross_entropy(logits, ids.flatten())}
+
+
+def test_a_head_that_is_not_found_has_a_sentence_with_numbers() -> None:
+    ids = torch.randint(64, (3, 20))
+    said = r"no output head was found for 60 x 8,192 logits \(1.88 MiB\).*at least 8192 outputs.*chunked_cross_entropy"
+    for num_classes, is_on, has_note in ((8192, True, True), (8192, False, False), (4096, True, False)):
+        model = WithoutHead(num_classes)
+        notes = trace_step(model, {"ids": ids}, device="cpu", chunked_loss=is_on).notes
+        with apply(Plan.preset("activations8"), model, chunked_loss=is_on) as session:
+            model(ids)["loss"].backward()
+            reasons = [row.reason for row in session.changes if row.asked == "a chunked loss"]
+        for texts in (notes, reasons):
+            assert [bool(re.search(said, text)) for text in texts] == [True] * has_note
+    many = nn.Linear(4, 8)  # more rows than a head has classes
+    trace = trace_step(
+        many, (torch.empty(9000, 4), torch.zeros(9000, dtype=torch.int64)), loss=nn.functional.cross_entropy, device="cpu"
+    )
+    assert not trace.notes
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])

@@ -95,8 +95,18 @@ def test_predicted_bytes() -> None:
     stored = [footprint(trace, plan).by_role.get(Role.ACTIVATION, 0) for plan in (INPUTS, INPUTS.offloading())]
     inputs = [slot for slot in trace.activations if "checkpoint" in slot.name]
     assert stored[0] - stored[1] == len(inputs) * EIGHT_BITS > 0
+    host = [footprint(trace, plan).host_bytes for plan in (INPUTS, INPUTS.offloading())]
+    assert host == [0, len(inputs) * EIGHT_BITS] and "in host memory" in repr(footprint(trace, INPUTS.offloading()))
     on_cpu = trace_step(Stack(BY_MODEL), (batch(),), device="cpu")
+    assert footprint(on_cpu, INPUTS.offloading()).host_bytes == 0
     assert footprint(on_cpu, INPUTS).peak_bytes == footprint(on_cpu, INPUTS.offloading()).peak_bytes
+
+
+def test_plans_that_pack_no_input_are_predicted() -> None:
+    trace = trace_step(Stack(BY_MODEL), (batch(),), device="cuda")
+    for plan in (Plan.uniform(), Plan.uniform(frozen=INT8)):
+        foot = footprint(trace, plan.offloading())
+        assert foot.peak_bytes == footprint(trace, plan).peak_bytes and foot.host_bytes == 0
 
 
 def test_plans_print_compare_and_save_it(tmp_path: Path) -> None:

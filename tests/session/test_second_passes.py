@@ -19,12 +19,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from paredown import Plan, Trace, apply, footprint, trace_step
+from paredown.errors import PlanError
 from paredown.session.checkpointing import Factor
 from paredown.trace import operations
+from paredown.trace.checkpoints import ReentrantSaves
 from tests.session.nets import INT4, INT8
 from tests.support.memory import peak_bytes
 
-NONE, BY_MODEL, BY_PLAN = "none", "model", "plan"
+NONE, BY_MODEL, REENTRANT, BY_PLAN = "none", "model", "reentrant", "plan"
+BY_MODELS = (BY_MODEL, REENTRANT)
 WIDTH, INNER, ROWS = 32, 128, 256
 
 
@@ -59,7 +62,7 @@ class Rectified(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers that torch.utils.checkpoint runs, if `mode` is BY_MODEL."""
+    """Layers that torch.utils.checkpoint runs, if `mode` is BY_MODEL or REENTRANT."""
 
     def __init__(self, mode: str, layer: type[nn.Module] = Gated) -> None:
         super().__init__()
@@ -69,7 +72,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.mode == BY_MODEL else layer(x)  # type: ignore[assignment]
+            is_reentrant = self.mode == REENTRANT
+            x = checkpoint(layer, x, use_reentrant=is_reentrant) if self.mode in BY_MODELS else layer(x)  # type: ignore[assignment]
         return x.square().mean()
 
 
@@ -99,7 +103,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("text", [INT8, INT4])
 @pytest.mark.parametrize("layer", [Gated, Rectified])
-@pytest.mark.parametrize("mode", [BY_MODEL, BY_PLAN])
+@pytest.mark.parametrize("mode", [*BY_MODELS, BY_PLAN])
 def test_gradients_are_those_of_packing_without_checkpointing(mode: str, layer: type[nn.Module], text: str) -> None:
     x = batch()
     exact = gradients(Stack(NONE, layer), x)
@@ -113,11 +117,12 @@ def test_gradients_are_those_of_packing_without_checkpointing(mode: str, layer: 
     assert ("layers.1:mul.input" if layer is Gated else "layers.1.down:input") in names
 
 
-def test_the_originals_are_freed_and_nothing_outlives_backward() -> None:
+@pytest.mark.parametrize("mode", BY_MODELS)
+def test_the_originals_are_freed_and_nothing_outlives_backward(mode: str) -> None:
     """Neither the second graph nor the checkpoint holds them; without a garbage collection."""
-    model, x = Stack(BY_MODEL), batch()
+    model, x = Stack(mode), batch()
     layer: Any = model.layers[1]
-    with apply(plan_of(BY_MODEL), model) as session:
+    with apply(plan_of(mode), model) as session:
         gradients(model, x)
         loss = model(x)
         layer.products.clear()
@@ -131,13 +136,13 @@ def test_the_originals_are_freed_and_nothing_outlives_backward() -> None:
             gc.enable()
 
 
-@pytest.mark.parametrize("mode", [pytest.param(BY_MODEL, marks=pytest.mark.full), BY_PLAN])
+@pytest.mark.parametrize("mode", [pytest.param(BY_MODEL, marks=pytest.mark.full), REENTRANT, BY_PLAN])
 def test_the_peak_falls_as_predicted(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured peaks of a step on a CPU, unmodified, with packed inputs alone, and with packed second passes."""
     rows = 40_960  # scratch of encoding, for 2^17 values at most and counted once for each tensor of a layer, is small beside these
     monkeypatch.setattr(operations, "MIN_SECOND_PASS_BYTES", 2 * rows * WIDTH * 4)
     x = torch.randn(rows, WIDTH)
-    checkpointed = BY_MODEL if mode == BY_MODEL else NONE
+    checkpointed = mode if mode in BY_MODELS else NONE
     trace = trace_step(Stack(checkpointed), (x,), optimizer="sgd", device="cpu")
     peaks: dict[str, tuple[int, int]] = {}
     for name, inside in (("inputs", None), ("inside", INT8)):
@@ -154,10 +159,11 @@ def test_the_peak_falls_as_predicted(mode: str, tmp_path: Path, monkeypatch: pyt
         assert predicted == pytest.approx(measured, rel=0.05), peaks
 
 
-def test_traces_have_the_slots_that_a_session_packs() -> None:
-    x, plan = batch(), plan_of(BY_MODEL)
-    trace = trace_step(Stack(BY_MODEL), (x,), device="cpu")
-    with apply(plan, model := Stack(BY_MODEL)) as session:
+@pytest.mark.parametrize("mode", BY_MODELS)
+def test_traces_have_the_slots_that_a_session_packs(mode: str) -> None:
+    x, plan = batch(), plan_of(mode)
+    trace = trace_step(Stack(mode), (x,), device="cpu")
+    with apply(plan, model := Stack(mode)) as session:
         gradients(model, x)
         packed = {name for name, decision in session._activations.decisions.items() if decision.format is not None}
     again = {name for slot in trace.activations if slot.birth > trace.backward_at for name in slot.names}
@@ -204,6 +210,69 @@ def test_without_early_stop_in_nested_checkpoints_and_under_autocast() -> None:
             assert float((a - b).norm() / b.norm()) < 0.02
 
 
+@pytest.mark.parametrize("inner", [True, False])
+def test_checkpoints_inside_of_a_reentrant_one(inner: bool) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = Gated(), Gated()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(checkpoint(self.inner, x, use_reentrant=inner))
+
+    x, model, found = batch(), Stack(REENTRANT, Nested), list[Tensor]()
+    exact = gradients(model, x)
+    with apply(plan_of(REENTRANT), model) as session:
+        for _ in range(2):
+            found = gradients(model, x)
+            assert session.stored_bytes == 0
+        assert "layers.1.outer:mul.input" in session._activations.decisions
+    for a, b in zip(found, exact, strict=True):
+        assert 0 < float((a - b).norm() / b.norm()) < 0.02
+
+
+def test_a_backward_that_raises_leaves_nothing_behind() -> None:
+    """With use_reentrant=True the session follows the layer in backward, and does not notice that it raised."""
+
+    class Fails(Gated):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails and torch.is_grad_enabled():
+                raise ValueError("no")
+            return super().forward(x)
+
+    x, model = batch(), Stack(REENTRANT, Fails)
+    with apply(plan_of(REENTRANT), model) as session:
+        expected = gradients(model, x)
+        Fails.fails = True
+        with pytest.raises(ValueError, match="no"):
+            gradients(model, x)
+        Fails.fails = False
+        assert_equal(gradients(model, x), expected)
+        assert session.stored_bytes == 0
+
+
+def test_plans_that_store_nothing_inside_are_not_followed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    init = ReentrantSaves.__init__
+    monkeypatch.setattr(ReentrantSaves, "__init__", lambda self, store: begun.append(0) or init(self, store))
+    x, plan = batch(), Plan().set("activation=*:checkpoint.input", INT8)
+    with apply(plan, model := Stack(REENTRANT)):
+        for _ in range(3):
+            gradients(model, x)
+    assert len(begun) == len(model.layers), "in the first step alone"
+
+
+def test_patterns_are_checked_when_the_inside_of_layers_is_known() -> None:
+    x, plan = batch(), plan_of(REENTRANT).set("activation=*:nothing.input", INT8)
+    with apply(plan, model := Stack(REENTRANT)):
+        model(x)  # without a backward
+        gradients(model, x)
+        with pytest.raises(PlanError, match="nothing"):
+            model(x)
+
+
 def test_a_layer_that_saves_other_tensors_later_stays_unmodified() -> None:
     class Switched(Gated):
         is_gated = True
@@ -219,25 +288,27 @@ def test_a_layer_that_saves_other_tensors_later_stays_unmodified() -> None:
     assert_equal(found, gradients(model, x))
 
 
-def test_frozen_weights_are_not_taken_for_activations() -> None:
+@pytest.mark.parametrize("mode", BY_MODELS)
+def test_frozen_weights_are_not_taken_for_activations(mode: str) -> None:
     """A weight larger than the limit stays what it is, packed or not."""
     for frozen in (None, INT8):
-        model = Stack(BY_MODEL)
+        model = Stack(mode)
         for layer in model.layers:
             for p in layer.parameters():
                 p.requires_grad_(False)
         x = batch().repeat(4, 1)
-        plan = plan_of(BY_MODEL).without("activation=*.down:input").set("frozen", frozen)
+        plan = plan_of(mode).without("activation=*.down:input").set("frozen", frozen)
         with apply(plan, model) as session:
             gradients(model, x)
             gradients(model, x)
             assert not {name for name in session._activations.decisions if name.endswith("weight")}
 
 
-def test_factors_are_decoded_by_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", BY_MODELS)
+def test_factors_are_decoded_by_every_operation(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     decoded = Factor.decoded
     monkeypatch.setattr(Factor, "decoded", lambda self: seen.append(repr(self)) or decoded(self))
-    with apply(plan_of(BY_MODEL), model := Stack(BY_MODEL)):
+    with apply(plan_of(mode), model := Stack(mode)):
         gradients(model, batch())
     assert len(seen) == 2 * len(model.layers) and seen[0] == f"Factor(({ROWS}, {INNER}), torch.float32)"

@@ -326,6 +326,7 @@ LoraTargetsOption = Annotated[
     ),
 ]
 CheckpointingOption = Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")]
+OffloadOption = Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")]
 FrozenOption = Annotated[
     str | None,
     typer.Option("--frozen", metavar="FORMAT", help="Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", show_default=False),

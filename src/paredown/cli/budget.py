@@ -5,12 +5,18 @@ both units, and a budget in GB that is the size of a card names `--gpu`.
 
 >>> gpu_budget("RTX 4090").say(parse_bytes(gpu_budget("4090").size))
 '23.00 GiB (24.70 GB): 4090, 23.50 GiB less 512.00 MiB for the CUDA context'
+
+`largest_batch` searches for the largest batch size whose predicted peak is within a budget, with few predictions:
+
+>>> calls = []
+>>> largest_batch(lambda num: calls.append(num) or 100 + 7 * num, 1000, start=32), len(calls) < 6
+(128, True)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -140,3 +146,67 @@ def _cards_of(size: str) -> str:
     low, high = (pick(card.total_gib for card in cards) for pick in (min, max))
     span = f"{low} GiB" if low == high else f"{low} to {high} GiB"
     return f"cards sold as {number} GB have {span} (--gpu {', '.join(card.name for card in cards)})"
+
+
+# --- the largest batch and a length within a budget -------------------------------------------------------------------
+
+MOST = 1 << 24  # examples; a budget that allows more is not searched further
+LENGTH_GRAIN, NUM_LENGTHS = 128, 3  # lengths are multiples of the first; so many are predicted
+
+
+def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) -> int:
+    """The largest batch size whose `peak` is within the budget; 0 if a batch of one is above it.
+
+    Interpolation search: peaks grow almost linearly with the batch. Every third guess is the midpoint, for peaks that do not.
+    """
+    known: dict[int, int] = {}
+
+    def fits(num: int) -> bool:
+        known[num] = known[num] if num in known else peak(num)
+        return known[num] <= budget_bytes
+
+    def interpolated(low: int, high: int) -> int:
+        """The largest size within the budget on the line through two known sizes."""
+        slope = max(known[high] - known[low], 1) / (high - low)
+        return int(low + (budget_bytes - known[low]) / slope)
+
+    low, high = max(start, 1), 2 * max(start, 1)
+    if not fits(low):
+        low, high = 1, low
+        if high == 1 or not fits(1):
+            return 0
+    before = low
+    while fits(high):  # the first extrapolation adds 1, to a size that should not fit
+        before, low, high = low, high, max(high + 1, interpolated(before, high) + 1) if before == max(start, 1) else 2 * high
+        if low >= MOST:
+            return MOST
+    turn = 0
+    while high - low > 1:
+        guess, turn = interpolated(low, high) if turn % 3 < 2 else (low + high) // 2, turn + 1
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if fits(guess) else (low, guess)
+    return low
+
+
+def shorter(
+    peak: Callable[[int], int], length: int, peak_bytes: int, *, fixed_bytes: int, budget_bytes: int
+) -> tuple[int, int] | None:
+    """A length whose peak is within the budget, near the longest one, and its peak; None if none is found in three predictions.
+
+    `peak_bytes`: of `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first guess is on the line through
+    both, the next one on the line through the last two.
+
+    >>> shorter(lambda num: 100 + num, 4096, 4196, fixed_bytes=50, budget_bytes=1000)
+    (896, 996)
+    """
+    known = [(0, fixed_bytes), (length, peak_bytes)]
+    for _ in range(NUM_LENGTHS):
+        (low, low_bytes), (high, high_bytes) = known[-2:]
+        slope = (high_bytes - low_bytes) / (high - low)
+        guess = int(low + (budget_bytes - low_bytes) / slope) // LENGTH_GRAIN * LENGTH_GRAIN if slope > 0 else 0
+        if guess <= 0 or guess in (low, high):
+            return None
+        known.append((guess, peak(guess)))
+        if known[-1][1] <= budget_bytes:
+            return known[-1]
+    return None

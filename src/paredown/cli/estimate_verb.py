@@ -1,16 +1,13 @@
 """`paredown estimate`: predicted bytes of a training step by role, module and plan, and the largest batch within a budget.
 
-Nothing is trained. `largest_batch` searches for the largest batch size whose predicted peak is within a budget, with few predictions:
-
->>> calls = []
->>> largest_batch(lambda num: calls.append(num) or 100 + 7 * num, 1000, start=32), len(calls) < 6
-(128, True)
+Nothing is trained.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +21,6 @@ from paredown.cli.application import (
     ChunkedLossOption,
     CompiledOption,
     DeviceOption,
-    Exit,
     FrozenOption,
     GpuOption,
     InputOption,
@@ -33,6 +29,7 @@ from paredown.cli.application import (
     LoraOption,
     LoraTargetsOption,
     ModelArgument,
+    OffloadOption,
     OptimizerOption,
     PlanOption,
     ReportOption,
@@ -42,11 +39,21 @@ from paredown.cli.application import (
     step_text,
     verb,
 )
-from paredown.cli.budget import Budget, read_budget
+from paredown.cli.budget import Budget, largest_batch, read_budget
 from paredown.cli.inputs import check_places
-from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
-from paredown.cli.verdict import COMPILED, WORKSPACE, bars, has_colour, parts_at_peak, styled_verdict, verdict
-from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
+from paredown.cli.output import BASELINE, emit, heading, progress_bar, spinner, table, tell
+from paredown.cli.verdict import (
+    COMPILED,
+    WORKSPACE,
+    bars,
+    exit_if_too_large,
+    has_colour,
+    length_that_fits,
+    parts_at_peak,
+    styled_verdict,
+    verdict,
+)
+from paredown.sizes import parse_bytes, say_bytes
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
@@ -95,6 +102,7 @@ def estimate(
     lora: LoraOption = None,
     lora_targets: LoraTargetsOption = None,
     checkpointing: CheckpointingOption = False,
+    offload: OffloadOption = False,
     frozen: FrozenOption = None,
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
@@ -116,9 +124,10 @@ def estimate(
 
         options = SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets, chunked_loss)
         subject = find_subject(model, options)
-        plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else ())
+        plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else (), offload=offload)
         _check_applicable(subject, length, frozen)
         feet = _footprints(subject, plans, shared)
+        _check_offload(feet, offload=offload)
     allowed = None if within is None else _allowed(within, subject, feet, shared)
     largest = _largest_batches(subject, plans, allowed or 0, shared) if batch == AUTO else {}
     value = {**_head(subject, plans), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
@@ -126,7 +135,12 @@ def estimate(
         _write_report(report, subject, plans, value, requested=plan is not None)
     _show(value, within, requested=plan is not None, is_json=is_json)
     named = None if lora or checkpointing or frozen or shared else step_text(model, options)  # `paredown plan` has no such flags
-    _exit_if_too_large(value, requested=plan, model=named, budget=within)
+
+    def peak(plan: str, length: int) -> int:
+        other = find_subject(model, replace(options, input=_input(None, length)))
+        return _footprints(other, {plan: plans[plan]}, shared)[plan].peak_bytes
+
+    exit_if_too_large(value, requested=plan, model=named, budget=within, length=length_that_fits(value, peak, length))
 
 
 def _shared(world_size: int, strategy: str | None, report: Path | None) -> dict[str, Any]:
@@ -187,17 +201,31 @@ def _check_applicable(subject: Subject, length: int | None, frozen: str | None) 
         )
 
 
+def _check_offload(feet: Mapping[str, Footprint], *, offload: bool) -> None:
+    """BadParameter if no plan has anything in host memory."""
+    foot = next(iter(feet.values()))
+    if not offload or any(foot.host_bytes for foot in feet.values()):
+        return
+    where = "on a CPU all memory is the host's: add --device cuda, or --gpu" if foot.trace.device != "cuda" else ""
+    compiled = "compiled sessions offload nothing: leave --compiled out" if foot.trace.is_compiled else ""
+    packed = (
+        "no plan packs an input of a checkpointed layer: add --checkpointing, and a plan with activations, such as activations8"
+    )
+    raise typer.BadParameter(f"{where or compiled or packed}.", param_hint="--offload")
+
+
 def _targets(lora: int | None, text: str | None) -> tuple[str, ...]:
     if text is not None and lora is None:
         raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def _plans(texts: Sequence[str], frozen: str | None, layers: tuple[str, ...]) -> dict[str, Plan]:
-    """The plans by name, with a format for frozen weights and with checkpointed layers."""
+def _plans(texts: Sequence[str], frozen: str | None, layers: tuple[str, ...], *, offload: bool) -> dict[str, Plan]:
+    """The plans by name, with a format for frozen weights, with checkpointed layers, and with their packed inputs in host memory."""
     from paredown.cli.subject import name_of, read_plan
 
     plans = {name_of(text): read_plan(text).recomputing(*layers) for text in texts}
+    plans = {name: plan.offloading() if offload and name != BASELINE else plan for name, plan in plans.items()}
     if frozen is None:
         return plans
     return {
@@ -303,7 +331,8 @@ def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -
     fits = None if allowed is None else foot.peak_bytes <= allowed
     parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes, **_step_time(foot)}
     sent = {} if foot.distribution is None else {"model_bytes": foot.model_bytes, "sent_bytes": foot.communication.total}
-    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts, **sent}
+    host = {"host_bytes": foot.host_bytes} if foot.plan.offload else {}
+    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts, **sent, **host}
 
 
 def _step_time(foot: Footprint) -> dict[str, Any]:
@@ -446,6 +475,8 @@ def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[s
     kinds |= {"sent by a process": "sent_bytes"} if "sent_bytes" in rows[0] else {}
     lines = [(name, *(say_bytes(row[key]) for row in rows)) for name, key in kinds.items()]
     lines.append(("activations stored for backward", *(say_bytes(row["by_role"].get("activation", 0)) for row in rows)))
+    if any("host_bytes" in row for row in rows):
+        lines.append(("inputs in host memory", *(say_bytes(row.get("host_bytes", 0)) for row in rows)))
     if allowed is not None:
         lines.append((f"fits {say_bytes(allowed)}", *("yes" if row["fits"] else "no" for row in rows)))
     if any(row["step_seconds"] is not None for row in rows):
@@ -454,64 +485,3 @@ def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[s
     if rows[0]["largest_batch"] is not None:
         lines.append(("largest batch", *(str(row["largest_batch"]) for row in rows)))
     return lines
-
-
-def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str | None, budget: Budget | None) -> None:
-    """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit.
-
-    `model`: the arguments for `paredown plan`; None if it cannot make this step.
-    """
-    rows = value["plans"]
-    judged = rows if requested else rows[:1]
-    is_searched = judged[0]["largest_batch"] is not None
-    if budget is None or any(row["largest_batch"] if is_searched else row["fits"] for row in judged):
-        return
-    fitting = [row["plan"] for row in rows if (row["largest_batch"] if is_searched else row["fits"])]
-    others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
-    size = say_bytes_twice(value["budget_bytes"])
-    if model is None:
-        least = min(rows, key=lambda row: row["peak_bytes"])
-        advice = f"{least['plan']} has the smallest peak, {say_bytes(least['peak_bytes'])}: lower --batch or --length, or raise the budget."
-        say(f"it does not fit {size}. {others or advice}".rstrip())
-    else:
-        say(f"it does not fit {size}. {others}To make a plan that fits: paredown plan {model} {budget.argument}")
-    raise typer.Exit(Exit.DOES_NOT_FIT)
-
-
-# --- the largest batch within a budget --------------------------------------------------------------------------------
-
-MOST = 1 << 24  # examples; a budget that allows more is not searched further
-
-
-def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) -> int:
-    """The largest batch size whose `peak` is within the budget; 0 if a batch of one is above it.
-
-    Interpolation search: peaks grow almost linearly with the batch. Every third guess is the midpoint, for peaks that do not.
-    """
-    known: dict[int, int] = {}
-
-    def fits(num: int) -> bool:
-        known[num] = known[num] if num in known else peak(num)
-        return known[num] <= budget_bytes
-
-    def interpolated(low: int, high: int) -> int:
-        """The largest size within the budget on the line through two known sizes."""
-        slope = max(known[high] - known[low], 1) / (high - low)
-        return int(low + (budget_bytes - known[low]) / slope)
-
-    low, high = max(start, 1), 2 * max(start, 1)
-    if not fits(low):
-        low, high = 1, low
-        if high == 1 or not fits(1):
-            return 0
-    before = low
-    while fits(high):  # the first extrapolation adds 1, to a size that should not fit
-        before, low, high = low, high, max(high + 1, interpolated(before, high) + 1) if before == max(start, 1) else 2 * high
-        if low >= MOST:
-            return MOST
-    turn = 0
-    while high - low > 1:
-        guess, turn = interpolated(low, high) if turn % 3 < 2 else (low + high) // 2, turn + 1
-        guess = min(max(guess, low + 1), high - 1)
-        low, high = (guess, high) if fits(guess) else (low, guess)
-    return low

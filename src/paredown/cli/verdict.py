@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paredown.cli.output import BASELINE, Styled, clean
+import typer
+
+from paredown.cli.application import Exit
+from paredown.cli.budget import Budget, shorter
+from paredown.cli.output import BASELINE, Styled, clean, say, spinner
 from paredown.roles import Role
-from paredown.sizes import say_bytes
+from paredown.sizes import say_bytes, say_bytes_twice
 
 BLOCK, SQUARE = "\u2588", "\u25a0"
 WIDTH = 48  # characters of the longest bar
@@ -169,3 +173,51 @@ def _bar(parts: Sequence[Segment], mark_at: int | None, *, in_colour: bool) -> s
     if mark_at is not None:
         cells.insert(mark_at, "|")
     return "".join(cells)
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------------
+
+WITH_LENGTH = ("activation", "temporary", "input")  # roles whose bytes grow with the length, nearly all of them
+
+
+def length_that_fits(value: Mapping[str, Any], peak: Callable[[str, int], int], length: int | None) -> Callable[[], str]:
+    """A function that finds a shorter text that fits under the plan of the smallest peak, and says so; "" if it finds none."""
+
+    def text() -> str:
+        least = min(value["plans"], key=lambda row: row["peak_bytes"])
+        fixed = least["peak_bytes"] - sum(least["at_peak"].get(role, 0) for role in WITH_LENGTH)
+        with spinner("a shorter text"):
+            sizes = {"fixed_bytes": fixed, "budget_bytes": value["budget_bytes"]}
+            found = shorter(lambda num: peak(least["plan"], num), length or 0, least["peak_bytes"], **sizes)
+        return "" if found is None else f" --length {found[0]} fits with it: {say_bytes(found[1])}."
+
+    return text if length else str
+
+
+def exit_if_too_large(
+    value: Mapping[str, Any],
+    *,
+    requested: list[str] | None,
+    model: str | None,
+    budget: Budget | None,
+    length: Callable[[], str],
+) -> None:
+    """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit.
+
+    `model`: the arguments for `paredown plan`; None if it cannot make this step. `length` finds a text that fits.
+    """
+    rows = value["plans"]
+    judged = rows if requested else rows[:1]
+    is_searched = judged[0]["largest_batch"] is not None
+    if budget is None or any(row["largest_batch"] if is_searched else row["fits"] for row in judged):
+        return
+    fitting = [row["plan"] for row in rows if (row["largest_batch"] if is_searched else row["fits"])]
+    others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
+    size = say_bytes_twice(value["budget_bytes"])
+    if model is None:
+        least = min(rows, key=lambda row: row["peak_bytes"])
+        advice = f"{least['plan']} has the smallest peak, {say_bytes(least['peak_bytes'])}: lower --batch or --length, or raise the budget."
+        say(f"it does not fit {size}. {others or f'{advice}{length()}'}".rstrip())
+    else:
+        say(f"it does not fit {size}. {others}To make a plan that fits: paredown plan {model} {budget.argument}")
+    raise typer.Exit(Exit.DOES_NOT_FIT)

@@ -8,8 +8,9 @@ deferred logits. That happens in training mode with gradients enabled; evaluatio
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_map
 from paredown.errors import ApplyError
 from paredown.loss.deferred_logits import HeadUse, defer
 from paredown.loss.graph_head import rewrite_head
+from paredown.sizes import say_bytes
 from paredown.trace.autograd_graph import has_storage
 from paredown.trace.hooks import Hook
 
@@ -42,6 +44,10 @@ SHARDED = (
 )
 LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
 SUBCLASS = "its class is {}, not nn.Linear: call paredown.loss.chunked_cross_entropy(hidden, weight, target) instead"
+NO_HEAD = (
+    "no output head was found for {} x {:,} logits ({}): a head is the last nn.Linear with at least 8192 outputs, and twice as many as "
+    "inputs, that is not in an nn.ModuleList. Call paredown.loss.chunked_cross_entropy(hidden, weight, target) instead"
+)
 FUSED = "the model's forward is that of {}, which computes the loss in chunks without calling it"
 FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forward that replaces a model's -> its name
 
@@ -80,6 +86,7 @@ class OutputHead:
     """
 
     def __init__(self, model: nn.Module, *, is_on: bool = True, traced_device: str | None = None) -> None:
+        self._is_on = is_on
         path, module = find_head(model) if is_on else ("", None)
         self.use = HeadUse(path, traced_device)
         self._module = weakref.ref(module) if module is not None else None
@@ -125,8 +132,22 @@ class OutputHead:
         self._num_compiled += 1
         return rewrite_head(gm, inputs, module, self.use)
 
-    def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """(path, asked, given, reason) where logits are not deferred, and where they were needed."""
+    def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
+        """Why the loss of logits is not in chunks where the model has no output head; "" if they have too few classes."""
+        classes = shape[:2][-1] if shape else 0  # a cross entropy takes (rows, classes, ...) or (classes,)
+        if not self._is_on or self.is_found or classes < MIN_CLASSES:
+            return ""
+        return NO_HEAD.format(f"{math.prod(shape) // classes:,}", classes, say_bytes(nbytes))
+
+    def rows(self, losses: Mapping[str, tuple[Sequence[int], int]] | None = None) -> Iterator[tuple[str, str, str, str]]:
+        """(path, asked, given, reason) where logits are not deferred, and where they were needed.
+
+        `losses`: shape and bytes of what cross entropies inside of the model saved, by slot.
+        """
+        for slot, (shape, nbytes) in (losses or {}).items():
+            if missing := self.reason_missing(shape, nbytes):
+                yield slot, ASKED, ALL, missing
+                return
         is_absent = self._num_compiled > 0 and not self.use.num_graphs
         reason = COMPILED if self._hook.was_compiled else NOT_IN_GRAPHS if is_absent else self.reason
         if self._fused_by and not self.use.num_deferred and not self._hook.was_compiled and not self.reason:

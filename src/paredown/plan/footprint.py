@@ -50,7 +50,17 @@ from paredown.plan.distribution import (
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.recomputed_slots import planned_step, unhonoured_recomputation
-from paredown.plan.replay import BASELINE, DTYPE_BYTES, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
+from paredown.plan.replay import (
+    BASELINE,
+    DTYPE_BYTES,
+    Interval,
+    SlotStorage,
+    host_bytes,
+    intervals,
+    model_memory,
+    part_bytes,
+    slot_storages,
+)
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
@@ -165,6 +175,11 @@ class Footprint:
         """Stored bytes of weights, gradients and optimizer state, which do not depend on the batch."""
         return sum(self.by_role.get(role, 0) for role in MODEL_ROLES)
 
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, which are no part of the others: packed inputs of checkpointed layers that the plan offloads."""
+        return host_bytes(planned_step(step_under(self.trace, self.plan), self.plan), self.plan)
+
     @property
     def recomputed(self) -> tuple[str, ...]:
         """The modules under activation checkpointing, whose forward pass runs twice in a step."""
@@ -259,6 +274,7 @@ class Footprint:
         head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  stored: {', '.join(roles)}"]
         head += self._shared()
         head += [f"  activation checkpointing: {', '.join(self.recomputed)}"] if self.recomputed else []
+        head += [f"  in host memory: packed inputs of checkpointed layers, {say_bytes(self.host_bytes)}"] if self.host_bytes else []
         head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
         head.append(f"  step time: {'' if isinstance(self.step_time, StepTime) else 'not predicted, '}{self.step_time}")
         plans = {"baseline": BASELINE, **({} if self.plan.changes_nothing else {"this plan": self.plan})}

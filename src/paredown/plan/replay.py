@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from paredown.formats.catalog import is_small
@@ -193,6 +194,16 @@ def offloads(trace: Trace, plan: Plan) -> bool:
     return plan.offload and trace.device == "cuda" and not trace.is_compiled
 
 
+def host_bytes(trace: Trace, plan: Plan) -> int:
+    """Bytes of packed inputs of checkpointed layers that are in host memory when backward begins."""
+    if not offloads(trace, plan):
+        return 0
+    storages = slot_storages(trace, plan)
+    packed = {slot.name: slot for slot in trace.activations if storages[slot.name].packs}
+    moved = [(packed[name], storages[name]) for name in _offloaded(packed.values())]
+    return sum(part_bytes(slot, part, storage) for slot, storage in moved for part in slot.parts if part.use is Use.VALUE)
+
+
 @cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
     """The intervals that no plan changes: buffers, inputs and temporaries of operations."""
@@ -295,7 +306,7 @@ def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
         ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed
     )
     spans: dict[str, list[tuple[int, int]]] = {}
-    for (part, slot), following in zip(pairs, [*pairs[1:], None], strict=True):
+    for (part, slot), following in zip_longest(pairs, pairs[1:]):
         first = min(start for start, _ in part.decoded)
         gone = min(following[0].packed, part.released) if following is not None else part.packed
         fetched = min(first, *(start for start, _ in following[0].decoded)) if following is not None else first

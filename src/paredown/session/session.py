@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
-from paredown.loss.output_head import OutputHead
+from paredown.loss.output_head import LOSS_SLOTS, OutputHead
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
@@ -196,7 +196,7 @@ class Session:
         packed = self._activations
         rows += activation_changes(self.plan, packed, self._checkpointed.has, self._watch.in_place_on_views)
         rows += self._compiled.changes() if self._compiled is not None else []
-        rows += [Change(*row) for row in self._head.rows()]
+        rows += [Change(*row) for row in self._head.rows(packed.saved_by(*LOSS_SLOTS))]
         rows += self._offloaded.changes() if self._offloaded is not None and self.forwards else []
         rest = self.plan.find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
@@ -341,8 +341,8 @@ class Session:
 
     def _end(self, output: Any) -> None:
         self._activations.end(output)
-        if output is not None and not self._is_checked:
-            seen = self._activations.names | self._watch.small | self._head.slots
+        if output is not None and not self._is_checked and not self._watch.lacks_second_passes:
+            seen = self._activations.names | self._watch.small | self._watch.in_second_passes | self._head.slots
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked = True
             self._watch.end_first_pass()

@@ -89,7 +89,7 @@ class ModuleCall:
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A running forward pass of the model, or the branch of one that runs in another thread."""
+    """A running forward pass of the model, the branch of one that runs in another thread, or the second one of a checkpointed layer."""
 
     inputs: frozenset[int]  # storages of the caller's arguments
     modules: Iterable[nn.Module]
@@ -107,6 +107,7 @@ class Pass:
     hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before it
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
+    saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
     _constants: dict[int, tuple[str, Tensor]] | None = None
 
     @property

@@ -25,7 +25,8 @@ of a transformer several times the size of its hidden states, which is the peak 
 owner of a `Watch` store the large ones packed. It describes them in the first forward pass, where autograd's graph shows which operation
 saves which tensor, in the order in which the second pass saves them again. In the second pass `SecondPass` encloses the saved-tensor
 hooks of the checkpoint: it stores a tensor, and neither the second graph nor the frame of the checkpoint holds the original. Backward gets
-what the frame's dictionary returns, and `RecomputedTensors` unpacks there.
+what the frame's dictionary returns, and `RecomputedTensors` unpacks there. With use_reentrant=True the second pass is the first one with a
+graph, which nothing else holds: `Watch` reads it as that of any forward pass, and `ReentrantSaves` stores the large tensors.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -277,6 +278,10 @@ class RecomputedSave:
     def __init__(self, stored: Any, tensor: Tensor) -> None:
         self.stored, self.shape, self.dtype, self.device = stored, tensor.shape, tensor.dtype, tensor.device
 
+    def tensor(self) -> Tensor:
+        """The unpacked tensor."""
+        return self.stored.tensor()
+
 
 def stored_operand(node: Any) -> Any:
     """What a second forward pass stored for the operand `self` of an operation, by the operation's node; None if it is no such node."""
@@ -309,7 +314,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
     def __getitem__(self, handle: Any) -> Any:
         found = super().__getitem__(handle)
-        return found if type(found) is not RecomputedSave or self._state.is_compared else found.stored.tensor()
+        return found if type(found) is not RecomputedSave or self._state.is_compared else found.tensor()
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
@@ -411,7 +416,7 @@ class SecondPass:
 
     def unpack(self, kept: Any) -> Tensor:
         """The tensor, where backward runs through the second graph."""
-        return kept.stored.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
+        return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
 
     def end(self) -> None:
         """Remove the hooks."""
@@ -419,3 +424,37 @@ class SecondPass:
         if hooks is not None and hooks[0] == self.pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         del self._store  # and what it remembers of the pass
+
+
+class ReentrantSaves:
+    """Stores the large tensors that the second forward pass of a layer saves, under a checkpoint with use_reentrant=True."""
+
+    __slots__ = ("_backward", "_store", "num_large", "num_stored")
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._backward = store, running_backward()
+        self.num_large = self.num_stored = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the backward that runs the layer again is the one that runs now; one that raised ended without a word."""
+        return self._backward == running_backward()
+
+    def __call__(self, saved: Saved) -> None:
+        """Store one tensor, if it is large and its operation allows it."""
+        tensor = saved.tensor
+        if tensor is None or saved.kind != "activation" or not has_storage(tensor):
+            return
+        if not is_large_in_second_pass(tensor.untyped_storage().nbytes()) or not is_stored_in_second_pass(saved.op, saved.needs):
+            return
+        stored = self._store(replace(saved, node=None, raw=None))
+        self.num_large += 1
+        if stored is not None:
+            self.num_stored += 1
+            save = RecomputedSave(stored, tensor)
+            saved.raw.register_hooks(lambda tensor: save, RecomputedSave.tensor)
+
+
+def running_backward() -> int:
+    """The number of the backward that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()

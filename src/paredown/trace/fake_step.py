@@ -167,7 +167,7 @@ class FakeStep:
                 for context in (torch.device("cpu"), self.device_forms, self.timeline):
                     stack.enter_context(context)
                 if compiled is None:
-                    with self._watched(self.model, ""):
+                    with self._watched(self.model, "", backward=stack):
                         stack.enter_context(self.module_runs.recording())  # after the watch: what a module saved is packed first
                         with signature_errors(self.model, arguments, "trace_step"):
                             output = self.model(*arguments.args, **arguments.keywords)
@@ -243,7 +243,8 @@ class FakeStep:
                 self.timeline.add(tensor, op="", module=name.rpartition(".")[0], owner=role)
 
     @contextmanager
-    def _watched(self, module: nn.Module, outside: str) -> Generator[None]:
+    def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
+        """Record what `module` saves; hooks stay until `backward` ends where that runs layers of reentrant checkpoints again."""
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         watch.on_recomputation = self.recorder.second_pass
         self.watches.append(watch)
@@ -256,7 +257,10 @@ class FakeStep:
                 yield
         finally:
             self.watches.remove(watch)
-            watch.detach()
+            if backward is not None and watch.lacks_second_passes:
+                backward.callback(watch.detach)
+            else:
+                watch.detach()
             self.in_place_on_views |= set() if outside else watch.in_place_on_views
             for part in hooks:
                 part.detach()

@@ -52,12 +52,14 @@ from paredown.trace.checkpoints import (
     REENTRANT,
     HiddenLayer,
     RecomputedLayer,
+    ReentrantSaves,
     Store,
     describe_input,
     has_default_hooks,
     inputs_of,
     key_of,
     reason_exact,
+    running_backward,
     running_checkpoint,
 )
 from paredown.trace.hooks import Hook
@@ -133,6 +135,8 @@ class Watch:
         self._checkpointed: set[str] = set()  # layers whose inside was reported once
         self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
         self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
+        self._reentrant: dict[nn.Module, bool] = {}  # layers of reentrant checkpoints -> whether to follow their second passes
+        self.in_second_passes: set[str] = set()  # names of what they saved in the first step
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
         # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
@@ -177,6 +181,11 @@ class Watch:
             for handle in self._handles.pop(module):
                 handle.remove()
 
+    @property
+    def lacks_second_passes(self) -> bool:
+        """Whether names of slots in layers of reentrant checkpoints are not known yet: backward has not run."""
+        return bool(self._reentrant) and not self.in_second_passes
+
     def where(self) -> str:
         """Path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
         current = self._current()
@@ -215,7 +224,7 @@ class Watch:
             self._on_end(output)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        current: Pass | None = getattr(self._running, "current", None) or self._branch(module, args)
+        current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
         if current is None or current.over is not None:
             if current is not None and current.is_repeated:  # slots of later calls keep their names
                 path = (self._paths.get(module) or ("", False))[0]
@@ -227,7 +236,7 @@ class Watch:
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
         path = path if times == 1 else f"{path}@{times}"
-        if self._on_enter is not None:
+        if self._on_enter is not None and current.saves is None:
             self._on_enter(path, args)
         if not is_grad_enabled():
             self._enter_hidden(current, module, path, args)
@@ -236,7 +245,7 @@ class Watch:
         current.is_repeated = False
         if not current.is_branch:
             call.cache = self._call_caches.get(path)
-        if has_default_hooks():
+        if has_default_hooks() and current.saves is None:
             self._find_checkpoint(current, args)
             current.is_repeated = self._repeats_checkpoint(call)
         if (module in self.passed_over and not self.collects_small) or current.is_repeated:
@@ -279,6 +288,8 @@ class Watch:
             self._end_call(current, call, output)
         if current.is_branch and len(calls) == 1:
             self._running.current = None
+            if current.saves is not None and current.saves.num_large and not current.saves.num_stored:
+                self._reentrant[module] = False  # the plan stores none of them
 
     def _end_call(self, current: Pass, call: ModuleCall, output: Any) -> None:
         if call.checkpoint is not None:
@@ -306,8 +317,22 @@ class Watch:
         self._running.current = current
         return current
 
+    def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
+        """The second forward pass of the layer of a reentrant checkpoint, which backward begins by calling `module`."""
+        if not self._reentrant.get(module) or running_backward() < 0 or not is_grad_enabled() or has_default_hooks():
+            return None
+        assert self.on_recomputation is not None
+        held = frozenset(t.untyped_storage()._cdata for t in tensors_in(args))
+        current = Pass(held, self._paths, [ModuleCall(self.model, "", False, next_number())], is_branch=True)
+        current.saves = ReentrantSaves(self.on_recomputation())
+        self._running.current = current
+        return current
+
     def _current(self) -> Pass | None:
-        return getattr(self._running, "current", None)
+        current: Pass | None = getattr(self._running, "current", None)
+        if current is not None and current.saves is not None and not current.saves.is_running:  # backward raised
+            self._running.current = current = None
+        return current
 
     # --- the graph ---
 
@@ -358,7 +383,7 @@ class Watch:
         if name == IN_PLACE_ON_VIEW and prod(node._input_metadata[0].shape) >= self._min_numel:
             self.in_place_on_views.add(call.path)
         if name == REENTRANT and self.reports_checkpoint_inputs:
-            yield from self._report_reentrant(node, current, call)
+            yield from self._report_reentrant(node, current, call) if current.saves is None else ()
             return
         name = getattr(node, "stands_for", (name,))[0]
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -367,9 +392,11 @@ class Watch:
         row = row_of(name)
         call.counts[row.op] = call.counts.get(row.op, 0) + 1
         for named in saved_of(node, name, self._min_numel > 0):
+            if current.saves is not None and self.collects_small:
+                self.in_second_passes.add(describe(node, row, named, current, call).name)
             if named[2] is None or named[2].numel() >= self._min_numel:
                 saved = describe(node, row, named, current, call)
-                self._on_saved(saved)
+                (current.saves or self._on_saved)(saved)
                 if saved.tensor is None and self.on_recomputation is not None and current.in_checkpoint:
                     current.hooked.append(saved)
                 yield saved
@@ -424,6 +451,8 @@ class Watch:
         """Report the inputs that the node of a reentrant checkpoint saved."""
         layer = current.hidden_layers.get(node._sequence_nr())
         place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
+        if layer is not None and self.on_recomputation is not None:
+            self._reentrant.setdefault(layer.module, True)
         saved = [(raw, tensor) for _, raw, tensor in saved_of(node, REENTRANT, False) if tensor is not None and has_storage(tensor)]
         yield from self._report_inputs(current, place, saved, layer.reason_exact if layer is not None else lambda tensor: HIDDEN)
 

@@ -37,6 +37,7 @@ __all__ = ["Slot", "Trace", "trace_step"]
 VIEW_OUTPUTS = "paredown.session.view_outputs"  # loaded for steps with in-place operations on views
 OUTPUT_HEAD = "paredown.loss.output_head"  # loaded for steps whose loss is computed in chunks
 CHUNKED_LOSS = True  # whether sessions, traces and tasks compute the loss of an output head in chunks by default
+CROSS_ENTROPY = ("log_softmax", "nll_loss")  # operations
 ALL_LOGITS, NO_CROSS_ENTROPY = "the loss is not in chunks, and all logits of {} are counted: {}", "no cross entropy reads them"
 COMPILED = "paredown.session.compiled.compiled_trace"  # graphs are partitioned as sessions do: loaded for compiled steps alone
 
@@ -73,12 +74,21 @@ def trace_step(
     tracer = StepTracer(model, loss_module, target, state, batch, loss, (autocast, compiled))
     unmodified, head = tracer.trace(), import_module(OUTPUT_HEAD).OutputHead(model, traced_device=target) if chunked_loss else None
     if head is None or not head.is_found:
-        return unmodified
+        missing = (
+            (head.reason_missing(slot.shape, slot.nbytes) for slot in unmodified.activations if _is_of_loss(slot)) if head else ()
+        )
+        note = next(filter(None, missing), "")
+        return replace(unmodified, notes=(*unmodified.notes, f"the loss is not in chunks: {note}")) if note else unmodified
     in_chunks = tracer.trace(head) if not head.reason else None
     if in_chunks is not None and head.use.num_losses:
         return replace(in_chunks, unmodified=unmodified)
     note = ALL_LOGITS.format(head.use.path, head.reason or NO_CROSS_ENTROPY)
     return replace(unmodified, notes=(*unmodified.notes, note))
+
+
+def _is_of_loss(slot: Slot) -> bool:
+    """Whether a cross entropy saved it."""
+    return any(saver.op.strip("_").startswith(CROSS_ENTROPY) for saver in slot.savers)
 
 
 @dataclass(frozen=True, eq=False)
