@@ -28,8 +28,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_all_ways_are_measured_once_and_a_second_run_finds_them(tmp_path: Path) -> None:
+def test_all_ways_are_measured_once_and_a_second_run_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traces = tmp_path / "traces"
+    monkeypatch.setenv("PAREDOWN_CACHE", str(tmp_path / "cache"))  # not the folder that other tests expect to be empty
     arguments = ("--quick", "--model", "graph", "--traces", str(traces), "--resume", "--commit", "x", "--out", str(tmp_path))
     assert run_script(SCRIPT, *arguments, "--prepare", cwd=tmp_path).status == 0 and (traces / "graph.json").exists()
     for _ in range(2):
