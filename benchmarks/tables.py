@@ -161,20 +161,21 @@ def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
     """The newest rows of language models without an error, by job, way and seed; none before results/language.json exists."""
     if not (RESULTS / "language.json").exists():
         return {}
-    found = newest("language", ("job", "way", "seed", "error", "skipped"))
+    found = newest("language", ("job", "way", "seed", "error", "skipped", "device"))
     rows = [row for row in found.values() if not row["error"] and not row["skipped"] and (row["seed"] is not None) == has_seed]
-    return {(row["job"], row["way"], row["seed"]): row for row in rows}
+    names = ("" if row["device"].startswith("NVIDIA") else f", {row['device']}" for row in rows)
+    return {(f"{row['job']}{name}", row["way"], row["seed"]): row for row, name in zip(rows, names, strict=True)}
 
 
 def language() -> str:
     """Peaks, stored bytes, times and largest lengths of steps of language models."""
     cells: list[tuple[str, ...]] = []
-    for row in language_rows(has_seed=False).values():
+    for (job, _, _), row in language_rows(has_seed=False).items():
         names = ("peak_bytes", "predicted_bytes", "base_bytes", "model_bytes")
         sizes = (f"{row[name] / GIB:.2f}" if row[name] else "" for name in names)
         times = (f"{1e3 * row[name]:.1f}" if row[name] else "" for name in ("median_seconds", "p20_seconds", "p80_seconds"))
         largest = str(row["largest_length"]) if row["largest_length"] else ""
-        cells.append((row["job"], row["way"], *sizes, *times, largest, row["commit"]))
+        cells.append((job, row["way"], *sizes, *times, largest, row["commit"]))
     head = ("step", "way", "peak, GiB", "predicted", "base", "model", "ms", "p20", "p80", "largest length in 24 GiB", "commit")
     return titled("Training steps of language models, ours and those of other libraries:", head, cells)
 
