@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paredown.codec.packed import FlatEncoder, default_overflow, encode, encode_flat
+from paredown.codec.packed import default_overflow, encode, encode_flat, flat_codec
 from paredown.codec.recompute import pack_mask
-from paredown.codec.reference import COVER, PackedParts
+from paredown.codec.reference import COVER
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
 
+pytest.importorskip("triton")
+from tests.support.emulated_gpu import emulate_gpu
+
 flat = pytest.importorskip("paredown.codec.kernels.flat")
 masks = pytest.importorskip("paredown.codec.kernels.masks")
-launch = pytest.importorskip("paredown.codec.kernels.launch")
 FORMATS = ("int8/64@bf16", "e4m3fn/64@bf16", "int4/32@fp32", "uint4/64@bf16+bf16", "uint2/64@bf16+fp32", "e2m1fn/32@e8m0")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 SEED = Seed(7, tensor=3, step=11)
@@ -51,31 +53,59 @@ def test_encode_flat_is_encode(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*FORMATS, "bf16", "e2m1fn/16@e4m3fn"])
-def test_an_encoder_for_one_size_is_encode_in_every_step(text: str) -> None:
+def test_a_codec_for_one_size_is_encode_in_every_step(text: str) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
-    encoder = FlatEncoder(x, 1000, Format.parse(text), (Rounding.STOCHASTIC, None), Seed(7, tensor=3))
+    codec = flat_codec(x, 1000, Format.parse(text), (Rounding.STOCHASTIC, None), Seed(7, tensor=3))
     for step in (1, 2):
-        mine, theirs = encoder(x, step), encode(x, text, rounding="stochastic", seed=Seed(7, tensor=3, step=step))
-        assert mine.nbytes == theirs.nbytes
-        assert torch.equal(mine.decode(), theirs.decode())
+        stored, theirs = codec.encode(x, step), encode(x, text, rounding="stochastic", seed=Seed(7, tensor=3, step=step))
+        assert codec.nbytes == codec.packed(stored).nbytes == theirs.nbytes
+        assert torch.equal(codec.decode(stored, (20, 50), (50, 1)), theirs.decode().view(20, 50))
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        emulate_gpu(monkeypatch)
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("text", FORMATS)
 def test_repeated_calls_of_the_kernels_give_the_bits_of_encode(text: str, dtype: torch.dtype) -> None:
-    """On a GPU the second call and later ones pass addresses to the compiled kernel; the tensor need not be flat."""
-    device, format = "cuda" if torch.cuda.is_available() else "cpu", Format.parse(text)
-    how = (format, Rounding.STOCHASTIC, default_overflow(format), COVER)
-    encoder = flat.FlatEncoder(2500, how, Seed(7, tensor=3), is_row=True)
-    for step in (1, 2, 3):
-        x = torch.randn(50, 50, generator=torch.Generator().manual_seed(step)).to(dtype)
-        expected = encode(x.view(-1), format, rounding=Rounding.STOCHASTIC, seed=Seed(7, tensor=3, step=step))
-        parts = encoder(x.to(device).t(), torch.tensor([step], dtype=torch.int32, device=device))
-        for mine, theirs in zip(parts, expected.parts.tensors(), strict=True):
+    """The second call and later ones pass addresses to the compiled kernel; the tensor need not be flat."""
+    format = Format.parse(text)
+    how = (Rounding.STOCHASTIC, default_overflow(format))
+    codec, encoder = flat.BufferCodec(2500, dtype, format, how, SEED), flat.FlatEncoder(2500, (format, *how, COVER), SEED)
+    for number in (1, 2, 3):
+        x = torch.randn(50, 50, generator=torch.Generator().manual_seed(number)).to(dtype)
+        expected = encode(x.view(-1), format, rounding=how[0], seed=Seed(7, tensor=3, step=number)).to("cpu")
+        step = torch.tensor([number], dtype=torch.int32, device=DEVICE)
+        stored = codec.encode(x.to(DEVICE).t(), step)
+        assert stored.dtype is torch.uint8 and 0 <= stored.numel() - codec.nbytes < 32
+        packed = codec.packed(stored)
+        for mine, theirs in zip(packed.parts.tensors(), expected.parts.tensors(), strict=True):
             assert mine.shape == theirs.shape and mine.dtype is theirs.dtype
+            assert mine.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()  # views: one allocation
             assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
-        out = torch.empty(2500, dtype=dtype, device=device)
-        assert torch.equal(flat.decode_flat(PackedParts(*parts), format, out).cpu(), expected.decode())
+        for mine, theirs in zip(encoder(x.to(DEVICE), step), expected.parts.tensors(), strict=True):
+            assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8).view(-1))
+        out = torch.empty(2500, dtype=dtype, device=DEVICE)
+        assert torch.equal(flat.decode_flat(packed.parts, format, out).cpu(), expected.decode())
+        decoded = codec.decode(stored, torch.Size((50, 50)), (1, 50))
+        assert decoded.stride() == (1, 50) and torch.equal(decoded.cpu().t(), expected.decode().view(50, 50))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_address_that_is_no_multiple_of_16_is_launched_by_triton() -> None:
+    format = Format.parse("int8/64@bf16")
+    codec = flat.BufferCodec(2048, torch.float32, format, (Rounding.NEAREST_EVEN, default_overflow(format)), SEED)
+    step, x = torch.tensor([1], dtype=torch.int32, device=DEVICE), torch.randn(2049)
+    for start in (0, 0, 1):
+        part = x[start : start + 2048]
+        assert torch.equal(codec.decode(codec.encode(part.to(DEVICE), step), (2048,), (1,)).cpu(), encode(part, format).decode())
 
 
 def test_repeated_masks_are_those_of_other_bounds_and_values() -> None:
@@ -88,29 +118,31 @@ def test_repeated_masks_are_those_of_other_bounds_and_values() -> None:
             assert torch.equal(values.cpu(), torch.where(x > low, low + 1, -1.0))
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("rounding", [Rounding.NEAREST_EVEN, Rounding.STOCHASTIC])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [2048, 2500])
 def test_the_mask_of_the_values_beside_their_codes(numel: int, dtype: torch.dtype, rounding: Rounding) -> None:
-    device, format = "cuda" if torch.cuda.is_available() else "cpu", Format.parse("int4/64@bf16")
+    format = Format.parse("int4/64@bf16")
     x = torch.randn(numel, generator=torch.Generator().manual_seed(1)).relu().to(dtype)
     x[5], x[7] = torch.nan, -0.0
-    encoder = flat.FlatEncoder(numel, (format, rounding, default_overflow(format), COVER), Seed(7, 3))
-    step = torch.tensor([4], dtype=torch.int32, device=device)
+    codec = flat.BufferCodec(numel, dtype, format, (rounding, default_overflow(format)), Seed(7, 3))
+    step = torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    for _ in range(3):
+        expected = codec.encode(x.to(DEVICE), step)
+        bits = torch.full((-(-numel // 8),), 255, dtype=torch.uint8, device=DEVICE)
+        found = codec.encode(x.to(DEVICE), step, bits)
+        for mine, theirs in zip(codec.packed(found).parts.tensors(), codec.packed(expected).parts.tensors(), strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        assert torch.equal(bits.cpu(), pack_mask(x, 0.0, float("nan")).cpu())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_decoded_values_have_their_layout_at_once() -> None:
+    x, format = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last), Format.parse("int8/64@bf16")
+    codec = flat_codec(x.to(DEVICE), x.numel(), format, (Rounding.NEAREST_EVEN, None), SEED)
+    stored = codec.encode(x.to(DEVICE), torch.tensor([1], dtype=torch.int32, device=DEVICE))
     for _ in range(2):
-        expected = encoder(x.to(device), step)
-        bits = torch.full((-(-numel // 8),), 255, dtype=torch.uint8, device=device)
-        assert all(torch.equal(a, b) for a, b in zip(encoder(x.to(device), step, bits)[:1], expected[:1], strict=True))
-        assert torch.equal(bits.cpu(), pack_mask(x, 0.0, float("nan")))
-
-
-def test_decoded_values_have_their_layout_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, format = "cuda" if torch.cuda.is_available() else "cpu", Format.parse("int8/64@bf16")
-    if device == "cpu":  # the allocator that the GPU's path calls, for a CPU
-        monkeypatch.setattr(launch, "_empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    x = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
-    expected = encode(x, format)
-    found = flat.FlatDecoder(x.numel(), format).strided(expected.to(device).parts, x.size(), x.stride(), x.dtype)
-    assert found.stride() == x.stride()
-    assert torch.equal(found.cpu(), expected.decode())
+        found = codec.decode(stored, x.size(), x.stride())
+        assert found.stride() == x.stride()
+        assert torch.equal(found.cpu(), encode(x, format).decode().cpu())

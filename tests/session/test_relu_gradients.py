@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from paredown import Plan, apply
 from paredown.codec import recompute
-from paredown.codec.packed import FlatEncoder, PackedTensor
 from paredown.codec.recompute import NO_BOUND, ReluOutput, pack_mask
 from paredown.session import activations, stored_tensors
 from paredown.session.stored_tensors import StoragePiece, StoredMask, StoredView
+
+pytest.importorskip("triton")
+from tests.support.emulated_gpu import emulate_gpu
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -107,22 +109,6 @@ def test_a_session_stores_masks_so(device: str, layout: str, monkeypatch: pytest
 # --- masks that the kernel packs which encodes the same tensor ---------------------------------------------------------------------
 
 
-class EncoderOfBits:
-    """`FlatEncoder` on a CPU, as the one on a GPU: it takes any layout, and fills `bits`."""
-
-    takes_address = True
-    decode_strided = None
-
-    def __init__(self, *args: Any) -> None:
-        self.encode = FlatEncoder(*args)
-
-    def __call__(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
-        flat = x.as_strided((x.numel(),), (1,))
-        if bits is not None:
-            bits.copy_(pack_mask(flat, 0.0, NO_BOUND))
-        return self.encode(flat, step)
-
-
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,18 +127,18 @@ class Run:
 
     def __init__(self, device: str, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_packed = 0
+        if device == "cpu":
+            emulate_gpu(monkeypatch)
         monkeypatch.setattr(stored_tensors, "IN_ONE_PASS", devices)
         monkeypatch.setattr(activations, "pack_mask", self._pack)
-        if device == "cpu":
-            monkeypatch.setattr(activations, "FlatEncoder", EncoderOfBits)
         torch.manual_seed(0)
         self.model = Layers().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.x = torch.randn(8, 4, 14, 14, device=device).to(memory_format=torch.channels_last)
+        self.x = torch.randn(6, 4, 11, 11, device=device).to(memory_format=torch.channels_last)
         self.session = apply(Plan.preset("activations4"), self.model)
 
     def _pack(self, x: Tensor, low: float, high: float) -> Tensor:
         self.num_packed += 1
-        return pack_mask(x if x.is_cuda else x.as_strided((x.numel(),), (1,)), low, high)
+        return pack_mask(x, low, high)
 
     def gradients(self) -> list[Tensor | None]:
         self.model.zero_grad(set_to_none=True)

@@ -25,10 +25,11 @@ torch.Size([3, 100])
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -182,42 +183,69 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
     )
 
 
-DecodeStrided = Callable[[PackedParts, torch.Size, tuple[int, ...], torch.dtype], Tensor]
+class FlatCodec(ABC):
+    """Encodes and decodes tensors of one size, dtype and device in every step: what depends on those is looked up once.
 
+    What `encode` returns is stored, and only the same codec reads it.
+    """
 
-class FlatEncoder:
-    """`encode_flat` for tensors of one size, dtype and device, called in every step: what depends on those is looked up once."""
+    __slots__ = ("dtype", "format", "nbytes", "numel")
+    takes_address = False  # whether values are read from the address of the argument on, whatever its shape; otherwise it is flat
 
-    __slots__ = ("_how", "_kernel", "_seed", "decode_strided", "dtype", "format", "shape")
+    def __init__(self, numel: int, dtype: torch.dtype, format: Format) -> None:
+        self.numel, self.dtype, self.format = numel, dtype, format
+        self.nbytes = format.nbytes((numel,))  # of codes, scales and minimums
 
-    def __init__(self, like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> None:
-        self.format, self.shape, self.dtype = format, torch.Size((numel,)), like.dtype
-        rounding, overflow = how
-        self._how, self._seed = (rounding, overflow or default_overflow(format)), seed
-        kernels = backend.find_kernels() if like.is_cuda else None
-        is_covered = kernels is not None and format.block is not None and kernels.covers_recompute(format)
-        self._kernel = (
-            kernels.FlatEncoder(numel, (format, *self._how, COVER), seed, is_row=True) if kernels and is_covered else None
-        )
-        self.decode_strided: DecodeStrided | None = (
-            None  # decodes into a new tensor with given sizes and strides, where a kernel can
-        )
-        if kernels is not None and is_covered:
-            self.decode_strided = kernels.FlatDecoder(numel, format).strided
-
-    @property
-    def takes_address(self) -> bool:
-        """Whether the values are read from the address of the argument on, whatever its shape; otherwise it is flat and contiguous."""
-        return self._kernel is not None
-
-    def __call__(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
+    @abstractmethod
+    def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> Any:
         """`x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU.
 
         `bits`, where `takes_address`, is filled with the mask of values above 0 in the same pass over `x`.
         """
-        if self._kernel is not None:
-            return PackedTensor(self.format, self.shape, self.dtype, FLAT, PackedParts(*self._kernel(x, step, bits)))
+
+    @abstractmethod
+    def decode(self, stored: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """The values in memory order, as a new dense tensor with these sizes and strides."""
+
+    @abstractmethod
+    def packed(self, stored: Any) -> PackedTensor:
+        """The stored values as a flat packed tensor."""
+
+    def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+        """Where `takes_address`: what `codec.recompute.DecodeSteps` compute from the values, in a new dense tensor (sizes, strides)."""
+        raise NotImplementedError
+
+
+@final
+class PlainCodec(FlatCodec):
+    """Stores a `PackedTensor`; any device and format."""
+
+    __slots__ = ("_how", "_seed")
+
+    def __init__(self, numel: int, dtype: torch.dtype, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> None:
+        super().__init__(numel, dtype, format)
+        self._how, self._seed = how, seed
+
+    def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
+        """`x`, which is flat and contiguous, encoded."""
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
+
+    def decode(self, stored: PackedTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """The decoded values."""
+        return stored.decode().as_strided(size, stride)
+
+    def packed(self, stored: PackedTensor) -> PackedTensor:
+        """The stored tensor itself."""
+        return stored
+
+
+def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> FlatCodec:
+    """The codec for `numel` values of the dtype and on the device of `like`; `how`: rounding and overflow, None for its default."""
+    kernels = backend.find_kernels() if like.is_cuda else None
+    if kernels is None or format.block is None or not kernels.covers_recompute(format):
+        return PlainCodec(numel, like.dtype, format, how, seed)
+    codec: FlatCodec = kernels.BufferCodec(numel, like.dtype, format, (how[0], how[1] or default_overflow(format)), seed)
+    return codec
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:

@@ -71,7 +71,7 @@ def empty_mask(x: Tensor) -> Tensor:
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
     """`out`, flat and contiguous, filled with `inside` where the bit is 1 and `outside` where it is 0."""
-    kernels = backend.find_kernels() if out.device.type == "cuda" else None
+    kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
     shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
@@ -180,10 +180,11 @@ def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dt
     if steps.norm is not None:
         steps.norm.check()
     size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))
-    kernels = backend.find_kernels() if packed.device.type == "cuda" else None
-    if kernels is not None and isinstance(packed, PackedTensor) and kernels.covers_recompute(packed.format):
+    is_packed = isinstance(packed, PackedTensor)
+    kernels = backend.find_kernels() if is_packed and packed.codes.is_cuda else None
+    if kernels is not None and is_packed and kernels.covers_recompute(packed.format):
         return kernels.recompute(packed, steps, kernels.empty_strided(size, stride, dtype, packed.codes))
-    values = packed.decode(torch.float32) if isinstance(packed, PackedTensor) else packed.to(torch.float32, copy=True)
+    values = packed.decode(torch.float32) if is_packed else packed.to(torch.float32, copy=True)
     if steps.norm is not None:
         _norm_(values, steps.norm)
     values = _activation(values, steps).to(dtype)

@@ -39,7 +39,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from paredown.codec.packed import FlatEncoder, PackedTensor
+from paredown.codec.packed import FlatCodec, flat_codec
 from paredown.codec.recompute import NO_BOUND, empty_mask, pack_mask
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
@@ -127,7 +127,7 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
-        self.form_of: Callable[[Saved, StoragePiece, PackedTensor], StoredForm | None] | None = (
+        self.form_of: Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None] | None = (
             None  # another form for some tensors
         )
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
@@ -390,31 +390,32 @@ class Activations:
         recomputed = self._recomputed(saved, piece) if previous is None else None
         if recomputed is not None:
             return recomputed
-        packed = self._encoded(slot, decision, piece)
-        assert slot.encode is not None
+        stored = self._encoded(slot, decision, piece)
+        codec = slot.codec
+        assert codec is not None
         if type(previous) is StoredValues:  # this operation needs more precision than the one that saved the tensor first
-            previous.replace(packed, slot.encode.decode_strided)
+            previous.replace(codec, stored)
             return previous
-        form = self.form_of(saved, piece, packed) if self.form_of is not None else None
-        return form or StoredValues(piece, packed, slot.encode.decode_strided)
+        form = self.form_of(saved, piece, codec, stored) if self.form_of is not None else None
+        return form or StoredValues(piece, codec, stored)
 
-    def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> PackedTensor:
-        encode = slot.encode
-        if encode is None:
+    def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> Any:
+        codec = slot.codec
+        if codec is None:
             assert decision.format is not None
             how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
-            encode = slot.encode = FlatEncoder(piece.tensor, piece.numel, decision.format, how, seed)
-            slot.by_address = encode.takes_address and piece.is_whole and slot.offset == 0
+            codec = slot.codec = flat_codec(piece.tensor, piece.numel, decision.format, how, seed)
+            slot.by_address = codec.takes_address and piece.is_whole and slot.offset == 0
         step = self._step(piece.tensor)
         if not slot.by_address:
-            return encode(piece.flat(), step)
+            return codec.encode(piece.flat(), step)
         mask, of_mask = self._current_storage().masks.get(piece.key) or (None, None)
         if of_mask is None or mask is None or mask.delayed is None:
             if of_mask is not None:
                 of_mask.is_delayed = True  # from the next pass on
-            return encode(piece.tensor, step)
+            return codec.encode(piece.tensor, step)
         mask.bits, mask.delayed = empty_mask(piece.tensor), None
-        return encode(piece.tensor, step, mask.bits)
+        return codec.encode(piece.tensor, step, mask.bits)
 
     def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
         """A form that recomputes the tensor from one that is stored already; None if it cannot, or not precisely enough."""
@@ -426,7 +427,7 @@ class Activations:
         if view is None or not piece.is_whole:
             return None
         source = view.form
-        if type(source) is not StoredValues or source.packed is None or not self._keeps_enough(source, saved):
+        if type(source) is not StoredValues or source.stored is None or not self._keeps_enough(source, saved):
             return None
         signs = storage.source(rematerialization.sign)
         if piece.tensor._version != (signs.form.version if signs is not None and signs.form.is_of(piece) else 0):
@@ -437,14 +438,13 @@ class Activations:
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
         """Whether decoded values of `form` are precise enough for the operation of `saved`."""
         values = form.source if type(form) is RecomputedValues else form
-        packed = values.packed if type(values) is StoredValues else None
-        if packed is None:
+        if type(values) is not StoredValues or values.stored is None:
             return True
-        slot = self._slots[saved.name]
-        if slot.sufficient is not packed.format:
-            if not keeps_enough(packed.format, self.plan.needs_of(saved.name, slot.needs)):
+        slot, format = self._slots[saved.name], values.codec.format
+        if slot.sufficient is not format:
+            if not keeps_enough(format, self.plan.needs_of(saved.name, slot.needs)):
                 return False
-            slot.sufficient = packed.format
+            slot.sufficient = format
         return True
 
     def _sign(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage) -> StoredForm:

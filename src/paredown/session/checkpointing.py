@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
-from paredown.codec.packed import PackedTensor
+from paredown.codec.packed import FlatCodec, PackedTensor
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
@@ -299,14 +299,14 @@ class OffloadedInputs:
         """A row where nothing is in host memory."""
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
-    def _form_of(self, saved: Saved, piece: StoragePiece, packed: PackedTensor) -> StoredForm | None:
+    def _form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
         if saved.op != CHECKPOINT:
             return None
         if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():
             self._reason = CAPTURED if piece.tensor.is_cuda else NO_GPU
             return None
         self._num_offloaded += 1
-        form = OffloadedValues(piece, packed, self._copies, self._last)
+        form = OffloadedValues(piece, codec.packed(stored), self._copies, self._last)
         self._last = weakref.ref(form)
         return form
 

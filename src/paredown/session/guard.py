@@ -239,7 +239,7 @@ class Signals:
 
     def _measure(self, saved: Saved, piece: StoragePiece, form: StoredForm) -> None:
         place = self._places.get(saved.name)
-        if place is None or type(form) is not StoredValues or form.packed is None:
+        if place is None or type(form) is not StoredValues or form.stored is None:
             return
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=piece.tensor.device)
@@ -250,8 +250,7 @@ class Signals:
             self._numbers[1, place] = torch.linalg.vector_norm(flat, inf)
 
     def _all(self, flat: Tensor, form: StoredValues) -> tuple[Tensor, Tensor]:
-        assert form.packed is not None
-        return flat, form.packed.decode()
+        return flat, form.codec.decode(form.stored, (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """(exact, decoded) values of a part of the tensor, another part in each measurement."""

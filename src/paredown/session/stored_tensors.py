@@ -26,7 +26,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paredown.codec.packed import DecodeStrided, FlatEncoder, PackedTensor
+from paredown.codec.packed import FlatCodec, PackedTensor
 from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
@@ -168,21 +168,25 @@ class StoredForm(ABC):
 class StoredValues(StoredForm):
     """Values encoded in a format."""
 
-    __slots__ = ("_decode_strided", "_decoded", "packed")
+    __slots__ = ("_decoded", "codec", "stored")
 
-    def __init__(self, piece: StoragePiece, packed: PackedTensor, decode_strided: DecodeStrided | None = None) -> None:
-        """`decode_strided`: of the encoder, where a kernel decodes into any dense tensor."""
+    def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any) -> None:
+        """`stored`: what `codec` encoded."""
         super().__init__(piece)
-        self.packed: PackedTensor | None = packed
-        self._decode_strided = decode_strided
+        self.codec, self.stored = codec, stored
         self._decoded: StorageRef | None = None
 
-    def replace(self, packed: PackedTensor, decode_strided: DecodeStrided | None) -> None:
+    @property
+    def packed(self) -> PackedTensor | None:
+        """The packed values; None once the form refers to the original."""
+        return self.codec.packed(self.stored) if self.stored is not None else None
+
+    def replace(self, codec: FlatCodec, stored: Any) -> None:
         """Store the same values in another format."""
-        self.packed, self._decode_strided = packed, decode_strided
+        self.codec, self.stored = codec, stored
 
     def _packed_bytes(self) -> int:
-        return self.packed.nbytes if self.packed is not None else 0
+        return self.codec.nbytes if self.stored is not None else 0
 
     def _unpacked(self) -> Tensor:
         """The decoded values; the last decoded tensor while it is alive, so that q, k and v of one storage are decoded once."""
@@ -190,20 +194,19 @@ class StoredValues(StoredForm):
             alive = self._decoded.storage()
             if alive is not None:
                 return as_flat(alive, self.dtype)
-        assert self.packed is not None
-        decoded = self.packed.decode()
+        decoded = self.codec.decode(self.stored, (self.numel,), (1,))
         if self.num_views > 1:
             self._decoded = StorageRef(decoded.untyped_storage())
         return decoded
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The same without a flat tensor in between, where no other saved tensor shares it."""
-        if self._decode_strided is None or self.packed is None or self.plain_values is not None or self.num_views > 1:
+        """The same without a flat tensor in between, where a kernel decodes and no other saved tensor shares it."""
+        if self.num_views > 1 or self.plain_values is not None or not self.codec.takes_address:
             return self.values().as_strided(size, stride)
-        return self._decode_strided(self.packed.parts, size, stride, self.dtype)
+        return self.codec.decode(self.stored, size, stride)
 
     def _drop(self) -> None:
-        self.packed = None
+        self.stored = None
 
 
 @final
@@ -220,14 +223,19 @@ class RecomputedValues(StoredForm):
         return 0
 
     def _unpacked(self) -> Tensor:
-        start = self.source.packed if self.source.packed is not None else self.source.values()
-        return recompute(start, self.steps, self.dtype)
+        return self._recomputed((self.numel,), (1,))
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """The same without a flat tensor in between."""
-        if self.plain_values is not None or self.source.packed is None:
-            return self.values().as_strided(size, stride)
-        return recompute(self.source.packed, self.steps, self.dtype, (size, stride))
+        return self._recomputed(size, stride) if self.plain_values is None else self.values().as_strided(size, stride)
+
+    def _recomputed(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        source, steps = self.source, self.steps
+        if source.stored is None or not source.codec.takes_address:
+            return recompute(source.packed or source.values(), steps, self.dtype, (size, stride))
+        if steps.norm is not None:
+            steps.norm.check()
+        return source.codec.recompute(source.stored, steps, self.dtype, (size, stride))
 
     def _drop(self) -> None:
         pass
@@ -376,9 +384,9 @@ class SlotStorage:
         self.is_delayed = False  # whether a later operation encodes the tensor, and packs its mask too
         self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # on a GPU
         self.decision: StorageDecision | None = None
-        self.encode: FlatEncoder | None = None
+        self.codec: FlatCodec | None = None
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
-        self.by_address = False  # whether `encode` takes the saved tensor itself
+        self.by_address = False  # whether `codec` takes the saved tensor itself
 
     def fits(self, saved: Saved, tensor: Tensor) -> bool:
         """Whether the decisions hold for this saved tensor."""

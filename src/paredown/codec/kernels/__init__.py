@@ -1,7 +1,7 @@
 """The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
 
 from paredown.codec.kernels.flat import (  # noqa: F401
-    FlatDecoder,
+    BufferCodec,
     FlatEncoder,
     covers_recompute,
     decode_flat,
@@ -13,7 +13,6 @@ from paredown.codec.kernels.launch import (  # noqa: F401
     decode_rows,
     decoder,
     device_spec,
-    empty_flat,
     empty_strided,
     encode_rows,
     largest_finite,

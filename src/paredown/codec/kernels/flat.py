@@ -12,7 +12,7 @@ bits    [ b7..b0                  ]      and zeroes the values that ReLU zeroed
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 import triton
@@ -24,23 +24,21 @@ from paredown.codec.kernels.launch import (
     NOT_RANDOM,
     Direct,
     Launch,
+    Random,
     block_constants,
     covers,
     decodes,
     element_constants,
-    empty_flat,
-    empty_row,
     empty_strided,
     encodes,
     random_of,
-    run_direct,
     shared_of,
 )
 from paredown.codec.kernels.masks import load_bits
 from paredown.codec.kernels.pack import NONE, decode_blocks, load_codes, load_shared, store_values
-from paredown.codec.packed import PackedTensor
-from paredown.codec.recompute import DecodeSteps
-from paredown.codec.reference import Encoding, PackedParts
+from paredown.codec.packed import FLAT, FlatCodec, PackedTensor
+from paredown.codec.recompute import DecodeSteps, Layout, Norm
+from paredown.codec.reference import COVER, Encoding, PackedParts
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
@@ -207,56 +205,124 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
     """Flat `x` encoded; `how`: format, rounding, overflow and "cover". The format has blocks and no tensor scale."""
     random = random_of(seed, x.numel(), how[1])
     flat = _flat(x.numel(), how, random.step_in_memory, random.wide)
-    parts, pointers = _parts_and_pointers(flat, x, random.step)
+    parts = _empty_parts(flat, x)
     for launch in flat.launches:
-        launch(pointers, random.scalars)
+        launch(_encode_pointers(x, parts, random.step), random.scalars)
     return PackedParts(*(part.view(1, -1) for part in parts))
 
 
 class FlatEncoder:
-    """Encodes flat tensors of `numel` values, with a step in memory: [codes, scales] or [codes, scales, minimums].
+    """Encodes flat tensors of `numel` values, with a step in memory: [codes, scales] or [codes, scales, minimums], each flat.
 
-    The parts are flat, or have one row with `is_row`. `how`: format, rounding, overflow and "cover".
+    `how`: format, rounding, overflow and "cover".
     """
 
-    __slots__ = ("_direct", "_is_random", "_is_row", "_with_bits", "flat")
+    __slots__ = ("_direct", "_is_random", "flat")
 
-    def __init__(self, numel: int, how: Any, seed: Seed, *, is_row: bool = False) -> None:
-        random = random_of(seed, numel, how[1])
-        self._is_random, self._is_row = random is not NOT_RANDOM, is_row
-        k0, k1 = (key - (1 << 32) if key >> 31 else key for key in seed.base_keys()) if self._is_random else (0, 0)
+    def __init__(self, numel: int, how: Any, seed: Seed) -> None:
+        random, scalars = _random_and_scalars(numel, how, seed)
+        self._is_random = random is not NOT_RANDOM
         self.flat = _flat(numel, how, self._is_random, random.wide)
-        self._direct = Direct(self.flat.launches, (seed.first_index, k0, k1))
-        with_bits = encodes(1, numel, how, True, self._is_random, random.wide, True)
-        self._with_bits = Direct(with_bits, self._direct.scalars)
+        self._direct = Direct(self.flat.launches, scalars)
 
-    def __call__(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> list[Tensor]:
-        """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device.
-
-        `bits` is filled with the mask of values above 0.
-        """
-        index, source = x.get_device(), x.data_ptr()
-        direct, bits_at = (self._direct, source) if bits is None else (self._with_bits, bits.data_ptr())
-        key = (index, x.dtype, torch.uint8)
-        compiled = direct.find(key, source | bits_at)
-        if compiled is None:
-            return self._first(direct, key, x, step if self._is_random else None, bits)
-        flat, empty = self.flat, empty_row if self._is_row else empty_flat
-        codes = empty(flat.num_bytes, torch.uint8, x)
-        scales = lowest = empty(flat.num_blocks, flat.scale, x)
+    def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
+        """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device."""
+        flat, source = self.flat, x.data_ptr()
+        codes = empty_strided((flat.num_bytes,), (1,), torch.uint8, x)
+        scales = lowest = empty_strided((flat.num_blocks,), (1,), flat.scale, x)
         parts = [codes, scales]
         if flat.minimum is not None:
-            lowest = empty(flat.num_blocks, flat.minimum, x)
+            lowest = empty_strided((flat.num_blocks,), (1,), flat.minimum, x)
             parts.append(lowest)
+        addresses = codes.data_ptr(), scales.data_ptr(), lowest.data_ptr()
         step_at = step.data_ptr() if self._is_random else None
-        addresses = (source, codes.data_ptr(), scales.data_ptr(), lowest.data_ptr(), source, source, step_at, bits_at)
-        run_direct(compiled, index, addresses)
+        key = (x.get_device(), x.dtype, torch.uint8)
+        if not self._direct.run(key, source, (source, *addresses, source, source, step_at, source)):
+            self._direct.launch(key, _encode_pointers(x, parts, step if self._is_random else None))
         return parts
 
-    def _first(self, direct: Direct, key: Any, x: Tensor, step: Tensor | None, bits: Tensor | None) -> list[Tensor]:
-        parts, pointers = _parts_and_pointers(self.flat, x, step)
-        direct.launch(key, pointers if bits is None else (*pointers[:-1], bits))
-        return [part.view(1, -1) for part in parts] if self._is_row else parts
+
+@final
+class BufferCodec(FlatCodec):
+    """Stores codes, scales and minimums in one buffer: one allocation and one launch to encode, and to decode.
+
+        buffer   [ codes ... | scales ... | minimums ... ]      uint8; each part begins at a multiple of 16 bytes
+
+    `how`: rounding and overflow. The step is in the memory of the GPU.
+    """
+
+    __slots__ = ("_decodes", "_encodes", "_encodes_bits", "_flat", "_is_random", "_minimums_at", "_scales_at", "_size")
+    takes_address = True
+
+    def __init__(self, numel: int, dtype: torch.dtype, format: Format, how: tuple[Rounding, Overflow], seed: Seed) -> None:
+        super().__init__(numel, dtype, format)
+        full = (format, *how, COVER)
+        random, scalars = _random_and_scalars(numel, full, seed)
+        self._is_random = random is not NOT_RANDOM
+        self._flat = flat = _flat(numel, full, self._is_random, random.wide)
+        self._encodes = Direct(flat.launches, scalars)
+        self._encodes_bits = Direct(encodes(1, numel, full, True, self._is_random, random.wide, True), scalars)
+        self._decodes = Direct(decodes(1, numel, format))
+        self._scales_at = _aligned(flat.num_bytes)
+        scale_bytes = flat.num_blocks * flat.scale.itemsize
+        self._minimums_at = self._scales_at if flat.minimum is None else _aligned(self._scales_at + scale_bytes)
+        last = scale_bytes if flat.minimum is None else flat.num_blocks * flat.minimum.itemsize
+        self._size = (self._minimums_at + last,)
+
+    def encode(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> Tensor:
+        """The buffer of the values that begin at the address of `x`."""
+        buffer = empty_strided(self._size, (1,), torch.uint8, x)
+        source, at = x.data_ptr(), buffer.data_ptr()
+        direct, bits_at = (self._encodes, source) if bits is None else (self._encodes_bits, bits.data_ptr())
+        shared = at, at + self._scales_at, at + self._minimums_at
+        step_at = step.data_ptr() if self._is_random else None
+        key = (x.get_device(), x.dtype, torch.uint8)
+        if not direct.run(key, source | bits_at, (source, *shared, source, source, step_at, bits_at)):
+            pointers = _encode_pointers(x, self._parts(buffer), step if self._is_random else None)
+            direct.launch(key, pointers if bits is None else (*pointers[:-1], bits))
+        return buffer
+
+    def decode(self, stored: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """The decoded values of a buffer."""
+        out = empty_strided(size, stride, self.dtype, stored)
+        target, at = out.data_ptr(), stored.data_ptr()
+        key = (stored.get_device(), torch.uint8, self.dtype)
+        if not self._decodes.run(key, at, (at, target, at + self._scales_at, at + self._minimums_at, target, target)):
+            self._decodes.launch(key, _decode_pointers(PackedParts(*self._parts(stored)), out))
+        return out
+
+    def recompute(self, stored: Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout) -> Tensor:
+        """The recomputed output of `steps` from a buffer, as a new dense tensor with `layout`; see `codec/recompute.py`."""
+        at = stored.data_ptr()
+        addresses = at, at + self._scales_at, at + self._minimums_at
+        out = empty_strided(*layout, dtype, stored)
+        if not _recompute_by_address(self.numel, self.format, addresses, steps, out):
+            recompute(self.packed(stored), steps, out)
+        return out
+
+    def packed(self, stored: Tensor) -> PackedTensor:
+        """A packed tensor whose parts are views of a buffer."""
+        parts = PackedParts(*(part.view(1, -1) for part in self._parts(stored)))
+        return PackedTensor(self.format, torch.Size((self.numel,)), self.dtype, FLAT, parts)
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        """[codes, scales] or [codes, scales, minimums], flat."""
+        flat = self._flat
+        places = [(0, flat.num_bytes, torch.uint8), (self._scales_at, flat.num_blocks * flat.scale.itemsize, flat.scale)]
+        if flat.minimum is not None:
+            places.append((self._minimums_at, flat.num_blocks * flat.minimum.itemsize, flat.minimum))
+        return [buffer[start : start + length].view(dtype) for start, length, dtype in places]
+
+
+def _aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up: kernels are compiled for addresses that are multiples of 16."""
+    return -(-num_bytes // 16) * 16
+
+
+def _random_and_scalars(numel: int, how: Any, seed: Seed) -> tuple[Random, tuple[int, int, int]]:
+    random = random_of(seed, numel, how[1])
+    k0, k1 = (key - (1 << 32) if key >> 31 else key for key in seed.base_keys()) if random is not NOT_RANDOM else (0, 0)
+    return random, (seed.first_index, k0, k1)
 
 
 class FlatDecoder:
@@ -271,36 +337,34 @@ class FlatDecoder:
         """`out`, filled with decoded values."""
         codes, scales, minimums = parts.codes, parts.scales, parts.minimums
         assert codes is not None and scales is not None
-        index, target, code_at = out.get_device(), out.data_ptr(), codes.data_ptr()
-        key, scale_at = (index, torch.uint8, out.dtype), scales.data_ptr()
+        target, code_at, scale_at = out.data_ptr(), codes.data_ptr(), scales.data_ptr()
         minimum_at = scale_at if minimums is None else minimums.data_ptr()
-        compiled = self._direct.find(key, code_at | target | scale_at | minimum_at)
-        if compiled is not None:
-            run_direct(compiled, index, (code_at, target, scale_at, minimum_at, target, target))
-            return out
-        scales = scales.view(AS_INTEGERS[scales.dtype])
-        minimums = scales if minimums is None else minimums.view(AS_INTEGERS[minimums.dtype])
-        self._direct.launch(key, (codes, out, scales, minimums, out, out))
+        key, addresses = (out.get_device(), torch.uint8, out.dtype), (code_at, target, scale_at, minimum_at, target, target)
+        if not self._direct.run(key, code_at | target | scale_at | minimum_at, addresses):
+            self._direct.launch(key, _decode_pointers(parts, out))
         return out
 
-    def strided(self, parts: PackedParts, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new dense tensor with these sizes and strides, filled with decoded values in the order of memory."""
-        assert parts.codes is not None
-        return self(parts, empty_strided(size, stride, dtype, parts.codes))
+
+def _decode_pointers(parts: PackedParts, out: Tensor) -> tuple[Tensor | None, ...]:
+    """The pointers of `decode_kernel`."""
+    assert parts.scales is not None
+    scales = parts.scales.view(AS_INTEGERS[parts.scales.dtype])
+    minimums = scales if parts.minimums is None else parts.minimums.view(AS_INTEGERS[parts.minimums.dtype])
+    return parts.codes, out, scales, minimums, out, out
 
 
-def _parts_and_pointers(flat: Flat, x: Tensor, step: Tensor | None) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-    """[codes, scales] or [codes, scales, minimums] for flat `x`, each flat and empty, and the pointers of `encode_kernel`."""
-    device = x.device
-    codes = torch.empty(flat.num_bytes, dtype=torch.uint8, device=device)
-    scales = torch.empty(flat.num_blocks, dtype=flat.scale, device=device)
-    parts, lowest = [codes, scales], scales
-    if flat.minimum is not None:
-        lowest = torch.empty(flat.num_blocks, dtype=flat.minimum, device=device)
-        parts.append(lowest)
+def _empty_parts(flat: Flat, x: Tensor) -> list[Tensor]:
+    """[codes, scales] or [codes, scales, minimums] for flat `x`, each flat and empty."""
+    dtypes = [flat.scale, *([] if flat.minimum is None else [flat.minimum])]
+    shared = [torch.empty(flat.num_blocks, dtype=dtype, device=x.device) for dtype in dtypes]
+    return [torch.empty(flat.num_bytes, dtype=torch.uint8, device=x.device), *shared]
+
+
+def _encode_pointers(x: Tensor, parts: list[Tensor], step: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The pointers of `encode_kernel`."""
     source = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
-    shared = (scales.view(AS_INTEGERS[scales.dtype]), lowest.view(AS_INTEGERS[lowest.dtype]))
-    return parts, (source, codes, *shared, source, source, step, source)
+    scales, lowest = (part.view(AS_INTEGERS[part.dtype]) for part in (parts[1], parts[-1]))
+    return source, parts[0], scales, lowest, source, source, step, source
 
 
 def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
@@ -339,23 +403,40 @@ def covers_recompute(format: Format) -> bool:
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
     """`out`, dense: the recomputed output from flat packed values, in the order of memory; see `codec/recompute.py`."""
-    norm, parts, numel, dtype = steps.norm, packed.parts, packed.shape.numel(), out.dtype
-    shape = (norm.channels, norm.inner, norm.by_row, norm.weight is not None, norm.bias is not None) if norm else None
-    direct = _recomputes(numel, packed.format, shape, steps.activation)
-    given = (norm.weight, norm.bias, norm.mean, norm.rstd) if norm else (None,) * 4
-    tensors = (packed.codes, out, parts.scales, parts.minimums, *given, steps.bits)
-    target, index = out.data_ptr(), out.get_device()
-    scale_at = parts.scales.data_ptr() if parts.scales is not None else target
-    addresses = [target if t is None else t.data_ptr() for t in tensors]
-    key, together = (index, torch.uint8, dtype), scale_at
-    for address in addresses:
-        together |= address
-    compiled = direct.find(key, together)
-    if compiled is not None:
-        run_direct(compiled, index, tuple(addresses))
-    else:
-        direct.launch(key, (packed.codes, out, *shared_of(parts, out)[:2], *(out if t is None else t for t in tensors[4:])))
+    parts, numel = packed.parts, packed.shape.numel()
+    assert parts.codes is not None and parts.scales is not None
+    scale_at = parts.scales.data_ptr()
+    addresses = parts.codes.data_ptr(), scale_at, scale_at if parts.minimums is None else parts.minimums.data_ptr()
+    if not _recompute_by_address(numel, packed.format, addresses, steps, out):
+        given = (out if t is None else t for t in (*_tensors_of(steps.norm), steps.bits))
+        pointers = (packed.codes, out, *shared_of(parts, out)[:2], *given)
+        _recomputes(numel, packed.format, _shape_of(steps.norm), steps.activation).launch(_recompute_key(out), pointers)
     return out
+
+
+def _recompute_by_address(numel: int, format: Format, addresses: tuple[int, int, int], steps: DecodeSteps, out: Tensor) -> bool:
+    """`recompute` with compiled kernels, from the addresses of codes, scales and minimums; False if it has to be launched by Triton."""
+    direct = _recomputes(numel, format, _shape_of(steps.norm), steps.activation)
+    codes_at, scales_at, minimums_at = addresses
+    target = out.data_ptr()
+    given = [target if t is None else t.data_ptr() for t in (*_tensors_of(steps.norm), steps.bits)]
+    address = target | codes_at | scales_at | minimums_at
+    for one in given:
+        address |= one
+    return direct.run(_recompute_key(out), address, (codes_at, target, scales_at, minimums_at, *given))
+
+
+def _recompute_key(out: Tensor) -> tuple[int, torch.dtype, torch.dtype]:
+    return out.get_device(), torch.uint8, out.dtype
+
+
+def _tensors_of(norm: Norm | None) -> tuple[Tensor | None, ...]:
+    return (norm.weight, norm.bias, norm.mean, norm.rstd) if norm is not None else (None,) * 4
+
+
+def _shape_of(norm: Norm | None) -> tuple[int, int, bool, bool, bool] | None:
+    """Channels, inner, by_row, has a weight, has a bias."""
+    return (norm.channels, norm.inner, norm.by_row, norm.weight is not None, norm.bias is not None) if norm is not None else None
 
 
 @lru_cache(maxsize=1024)

@@ -68,7 +68,7 @@ class Launch:
             names = self.kernel.arg_names[len(pointers) + len(self.fixed) + len(scalars) :]
             self._rest = tuple(self.constants[name] for name in names)
             return
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = current_stream(index)
         try:
             compiled.run(
                 self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
@@ -104,7 +104,7 @@ class Repeated:
         if compiled is None or address & 15 or has_hooks() or torch.cuda.current_device() != self._index:
             self._launch(out)
             return
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = current_stream(self._index)
         numbers = [address if number is None else number for number in self._numbers]
         for grid, (kernel, rest) in zip((launch.grid for launch in self._launches), compiled, strict=True):
             kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *numbers, *rest)
@@ -124,9 +124,15 @@ class Repeated:
             self._compiled[out.dtype] = [(launch._compiled[key], (*launch.fixed, *launch._rest)) for launch in self._launches]
 
 
+knobs = triton.knobs.runtime
+# None in builds of torch without CUDA
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def has_hooks() -> bool:
     """Whether Triton calls hooks at each launch, for a profiler."""
-    hook = triton.knobs.runtime.launch_enter_hook
+    hook = knobs.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
@@ -135,25 +141,14 @@ _empty_on_gpu = getattr(
 )  # what compiled graphs call: a third of torch.empty's time
 
 
-def empty_flat(size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A flat tensor on the current device, which is that of `like`."""
-    if _empty_on_gpu is None:
-        return torch.empty(size, dtype=dtype, device=like.device)
-    return _empty_on_gpu((size,), (1,), dtype)
-
-
-def empty_row(size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """The same with one row."""
-    if _empty_on_gpu is None:
-        return torch.empty((1, size), dtype=dtype, device=like.device)
-    return _empty_on_gpu((1, size), (size, 1), dtype)
-
-
-def empty_strided(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """torch.empty_strided on the device of `like`, a GPU."""
-    if _empty_on_gpu is None or torch._C._cuda_getDevice() != like.get_device():
+    if _empty_on_gpu is None or current_device() != like.get_device():
         return torch.empty_strided(size, stride, dtype=dtype, device=like.device)
     return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
+
+
+Key = tuple[int, torch.dtype, torch.dtype]
 
 
 class Direct:
@@ -168,12 +163,20 @@ class Direct:
         self.launches, self.scalars = launches, scalars
         self._compiled: dict[Any, list[tuple[int, Any, tuple[Any, ...]]] | None] = {}
 
-    def find(self, key: tuple[int, torch.dtype, torch.dtype], address: int) -> list[tuple[int, Any, tuple[Any, ...]]] | None:
-        """The compiled kernels for a device and the dtypes of the first two pointers; None if this call must go through `Launch`."""
-        compiled = self._compiled.get(key)
-        return None if compiled is None or address & 15 or has_hooks() or torch._C._cuda_getDevice() != key[0] else compiled
+    def run(self, key: Key, address: int, addresses: tuple[int | None, ...]) -> bool:
+        """Launch on the current stream; False, and no launch, if this call must go through `launch`.
 
-    def launch(self, key: tuple[int, torch.dtype, torch.dtype], pointers: tuple[Tensor | None, ...]) -> None:
+        `key`: device and dtypes of the first two pointers. `address`: the addresses that may not be multiples of 16, combined by "or".
+        """
+        compiled, hook = self._compiled.get(key), knobs.launch_enter_hook
+        if compiled is None or address & 15 or (hook is not None and getattr(hook, "calls", True)) or current_device() != key[0]:
+            return False
+        stream = current_stream(key[0])
+        for grid, kernel, rest in compiled:
+            kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *rest)
+        return True
+
+    def launch(self, key: Key, pointers: tuple[Tensor | None, ...]) -> None:
         """Launch through `Launch`, and keep what it compiled under `key`."""
         for launch in self.launches:
             launch(pointers, self.scalars)
@@ -181,13 +184,6 @@ class Direct:
         found = [(launch, launch.compiled_for(key[0], pointers[0].dtype, pointers[1].dtype)) for launch in self.launches]
         kept = [(launch.grid, one[0], (*launch.fixed, *self.scalars, *one[1])) for launch, one in found if one is not None]
         self._compiled[key] = kept if len(kept) == len(found) else None
-
-
-def run_direct(compiled: list[tuple[int, Any, tuple[Any, ...]]], index: int, addresses: tuple[int | None, ...]) -> None:
-    """Call compiled kernels of `Direct` on the current stream."""
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    for grid, kernel, rest in compiled:
-        kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *rest)
 
 
 # --- The host's side of the kernels ---

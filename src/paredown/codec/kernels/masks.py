@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paredown.codec.kernels.launch import Direct, Launch, bf16_as_integers, run_direct
+from paredown.codec.kernels.launch import Direct, Launch, bf16_as_integers
 from paredown.codec.kernels.pack import load_tile, load_values, store_tile, store_values
 
 
@@ -85,12 +85,9 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
     index, source_at, target_at = source.get_device(), source.data_ptr(), out.data_ptr()
     addresses = (source_at, target_at) if bits is None else (source_at, target_at, bits.data_ptr())
     key = (index, source.dtype, out.dtype)
-    compiled = direct.find(key, source_at | target_at | addresses[-1])
-    if compiled is not None:
-        run_direct(compiled, index, addresses)
-        return out
-    first = _as_numbers(source, stores=bits is not None)
-    direct.launch(key, (first, _as_numbers(out, stores=True), *(() if bits is None else (bits,))))
+    if not direct.run(key, source_at | target_at | addresses[-1], addresses):
+        first = _as_numbers(source, stores=bits is not None)
+        direct.launch(key, (first, _as_numbers(out, stores=True), *(() if bits is None else (bits,))))
     return out
 
 

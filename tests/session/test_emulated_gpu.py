@@ -1,0 +1,102 @@
+"""Sessions by the code for GPUs, emulated on a CPU: the gradients of the code for CPUs to the bit, one allocation for a packed tensor."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from paredown import Plan, apply
+from paredown.session.stored_tensors import RecomputedValues, StoredMask, StoredValues
+
+pytest.importorskip("triton")
+from tests.support.emulated_gpu import emulate_gpu
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    def block(num_in: int, num_out: int, *, inplace: bool) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace))
+
+    layers = (block(3, 16, inplace=True), block(16, 16, inplace=False), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3))
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last), torch.randn(4, 3, 9, 9)  # type: ignore[call-overload]
+
+
+class Gated(nn.Module):
+    """A norm and a gated product, as in Llama; q, k and v are views of one tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down, self.qkv = nn.Linear(2 * width, width), nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v)
+        h = self.norm(x)
+        return x + self.down(silu(self.gate(h)) * self.up(h))
+
+
+def gated() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(Gated(32), nn.GELU()), torch.randn(2, 65, 32)
+
+
+def gradients(make: Callable[[], tuple[nn.Module, Tensor]], format: str, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = make()
+    session = apply(Plan.uniform(activation=format), model)
+    found: list[Tensor] = []
+    for _ in range(3):
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        model.zero_grad(set_to_none=True)
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "format", "dtype"),
+    [
+        (convolutions, "int8/64@bf16", torch.float32),
+        (convolutions, "uint4/64@bf16+bf16", torch.bfloat16),
+        (gated, "int8/64@bf16", torch.bfloat16),
+    ],
+)
+def test_gradients_are_those_of_the_code_for_cpus(
+    make: Callable[[], tuple[nn.Module, Tensor]], format: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients(make, format, dtype)
+    emulate_gpu(monkeypatch)
+    found = gradients(make, format, dtype)
+    for mine, theirs in zip(found, expected, strict=True):
+        error = (mine - theirs).norm() / theirs.norm()
+        assert error < 1e-5 if make is gated else torch.equal(mine, theirs), error  # GELU and SiLU are computed otherwise
+
+
+def test_a_packed_tensor_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate_gpu(monkeypatch)
+    model, x = convolutions()
+    session = apply(Plan.uniform(activation="uint4/64@bf16+bf16"), model)
+    for _ in range(3):
+        output = model(x)
+        forms = session._activations.stored_forms()
+        values = [form for form in forms if isinstance(form, StoredValues) and form.stored is not None]
+        assert (
+            values
+            and any(isinstance(form, StoredMask) for form in forms)
+            and any(isinstance(form, RecomputedValues) for form in forms)
+        )
+        for form in values:
+            assert isinstance(form.stored, Tensor) and 0 <= form.stored.nbytes - form.nbytes < 48
+            assert form.packed is not None and form.packed.nbytes == form.nbytes
+        assert session.stored_bytes == sum(form.nbytes for form in forms)
+        output.sum().backward()
+    session.close()
