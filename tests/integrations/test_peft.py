@@ -170,7 +170,8 @@ def test_an_unknown_quantization_has_a_sentence() -> None:
     model.q.weight = Ternary(torch.zeros(96, 96), requires_grad=False)
     model = adapted(model)
     with pytest.raises(
-        TraceError, match=r"'base_model.model.q.base_layer.weight' is a Ternary.*bitsandbytes.*torchao.*before its tensors"
+        TraceError,
+        match=r"'base_model.model.q.base_layer.weight' of 96 x 96 values is a Ternary.*bitsandbytes.*torchao.*before its tensors.*nf4",
     ):
         pare.trace_step(model, (torch.empty(BATCH), torch.empty(BATCH)), loss=mean_square)
     with pare.apply(pare.Plan.preset("frozen8"), model) as session:

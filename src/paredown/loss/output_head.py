@@ -48,7 +48,9 @@ NO_HEAD = (
     "no output head was found for {} x {:,} logits ({}): a head is the last nn.Linear with at least 8192 outputs, and twice as many as "
     "inputs, that is not in an nn.ModuleList. Call paredown.loss.chunked_cross_entropy(hidden, weight, target) instead"
 )
-FUSED = "the model's forward is that of {}, which computes the loss in chunks without calling it"
+FUSED = (
+    "the model's forward is that of {}, which computes the loss of {:,} classes in chunks without calling it: nothing is left to do"
+)
 FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forward that replaces a model's -> its name
 
 
@@ -90,6 +92,7 @@ class OutputHead:
         path, module = find_head(model) if is_on else ("", None)
         self.use = HeadUse(path, traced_device)
         self._module = weakref.ref(module) if module is not None else None
+        self._num_classes = module.out_features if module is not None else 0
         self._adapters = [weakref.ref(part) for part in adapters_of(model, path)]
         self._modules = [weakref.ref(part) for part in model.modules()] if module is not None else []
         self.reason = reason_to_leave(model, path, module)
@@ -151,7 +154,7 @@ class OutputHead:
         is_absent = self._num_compiled > 0 and not self.use.num_graphs
         reason = COMPILED if self._hook.was_compiled else NOT_IN_GRAPHS if is_absent else self.reason
         if self._fused_by and not self.use.num_deferred and not self._hook.was_compiled and not self.reason:
-            reason = FUSED.format(self._fused_by)
+            reason = FUSED.format(self._fused_by, self._num_classes)
         if reason and self.is_found:
             yield self.use.path, ASKED, UNMODIFIED, reason
         if self.use.requests:
