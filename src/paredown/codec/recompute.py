@@ -154,6 +154,11 @@ class Norm:
         self.weight, self.bias, self.mean, self.rstd = weight, bias, mean, rstd
         self.versions = self._versions()
 
+    @property
+    def shape(self) -> tuple[int, int, bool, bool, bool]:
+        """What kernels are compiled for: channels, inner, by_row, whether there is a weight, whether there is a bias."""
+        return self.channels, self.inner, self.by_row, self.weight is not None, self.bias is not None
+
     def _versions(self) -> list[int]:
         return [t._version for t in (self.weight, self.bias) if t is not None]
 

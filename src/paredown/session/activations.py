@@ -63,7 +63,7 @@ from paredown.session.stored_tensors import (
 from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use
-from paredown.trace.rematerialization import rematerialization_of
+from paredown.trace.rematerialization import Rematerialization, rematerialization_of
 
 LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
 REASONS = {
@@ -279,7 +279,12 @@ class Activations:
             piece = StoragePiece(tensor, slot.known)
             if piece.address not in inputs and slot.memory == memory_of(tensor, piece.storage):
                 storage: ForwardStorage = getattr(self._local, "storage", None) or self._running[-1]
-                if piece.address not in storage.unpacked:
+                if piece.address in storage.unpacked:
+                    return
+                if slot.is_cuda:
+                    with self._lock:
+                        self._replace(seen, piece, slot, storage, node, raw)
+                else:
                     self._store(seen, piece, slot, storage, node, raw)
                 return
         is_input = tensor.untyped_storage()._cdata in inputs
@@ -316,7 +321,7 @@ class Activations:
         if form is None or use is Use.VALUE:
             previous = form
             if use is Use.VALUE:
-                form = self._values(saved, piece, form, slot, node)
+                form = self._values(saved, piece, form, slot, storage, node)
             else:
                 form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[use](self, saved, piece, detail)
             if form is None:
@@ -369,7 +374,13 @@ class Activations:
     # --- one function for each use: the stored form, None to leave the tensor unmodified -----------------------------------------
 
     def _values(
-        self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, slot: SlotStorage, node: Any
+        self,
+        saved: Saved,
+        piece: StoragePiece,
+        previous: StoredForm | None,
+        slot: SlotStorage,
+        storage: ForwardStorage,
+        node: Any,
     ) -> StoredForm | None:
         decision = slot.decision
         if decision is None:
@@ -387,10 +398,12 @@ class Activations:
                 return None
         if previous is not None and self._keeps_enough(previous, saved):
             return previous
-        recomputed = self._recomputed(saved, piece) if previous is None else None
-        if recomputed is not None:
-            return recomputed
-        stored = self._encoded(slot, decision, piece)
+        if previous is None:
+            recomputation = rematerialization_of(piece.tensor)
+            form = self._recomputed(saved, piece, recomputation, storage) if recomputation is not None else None
+            if form is not None:
+                return form
+        stored = self._encoded(slot, decision, piece, storage)
         codec = slot.codec
         assert codec is not None
         if type(previous) is StoredValues:  # this operation needs more precision than the one that saved the tensor first
@@ -399,17 +412,19 @@ class Activations:
         form = self.form_of(saved, piece, codec, stored) if self.form_of is not None else None
         return form or StoredValues(piece, codec, stored)
 
-    def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> Any:
+    def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece, storage: ForwardStorage) -> Any:
         codec = slot.codec
         if codec is None:
             assert decision.format is not None
             how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
             codec = slot.codec = flat_codec(piece.tensor, piece.numel, decision.format, how, seed)
             slot.by_address = codec.takes_address and piece.is_whole and slot.offset == 0
-        step = self._step(piece.tensor)
+        step = self._steps.get(piece.tensor.get_device())
+        if step is None:
+            step = self._step(piece.tensor)
         if not slot.by_address:
             return codec.encode(piece.flat(), step)
-        mask, of_mask = self._current_storage().masks.get(piece.key) or (None, None)
+        mask, of_mask = storage.masks.get(piece.key) or (None, None)
         if of_mask is None or mask is None or mask.delayed is None:
             if of_mask is not None:
                 of_mask.is_delayed = True  # from the next pass on
@@ -417,12 +432,10 @@ class Activations:
         mask.bits, mask.delayed = empty_mask(piece.tensor), None
         return codec.encode(piece.tensor, step, mask.bits)
 
-    def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
+    def _recomputed(
+        self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
+    ) -> StoredForm | None:
         """A form that recomputes the tensor from one that is stored already; None if it cannot, or not precisely enough."""
-        rematerialization = rematerialization_of(piece.tensor)
-        if rematerialization is None:
-            return None
-        storage = self._current_storage()
         view = storage.source(rematerialization.source)
         if view is None or not piece.is_whole:
             return None

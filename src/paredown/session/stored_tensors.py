@@ -387,6 +387,7 @@ class SlotStorage:
         self.codec: FlatCodec | None = None
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
         self.by_address = False  # whether `codec` takes the saved tensor itself
+        self.is_cuda = tensor.is_cuda
 
     def fits(self, saved: Saved, tensor: Tensor) -> bool:
         """Whether the decisions hold for this saved tensor."""
@@ -395,8 +396,8 @@ class SlotStorage:
 
 
 def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """All that decisions depend on: dtype, bytes of the storage, size, strides and offset."""
-    return tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()
+    """All that decisions depend on: device, dtype, bytes of the storage, size, strides and offset."""
+    return tensor.get_device(), tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 class PackingTime:

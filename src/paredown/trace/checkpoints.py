@@ -98,11 +98,6 @@ WORDS, DIMENSIONS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])"), re.compile(r"(\d)D")
 top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def has_default_hooks() -> bool:
-    """Whether hooks for all saved tensors are active in this thread, such as those of a checkpoint."""
-    return top_default_hooks(True) is not None
-
-
 def running_checkpoint() -> Any:
     """The frame of the innermost running checkpoint of this thread with use_reentrant=False; None if there is none."""
     hooks: Any = top_default_hooks(True)

@@ -55,12 +55,12 @@ from paredown.trace.checkpoints import (
     ReentrantSaves,
     Store,
     describe_input,
-    has_default_hooks,
     inputs_of,
     key_of,
     reason_exact,
     running_backward,
     running_checkpoint,
+    top_default_hooks,
 )
 from paredown.trace.hooks import Hook
 from paredown.trace.operations import CHECKPOINT, row_of
@@ -245,7 +245,7 @@ class Watch:
         current.is_repeated = False
         if not current.is_branch:
             call.cache = self._call_caches.get(path)
-        if has_default_hooks() and current.saves is None:
+        if current.saves is None and top_default_hooks(True) is not None:
             self._find_checkpoint(current, args)
             current.is_repeated = self._repeats_checkpoint(call)
         if (module in self.passed_over and not self.collects_small) or current.is_repeated:
@@ -266,7 +266,10 @@ class Watch:
             return
         call = current.calls[-1]
         if call.cache is not None and call.module is module and current.over is None and self._repeat(current, call, args, output):
-            self._end_call(current, call, output)
+            if call.checkpoint is None and current.hidden is None:
+                current.calls.pop()
+            else:
+                self._end_call(current, call, output)
         elif current.over is None or current.over is module:
             self._read_call(current, module, args, output)
 

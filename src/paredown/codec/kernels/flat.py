@@ -37,7 +37,7 @@ from paredown.codec.kernels.launch import (
 from paredown.codec.kernels.masks import load_bits
 from paredown.codec.kernels.pack import NONE, decode_blocks, load_codes, load_shared, store_values
 from paredown.codec.packed import FLAT, FlatCodec, PackedTensor
-from paredown.codec.recompute import DecodeSteps, Layout, Norm
+from paredown.codec.recompute import DecodeSteps, Layout
 from paredown.codec.reference import COVER, Encoding, PackedParts
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
@@ -251,7 +251,17 @@ class BufferCodec(FlatCodec):
     `how`: rounding and overflow. The step is in the memory of the GPU.
     """
 
-    __slots__ = ("_decodes", "_encodes", "_encodes_bits", "_flat", "_is_random", "_minimums_at", "_scales_at", "_size")
+    __slots__ = (
+        "_decodes",
+        "_encodes",
+        "_encodes_bits",
+        "_flat",
+        "_is_random",
+        "_minimums_at",
+        "_recomputes",
+        "_scales_at",
+        "_size",
+    )
     takes_address = True
 
     def __init__(self, numel: int, dtype: torch.dtype, format: Format, how: tuple[Rounding, Overflow], seed: Seed) -> None:
@@ -263,6 +273,7 @@ class BufferCodec(FlatCodec):
         self._encodes = Direct(flat.launches, scalars)
         self._encodes_bits = Direct(encodes(1, numel, full, True, self._is_random, random.wide, True), scalars)
         self._decodes = Direct(decodes(1, numel, format))
+        self._recomputes: dict[Any, Direct] = {}  # by the shape of the norm, and the activation function
         self._scales_at = _aligned(flat.num_bytes)
         scale_bytes = flat.num_blocks * flat.scale.itemsize
         self._minimums_at = self._scales_at if flat.minimum is None else _aligned(self._scales_at + scale_bytes)
@@ -293,10 +304,13 @@ class BufferCodec(FlatCodec):
 
     def recompute(self, stored: Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout) -> Tensor:
         """The recomputed output of `steps` from a buffer, as a new dense tensor with `layout`; see `codec/recompute.py`."""
+        out, norm = empty_strided(*layout, dtype, stored), steps.norm
+        key = steps.activation, None if norm is None else norm.shape
+        direct = self._recomputes.get(key)
+        if direct is None:
+            direct = self._recomputes[key] = _recomputes(self.numel, self.format, key[1], key[0])
         at = stored.data_ptr()
-        addresses = at, at + self._scales_at, at + self._minimums_at
-        out = empty_strided(*layout, dtype, stored)
-        if not _recompute_by_address(self.numel, self.format, addresses, steps, out):
+        if not _run_recompute(direct, (at, at + self._scales_at, at + self._minimums_at), steps, out):
             recompute(self.packed(stored), steps, out)
         return out
 
@@ -407,36 +421,28 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
     assert parts.codes is not None and parts.scales is not None
     scale_at = parts.scales.data_ptr()
     addresses = parts.codes.data_ptr(), scale_at, scale_at if parts.minimums is None else parts.minimums.data_ptr()
-    if not _recompute_by_address(numel, packed.format, addresses, steps, out):
-        given = (out if t is None else t for t in (*_tensors_of(steps.norm), steps.bits))
-        pointers = (packed.codes, out, *shared_of(parts, out)[:2], *given)
-        _recomputes(numel, packed.format, _shape_of(steps.norm), steps.activation).launch(_recompute_key(out), pointers)
+    norm = steps.norm
+    direct = _recomputes(numel, packed.format, None if norm is None else norm.shape, steps.activation)
+    if not _run_recompute(direct, addresses, steps, out):
+        tensors = () if norm is None else (norm.weight, norm.bias, norm.mean, norm.rstd)
+        given = (out if t is None else t for t in (*(tensors or (None,) * 4), steps.bits))
+        direct.launch((out.get_device(), torch.uint8, out.dtype), (packed.codes, out, *shared_of(parts, out)[:2], *given))
     return out
 
 
-def _recompute_by_address(numel: int, format: Format, addresses: tuple[int, int, int], steps: DecodeSteps, out: Tensor) -> bool:
-    """`recompute` with compiled kernels, from the addresses of codes, scales and minimums; False if it has to be launched by Triton."""
-    direct = _recomputes(numel, format, _shape_of(steps.norm), steps.activation)
+def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: DecodeSteps, out: Tensor) -> bool:
+    """Launch compiled kernels with the addresses of codes, scales and minimums; False if Triton has to launch them."""
+    norm, bits, target = steps.norm, steps.bits, out.data_ptr()
     codes_at, scales_at, minimums_at = addresses
-    target = out.data_ptr()
-    given = [target if t is None else t.data_ptr() for t in (*_tensors_of(steps.norm), steps.bits)]
-    address = target | codes_at | scales_at | minimums_at
-    for one in given:
-        address |= one
-    return direct.run(_recompute_key(out), address, (codes_at, target, scales_at, minimums_at, *given))
-
-
-def _recompute_key(out: Tensor) -> tuple[int, torch.dtype, torch.dtype]:
-    return out.get_device(), torch.uint8, out.dtype
-
-
-def _tensors_of(norm: Norm | None) -> tuple[Tensor | None, ...]:
-    return (norm.weight, norm.bias, norm.mean, norm.rstd) if norm is not None else (None,) * 4
-
-
-def _shape_of(norm: Norm | None) -> tuple[int, int, bool, bool, bool] | None:
-    """Channels, inner, by_row, has a weight, has a bias."""
-    return (norm.channels, norm.inner, norm.by_row, norm.weight is not None, norm.bias is not None) if norm is not None else None
+    weight_at = bias_at = mean_at = rstd_at = target
+    if norm is not None:
+        weight_at = weight_at if norm.weight is None else norm.weight.data_ptr()
+        bias_at = bias_at if norm.bias is None else norm.bias.data_ptr()
+        mean_at, rstd_at = norm.mean.data_ptr(), norm.rstd.data_ptr()
+    bits_at = target if bits is None else bits.data_ptr()
+    address = target | codes_at | scales_at | minimums_at | weight_at | bias_at | mean_at | rstd_at | bits_at
+    given = codes_at, target, scales_at, minimums_at, weight_at, bias_at, mean_at, rstd_at, bits_at
+    return direct.run((out.get_device(), torch.uint8, out.dtype), address, given)
 
 
 @lru_cache(maxsize=1024)
