@@ -322,7 +322,12 @@ class Watch:
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
         """The second forward pass of the layer of a reentrant checkpoint, which backward begins by calling `module`."""
-        if not self._reentrant.get(module) or running_backward() < 0 or not is_grad_enabled() or has_default_hooks():
+        if (
+            not self._reentrant.get(module)
+            or running_backward() < 0
+            or not is_grad_enabled()
+            or top_default_hooks(True) is not None
+        ):
             return None
         assert self.on_recomputation is not None
         held = frozenset(t.untyped_storage()._cdata for t in tensors_in(args))
