@@ -5,6 +5,8 @@ RuntimeError if one is removed meanwhile. The garbage collector may free an owne
 must not remove a hook. The hook of an owner that is gone does nothing, and is removed before the next hook is registered.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import weakref
