@@ -17,7 +17,10 @@ from paredown.session.stored_tensors import RecomputedValues, StoredMask, Stored
 pytest.importorskip("triton")
 from tests.support.emulated_gpu import emulate_gpu
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns in the interpreter
+    pytest.mark.skipif(torch.cuda.is_available(), reason="emulates a GPU; this machine has one"),
+]
 
 
 def convolutions() -> tuple[nn.Module, Tensor]:

@@ -302,14 +302,11 @@ class Activations:
         self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
         """Store a piece, and measure the time on a CPU; `node`, `raw`: those of the saved tensor."""
-        if piece.tensor.is_cuda:
-            with self._lock:
-                self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
-            return
         start = self.packing_time.clock()
         with self._lock:
             self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
-        self.packing_time.add_since(start)
+        if not piece.tensor.is_cuda:
+            self.packing_time.add_since(start)
 
     def _replace(self, saved: Saved, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage, node: Any, raw: Any) -> None:
         """Find or make the stored form of a piece, and register it in place of the saved tensor."""
