@@ -20,6 +20,7 @@ from paredown.loss.output_head import ADAPTED, OutputHead, find_head
 from tests.loss.largest import LargestTensor
 from tests.loss.test_deferred_logits import NUM_CLASSES, Model, flat, step, tokens
 from tests.programs.compiling import compiles_quickly
+from tests.trace.steps import peak_bytes
 
 apply = partial(paredown.apply, chunked_loss=True)
 INT8 = "int8/64@bf16"
@@ -64,6 +65,26 @@ def test_plain_loops(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     assert session._head.use.num_losses == 1 and not head_rows(session)
     assert seen.rows_of(NUM_CLASSES) == WIDTH  # the transposed weight; chunks have 2 rows, and all logits 15
     assert type(model(tokens())) is Tensor, "the session is closed"
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_packed_head_is_decoded_in_the_dtype_of_its_products_alone(is_frozen: bool) -> None:
+    """A copy in float32, which the loss held from its first chunk to its last, was in no prediction."""
+    plans, ids, peaks = (IN_SESSION, Plan.uniform(weight="bf16", frozen="bf16")), torch.randint(64, (1, 64)), list[int]()
+    found = list[list[Tensor]]()
+    for plan in plans:
+        model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, NUM_CLASSES, bias=False))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape).bfloat16() / 16)
+        model[1].weight.requires_grad_(not is_frozen)
+        with apply(plan, model), torch.autocast("cpu", torch.bfloat16):
+            peaks.append(peak_bytes(model, (ids, ids), flat))
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert peaks[1] < peaks[0] + 2 * NUM_CLASSES * 256  # of bytes, and a copy in float32 has twice as many
+    assert len(found[0]) == 2 - is_frozen
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def hugging_face(kind: str) -> Any:

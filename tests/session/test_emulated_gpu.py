@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from paredown import Plan, apply
+from paredown.codec.recompute import pack_mask
+from paredown.session import activations
 from paredown.session.stored_tensors import RecomputedValues, StoredMask, StoredValues
 
 pytest.importorskip("triton")
@@ -103,3 +105,19 @@ def test_a_packed_tensor_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -> N
         assert session.stored_bytes == sum(form.nbytes for form in forms)
         output.sum().backward()
     session.close()
+
+
+def test_no_mask_is_packed_of_a_tensor_that_stays_unmodified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first pass the session does not know that the layer after a ReLU saves the same tensor, and leaves it unmodified."""
+    emulate_gpu(monkeypatch)
+    model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 32))
+    x, packed, counts = torch.randn(256, 32), list[Tensor](), list[int]()
+    monkeypatch.setattr(activations, "pack_mask", lambda *args: packed.append(pack_mask(*args)) or packed[-1])
+    loss = model(x).square().mean()
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    with apply(Plan().set("activation", None), model):
+        for _ in range(3):
+            loss = model(x).square().mean()
+            torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), expected, rtol=0, atol=0)
+            counts.append(len(packed))
+    assert counts == [3, 3, 3]

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paredown import apply
+from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.formats.format import Format
 from paredown.session import stored_tensors
-from tests.session.nets import INT4, INT8, Net, activations, assert_exact, error_of, pictures, rows, step
+from tests.session.nets import INT4, INT8, Net, activations, assert_exact, assert_same, both, error_of, pictures, rows, step
+from tests.trace.steps import peak_bytes
 
 LIMIT = 0.03  # of the error of gradients with everything right
 EIGHT = 8192 + 256  # bytes of 8192 values in INT8
@@ -71,6 +72,34 @@ def test_a_storage_is_packed_once() -> None:
     kept = net(rows())
     assert session.stored_bytes == Format.parse("uint8/64@bf16+bf16").nbytes((128 * 64,))
     assert kept.grad_fn is not None
+
+
+def relus(num_layers: int, width: int = 64) -> nn.Sequential:
+    """Linear layers, and after each a ReLU, whose output the next layer saves too."""
+    pairs = [part for _ in range(num_layers) for part in (nn.Linear(width, width, bias=False), nn.ReLU())]
+    return nn.Sequential(*pairs, nn.Linear(width, 10))
+
+
+def test_a_mask_is_dropped_as_soon_as_its_tensor_stays_unmodified() -> None:
+    model, plan, seen = relus(4), Plan().set("activation", None), list[int]()
+    plain, found, _ = both(relus(4), rows(), plan=plan)
+    assert_same(found, plain)
+    session = apply(plan, model)
+    for part in model:
+        part.register_forward_pre_hook(lambda part, args: seen.append(session.stored_bytes) if type(part) is nn.ReLU else None)
+    for _ in range(2):
+        kept = model(rows())
+        assert kept.grad_fn is not None
+    assert seen == 8 * [0]
+
+
+def test_the_peak_of_a_step_whose_masks_are_not_needed_is_the_predicted_one() -> None:
+    """It was higher by the masks of all unmodified tensors, which the session held until the forward pass ended."""
+    model, batch, loss = relus(80), (rows(2048), torch.zeros(2048, dtype=torch.int64)), functional.cross_entropy
+    foot = footprint(trace_step(model, batch, loss=loss, device="cpu"), plan := Plan().set("activation", None))
+    apply(plan, model)
+    existing = sum(foot.by_role.get(role, 0) for role in (Role.WEIGHT, Role.INPUT))
+    assert peak_bytes(model, batch, loss) == foot.low_bytes - existing
 
 
 VIEWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {  # what is done with net.a(x), which is (128, 64); bytes that wait

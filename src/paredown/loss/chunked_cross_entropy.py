@@ -36,6 +36,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import weight_of
+
 CHUNK_BYTES = {"cuda": 128 * 2**20}  # of one chunk's logits, by device type
 OTHER_CHUNK_BYTES = 32 * 2**20
 ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of matrix products
@@ -276,6 +279,12 @@ class Rows:
         return gradient
 
 
+def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The weight in the dtype of matrix products. A packed one is decoded in that dtype: no copy in its own dtype is held beside it."""
+    packed = weight_of(weight) if type(weight) is PackedParameter else None
+    return weight.to(dtype) if packed is None else packed.decode(dtype)
+
+
 class Linear:
     """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks; `adapter`: a layer added to it."""
 
@@ -283,7 +292,7 @@ class Linear:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, needs: tuple[bool, ...]) -> None:
         dtype = problem.settings.dtype
-        self._hidden, self._weight = hidden.to(dtype), weight.to(dtype)
+        self._hidden, self._weight = hidden.to(dtype), values_in(weight, dtype)
         self._bias = bias.to(dtype) if bias is not None else None
         self.dtype, self._transform = self._hidden.dtype, problem.settings.transform
         alignment = ROW_ALIGNMENT.get(problem.settings.device or "", 1)

@@ -166,6 +166,13 @@ class LogitsFamily:
         """The autocast settings under which the head was called."""
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """The parameters, packed or not, for a loss that decodes a packed weight itself; `values` where gradients are off."""
+        if not torch.is_grad_enabled():
+            return self.values()
+        self.check()
+        return self.module.weight, self.module.bias
+
     def values(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias, decoded if they are packed; gradients flow to them."""
         self.check()
@@ -492,7 +499,8 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     if given["size_average"] is not None or given["reduce"] is not None or given["reduction"] not in ("mean", "sum", "none"):
         return None
     family = logits.family
-    weight, bias = family.values()
+    is_by_row = given["reduction"] == "none"  # backward reads the weight again
+    weight, bias = family.values() if is_by_row else family.operands()
     adapter = (logits.adapter[0], logits.adapter[1].family.values()[0]) if logits.adapter is not None else None
     options = CrossEntropy(given["weight"], given["ignore_index"], given["reduction"], given["label_smoothing"])
     transform = transform_of(logits.calls, family.dtype)

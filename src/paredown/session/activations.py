@@ -90,6 +90,7 @@ class ForwardStorage:
     """State of one running forward pass: the stored forms so far, and the storages that are not packed."""
 
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
+    at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
     masks: dict[Any, tuple[StoredMask, SlotStorage]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
@@ -322,7 +323,7 @@ class Activations:
             else:
                 form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[use](self, saved, piece, detail)
             if form is None:
-                storage.unpacked[piece.address] = tensor.detach()
+                self._leave(piece, slot, storage)
                 return
             if form is not previous:
                 self._add(key, form, saved, piece, storage)
@@ -339,9 +340,18 @@ class Activations:
         if self.not_packed:
             self.not_packed.pop(saved.name, None)
 
+    def _leave(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage) -> None:
+        """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
+        storage.unpacked[piece.address] = unmodified = piece.tensor.detach()
+        for form in storage.at_address.get(piece.address, ()):
+            form.restore_original(unmodified)
+        if piece.key in storage.masks:
+            storage.masks[piece.key][1].is_delayed = not slot.checks_values
+
     def _add(self, key: Any, form: StoredForm, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> None:
         """Record a new form."""
         storage.forms[key] = form
+        storage.at_address.setdefault(piece.address, []).append(form)
         form.name, form.original_bytes = saved.name, piece.storage.nbytes()
         if piece.tensor._base is not None and is_view_modified_in_place(piece.tensor):
             storage.in_place.add(key)
