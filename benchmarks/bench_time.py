@@ -39,7 +39,7 @@ from loops import BASELINE, Job, Log, Way, common_options, failure, gib
 
 import paredown as pare
 from paredown.calibrate.device_calibration import calibrate
-from paredown.calibrate.operation_time import time_operations
+from paredown.calibrate.operation_time import with_operations
 from paredown.plan.calibration import Calibration
 from paredown.plan.step_time import predict_step
 
@@ -52,7 +52,7 @@ SMALL_NETWORKS = {"resnet18": "small_resnet18", "vit": "small_vit", "gpt": "smal
 SPEED = ("resnet50", "llama", "gpt2", "vit", *SMALL_NETWORKS.values())
 ORDER = ("resnet50", "llama", "gpt2", "vit", "swin", "densenet121", "scan", "attention_unet", "graph", "lstm")
 WITHIN, PEAK_WITHIN = 0.15, 0.05
-MOST_TIMING = 15.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
+MOST_TIMING = 6.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
 NOT_FINISHED = "not finished"
 
 
@@ -210,7 +210,7 @@ class Run:
         try:
             planner = Planner(job, "", self.device, self.options.traces)
             trace = planner.trace
-            timed = replace(self.calibration, timed=time_operations([trace], self.device, most_seconds=MOST_TIMING))
+            timed = with_operations(self.calibration, [trace], most_seconds=MOST_TIMING)
             took = time.perf_counter() - begun
             print(f"{name}: {len(timed.timed)} operations, {timed.num_untimed(trace)} not timed, {took:.1f} s", flush=True)
             num_steps = 3 if self.options.quick else self.options.steps

@@ -6,7 +6,7 @@ raises a CalibrationError that names both, and `calibrate` measures again.
 
 REFERENCE has the numbers of one H200. `assign` compares plans by it where nothing was measured; no step time is printed from it.
 
-Seconds of one operation on the device, unless that operation was timed itself:
+Seconds of one operation on the device, unless that operation was timed itself, or one of the same name:
 
     max(flops / rate of its kind and dtype, bytes / bandwidth of its kind, seconds of the smallest kernel)
 
@@ -25,7 +25,7 @@ import os
 import platform
 import sys
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from hashlib import sha256
@@ -91,6 +91,8 @@ class Calibration:
     """Costs on one device. `flops_per_second`: kind and dtype -> (flops of a call, flops per second) at rising sizes.
 
     `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
+    `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of operations
+    that launch many kernels each (cuDNN's RNNs).
     """
 
     device: str
@@ -103,17 +105,26 @@ class Calibration:
     flops_per_second: Mapping[str, tuple[tuple[float, float], ...]] = field(hash=False)
     formats: Mapping[str, FormatCost] = field(hash=False)
     timed: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    estimated: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    issued: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     measured_in_seconds: float = 0.0
 
     def operation_seconds(self, operation: Operation) -> float:
         """Predicted device seconds of one call."""
-        timed = self.timed.get(operation_key(operation)) if self.timed and operation.arguments else None
-        if timed:
-            return timed
+        if self.timed and operation.arguments:
+            key = operation_key(operation)
+            if self.timed.get(key):
+                return self.timed[key]
+            if key in self.estimated:
+                return max(self.estimated[key], self.kernel_seconds)
         kind = kind_of(operation.op)
         moved = operation.nbytes / self.bytes_per_second.get(kind, self.bytes_per_second[ELEMENTWISE])
         computed = operation.flops / self._flops_per_second(kind, operation) if operation.flops else 0.0
         return max(moved, computed, self.kernel_seconds)
+
+    def issue_seconds(self, operation: Operation) -> float | None:
+        """Host seconds of one call that launches many kernels; None for others."""
+        return self.issued.get(operation_key(operation)) if self.issued and operation.arguments else None
 
     def _flops_per_second(self, kind: str, operation: Operation) -> float:
         tables = self.flops_per_second
@@ -121,7 +132,7 @@ class Calibration:
         if kind == "matmul" and f"{name}{UNALIGNED}" in tables and _is_unaligned(operation.arguments):
             name += UNALIGNED
         points = tables.get(name) or tables.get(f"matmul {operation.dtype}") or next(iter(tables.values()))
-        return _interpolated(points, operation.flops)
+        return interpolated(points, operation.flops)
 
     def num_untimed(self, trace: Trace) -> int:
         """Operations of a trace that have neither been timed nor found impossible to repeat."""
@@ -187,10 +198,10 @@ def kind_of(op: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in op for part in parts)), ELEMENTWISE)
 
 
-def _interpolated(points: tuple[tuple[float, float], ...], flops: float) -> float:
+def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
     """The rate at `flops`, on lines through the logarithms of the points; constant outside of them.
 
-    >>> round(_interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), _interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
+    >>> round(interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
     (1.0, 100000000000000.0)
     """
     index = bisect_left(points, flops, key=lambda point: point[0])
