@@ -40,7 +40,7 @@ from paredown.formats.format import Format
 from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.trace.trace import Operation, Trace
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON
 FOLDER_VARIABLE = "PAREDOWN_CACHE"
 HINT = "Calibrations are written by `paredown calibrate`."
 MEASURE = "Run `paredown calibrate` on this device."
@@ -76,13 +76,13 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host; `packed_weight` and `checkpoint` are beyond the operations that run once more."""
+    """Seconds of the host; `packed_weight` and `checkpointed_tensor` are beyond the operations that run once more."""
 
     empty_operation: float  # one addition of one value, called in a loop
     forward_operation: float  # one kernel of forward: module, autograd and autocast included
     backward_operation: float
     optimizer_parameter: float  # one parameter in a fused step of torch.optim
-    checkpoint: float  # one checkpointed layer
+    checkpointed_tensor: float  # one saved tensor of a checkpointed layer: hooks of torch.utils.checkpoint in three passes
     packed_weight: float
 
 
@@ -187,7 +187,7 @@ class Calibration:
             f"{self.device_name}, torch {self.torch}: {rate / 1e12:.3g} TFLOP/s at most, "
             f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
             f"{1e6 * host.forward_operation:.1f} in forward, {1e6 * host.backward_operation:.1f} in backward, "
-            f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.checkpoint:.0f} per checkpointed layer; "
+            f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.checkpointed_tensor:.0f} per tensor of checkpointed layers; "
             f"{len(self.timed)} operations timed"
         )
 
@@ -321,7 +321,7 @@ def _reference() -> Calibration:
         device_name="NVIDIA H200",
         torch="2.11.0",
         paredown="reference",
-        host=HostCost(5e-6, 14e-6, 9e-6, 1e-6, 100e-6, 200e-6),
+        host=HostCost(5e-6, 14e-6, 9e-6, 1e-6, 8e-6, 200e-6),
         kernel_seconds=2.5e-6,
         bytes_per_second={
             ELEMENTWISE: 3e12,
