@@ -14,10 +14,13 @@ Rows are in results/time.json; those of the first three ways are in results/sess
                                     also for 80 % and for the measured peaks of the two ways before
 
 The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set, and the operations of each network are timed one by
-one. Two predictions of time stand in a row: with these, and by rates of the device alone. A plan is compared with the quickest of baseline
-and both checkpointings whose measured peak is within its budget: it is slower where its 20th percentile is above the other's 80th. A
-measured peak above the budget is marked. A way that ends the process stays in the file as a row with its error or "not finished", which
---resume skips.
+one. Three predictions of time stand in a row: with these; by rates of the device alone; and with these and the host's part multiplied by
+what the baseline's small step took, over its predicted host time, since the host of a shared machine is faster in one minute than in the
+next. `relative_ratio` compares a way's predicted time over the baseline's with the measured one, which is what `assign` needs of a
+prediction. Checkpointing by hand is predicted from the step without a session, which has all logits. A plan is compared with the quickest
+of baseline and both checkpointings whose measured peak is within its budget: it is slower where its 20th percentile is above the other's
+80th. A measured peak above the budget is marked. A way that ends the process stays in the file as a row with its error or "not finished",
+which --resume skips.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ from loops import BASELINE, Job, Log, Way, common_options, failure, gib
 
 import paredown as pare
 from paredown.calibrate.device_calibration import calibrate
-from paredown.calibrate.operation_time import time_operations
+from paredown.calibrate.operation_time import with_operations
 from paredown.plan.calibration import Calibration
-from paredown.plan.step_time import predict_step
+from paredown.plan.step_time import StepTime, predict_step
 
 FILE, SESSION_FILE, CALIBRATION_FILE = "time.json", "session.json", "calibration.json"
 SESSION_WAYS = (BASELINE, Way("int8/64@bf16", "int8/64@bf16"), Way("int4/64@bf16", "int4/64@bf16"))
@@ -52,13 +55,17 @@ SMALL_NETWORKS = {"resnet18": "small_resnet18", "vit": "small_vit", "gpt": "smal
 SPEED = ("resnet50", "llama", "gpt2", "vit", *SMALL_NETWORKS.values())
 ORDER = ("resnet50", "llama", "gpt2", "vit", "swin", "densenet121", "scan", "attention_unet", "graph", "lstm")
 WITHIN, PEAK_WITHIN = 0.15, 0.05
-MOST_TIMING = 15.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
+MOST_TIMING = 6.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
 NOT_FINISHED = "not finished"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way of one network. `ratio`: predicted to measured seconds, with timed operations; `against_ratio`: to those of `against`."""
+    """One way of one network. `ratio`: predicted to measured seconds, with timed operations; `against_ratio`: to those of `against`.
+
+    `host_scale`: small step of the baseline over its predicted host time; `ratio_on_host`: `ratio` with it; `relative_ratio`: `ratio` over
+    the baseline's.
+    """
 
     job: str
     way: str
@@ -80,6 +87,9 @@ class Row:
     predicted_seconds_by_rates: float | None = None
     ratio: float | None = None
     ratio_by_rates: float | None = None
+    host_scale: float | None = None
+    ratio_on_host: float | None = None
+    relative_ratio: float | None = None
     kernel_seconds: float | None = None
     small_step_seconds: float | None = None
     against: str = ""
@@ -116,9 +126,10 @@ class Network:
     num_steps: int
     rows: list[Row] = field(default_factory=list[Row])
 
-    def blank(self, way: str, plan: pare.Plan | None, **columns: Any) -> Row:
-        """A row with predictions."""
+    def blank(self, way: str, plan: pare.Plan | None, *, in_session: bool = True, **columns: Any) -> Row:
+        """A row with predictions; those of a step without a session are of the trace with all logits."""
         job, trace = self.planner.job, self.planner.trace
+        trace = trace if in_session else trace.unmodified or trace
         time, by_rates = (predict_step(trace, plan, calibration=one) for one in (self.timed, self.rates))
         foot = pare.footprint(trace, plan)
         return Row(
@@ -156,7 +167,7 @@ class Network:
     def checkpointed_row(self, way: str) -> Row:
         """Layers checkpointed by hand."""
         layers = self.planner.layers if way == EVERY else sorted(self.planner.layers)[::2]
-        row = self.blank(way, pare.Plan((), recompute=tuple(layers)))
+        row = self.blank(way, pare.Plan((), recompute=tuple(layers)), in_session=False)
         return replace(row, **measured(self.planner, None, self.num_steps, by_hand=layers))
 
     def speed_row(self, way: str, budget: int) -> Row:
@@ -171,6 +182,8 @@ class Network:
             return row
         ratios = {"ratio": row.predicted_seconds, "ratio_by_rates": row.predicted_seconds_by_rates}
         row = replace(row, **{name: (seconds or 0.0) / row.median_seconds for name, seconds in ratios.items()})
+        row = beside_baseline(row, next((one for one in (*self.rows, row) if one.way == BASELINE.name), None))
+        assert row.median_seconds is not None
         if row.budget_bytes is None:
             return row
         plain = [one for one in self.rows if one.way in PLAIN and one.median_seconds]
@@ -184,6 +197,18 @@ class Network:
         return replace(
             row, against=other.way, against_ratio=row.median_seconds / (other.median_seconds or 1.0), is_slower=is_slower
         )
+
+
+def beside_baseline(row: Row, plain: Row | None) -> Row:
+    """The measured row with the ratios that need the baseline of its network, if that was measured."""
+    if plain is None or not plain.ratio or row.ratio is None or row.median_seconds is None:
+        return row
+    row, measured_seconds = replace(row, relative_ratio=row.ratio / plain.ratio), row.median_seconds
+    if not plain.small_step_seconds or not plain.predicted_host_seconds:
+        return row
+    scale = plain.small_step_seconds / plain.predicted_host_seconds
+    time = StepTime(row.predicted_device_seconds or 0.0, scale * (row.predicted_host_seconds or 0.0))
+    return replace(row, host_scale=scale, ratio_on_host=time.seconds / measured_seconds)
 
 
 ROW_FIELDS = frozenset(Row.__dataclass_fields__) - {"job", "way", "size"}
@@ -210,7 +235,7 @@ class Run:
         try:
             planner = Planner(job, "", self.device, self.options.traces)
             trace = planner.trace
-            timed = replace(self.calibration, timed=time_operations([trace], self.device, most_seconds=MOST_TIMING))
+            timed = with_operations(self.calibration, [trace], most_seconds=MOST_TIMING)
             took = time.perf_counter() - begun
             print(f"{name}: {len(timed.timed)} operations, {timed.num_untimed(trace)} not timed, {took:.1f} s", flush=True)
             num_steps = 3 if self.options.quick else self.options.steps
@@ -278,18 +303,25 @@ def summary(rows: Sequence[Row]) -> str:
     worst = {job: max((pair for pair in off.items() if pair[0][0] == job), key=lambda pair: abs(pair[1])) for job, _ in off}
     texts = [f"{job} {value:+.0%} ({way})" for job, ((_, way), value) in worst.items()]
     within = sum(abs(value) <= WITHIN for value in off.values())
+    others = {"with the host as beside the baseline": "ratio_on_host", "relative to the baseline": "relative_ratio"}
     peaks = {(row.job, row.way): (row.predicted_peak_bytes or 0) / row.peak_bytes - 1 for row in rows if row.peak_bytes}
     close = sum(abs(value) <= PEAK_WITHIN for value in peaks.values())
     far = [f"{job} {way} {value:+.1%}" for (job, way), value in peaks.items() if abs(value) > PEAK_WITHIN]
     compared = [row for row in rows if row.against]
     lines = [
         f"{within} of {len(off)} predicted times within {WITHIN:.0%}; the worst of each network: {', '.join(texts)}",
+        "; ".join(f"{text}: {_num_within(rows, name)}" for text, name in others.items()),
         f"{close} of {len(peaks)} predicted peaks within {PEAK_WITHIN:.0%}; others: {', '.join(far) or 'none'}",
         f"{sum(row.is_slower for row in compared)} of {len(compared)} plans slower than what they are compared with: "
         + (", ".join(f"{row.job} {row.way} {row.against_ratio:.3f}x" for row in compared if row.is_slower) or "none"),
         "above their budgets: " + (", ".join(f"{row.job} {row.way}" for row in rows if row.is_over) or "none"),
     ]
     return "\n".join(lines)
+
+
+def _num_within(rows: Sequence[Row], name: str) -> str:
+    values: list[float] = [value for row in rows if (value := getattr(row, name)) is not None]
+    return f"{sum(abs(value - 1) <= WITHIN for value in values)} of {len(values)} within {WITHIN:.0%}"
 
 
 def line(row: Row) -> str:
@@ -302,9 +334,10 @@ def line(row: Row) -> str:
     spread = ms(row.median_seconds, row.p20_seconds, row.p80_seconds, row.host_seconds)
     off = f" {(row.predicted_peak_bytes or 0) / row.peak_bytes - 1:+.1%}" if row.peak_bytes else ""
     budget = "" if row.budget_bytes is None else f" of {gib(row.budget_bytes)}{' OVER' * row.is_over}"
+    beside = "".join("      -" if one is None else f" {one:5.2f}x" for one in (row.ratio_on_host, row.relative_ratio))
     against = f"  {row.against_ratio:.3f}x of {row.against}{' SLOWER' * row.is_slower}" if row.against_ratio is not None else ""
     peaks = f"{gib(row.peak_bytes)}{budget} ({gib(row.predicted_peak_bytes)}{off})"
-    return f"{head} {peaks} {spread} | {predicted} {row.ratio:5.2f}x {row.ratio_by_rates:5.2f}x{against}"
+    return f"{head} {peaks} {spread} | {predicted} {row.ratio:5.2f}x {row.ratio_by_rates:5.2f}x{beside}{against}"
 
 
 def jobs_of(options: argparse.Namespace) -> dict[str, Job]:
@@ -353,8 +386,8 @@ def main() -> None:
         os.environ.setdefault("PAREDOWN_CACHE", folder)
         run = Run(options, device)
         print(
-            "peak GiB of budget (predicted); ms: median, p20, p80, host | predicted: step, device, host; ratios; ratio to the quickest way "
-            "without formats in the budget",
+            "peak GiB of budget (predicted); ms: median, p20, p80, host | predicted: step, device, host; ratios: timed operations, rates, "
+            "host as beside the baseline, relative to the baseline; ratio to the quickest way without formats in the budget",
             flush=True,
         )
         for name, job in jobs_of(options).items():

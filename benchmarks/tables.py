@@ -36,6 +36,7 @@ NETWORKS = {
 }  # jobs of the README's table
 HEADLINE_WAYS = ("compiled", "int8", "int4")
 HOST = (("kernel_ratio", ".3f"), ("host_us_per_packed", ".0f"), ("empty_op_us", ".1f"))  # of a row: field, how it is written
+FEW_PACKED = 10
 
 
 def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -62,11 +63,16 @@ def activations() -> str:
         (row["job"], WORDS.get(row["way"], row["way"]),
          f"{row['peak_bytes'] / GIB:.2f}", f"{row['predicted_peak_bytes'] / GIB:.2f}" if row["predicted_peak_bytes"]
          else "", f"{row['peak_ratio']:.2f}x", f"{1e3 * row['median_seconds']:.1f}", f"{row['time_ratio']:.2f}x",
-         *(f"{row[name]:{text}}" if row.get(name) else "" for name, text in HOST), row["commit"])
+         *(f"{row[name]:{text}}" if _is_shown(row, name) else "" for name, text in HOST), row["commit"])
         for row in sorted(rows, key=lambda row: row["job"])
     ]  # fmt: skip
     head = ("step", "storage of activations", "peak, GiB", "predicted", "x baseline", "ms", "x baseline")
     return markdown((*head, "kernels, x baseline", "host us per packed tensor", "empty operation, us", "commit"), cells)
+
+
+def _is_shown(row: dict[str, Any], name: str) -> bool:
+    """Whether a row has a figure; host time of a packed tensor is a difference of steps, which is noise over few tensors."""
+    return bool(row.get(name)) and (name != "host_us_per_packed" or row["num_packed"] >= FEW_PACKED)
 
 
 def compiled_rows(kind: str) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:

@@ -59,3 +59,33 @@ def test_a_plan_is_held_against_the_quickest_way_without_formats_in_its_budget(b
     slower = network.judged(replace(row, p20_seconds=13.1, peak_bytes=76))
     assert slower.is_slower and slower.is_over
     assert "1 of 1 plans slower" in bench.summary([slower]) and "above their budgets: net speed at 60%" in bench.summary([slower])
+
+
+def test_predictions_beside_the_baseline(bench: ModuleType) -> None:
+    """The host was half as fast as calibrated: 4 s in place of 2 for the baseline's small step."""
+    columns: dict[str, Any] = {"small_step_seconds": 4.0, "predicted_host_seconds": 2.0, "predicted_device_seconds": 1.0}
+    plain = bench.Row("net", "baseline", 1, median_seconds=4.0, predicted_seconds=2.0, ratio=0.5, **columns)
+    row = bench.Row("net", "int8", 1, median_seconds=8.0, predicted_seconds=5.0, ratio=0.625)
+    row = replace(row, predicted_host_seconds=5.0, predicted_device_seconds=0.0)
+    found = bench.beside_baseline(row, plain)
+    assert (found.relative_ratio, found.host_scale, found.ratio_on_host) == (1.25, 2.0, 1.25)
+    assert bench.beside_baseline(row, None) == row
+    assert "host as beside the baseline: 0 of 1 within 15%; relative to the baseline: 0 of 1" in bench.summary([found])
+
+
+def test_checkpointing_by_hand_is_predicted_without_chunks_of_the_loss(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import assign_times  # type: ignore[import-not-found]
+    import bench_session  # type: ignore[import-not-found]
+
+    from tests.support.calibrations import calibration
+
+    job = next(one for one in bench_session.quick_jobs() if one.name == "scan")
+    planner, larger = (assign_times.Planner(replace(job, size=size), "", "cpu") for size in (1, 4))
+    planner.__dict__["trace"] = replace(planner.trace, unmodified=larger.trace)  # a larger batch stands for all logits
+    monkeypatch.setattr(bench, "measured", lambda *arguments, **options: {})
+    costs = calibration("cpu")
+    network = bench.Network(planner, costs, costs, 1)
+    plan = planner.checkpointing
+    row, expected = network.checkpointed_row("checkpointing"), bench.predict_step(planner.trace.unmodified, plan, calibration=costs)
+    assert row.predicted_seconds == expected.seconds != bench.predict_step(planner.trace, plan, calibration=costs).seconds
+    assert row.predicted_peak_bytes == bench.pare.footprint(planner.trace.unmodified, plan).peak_bytes

@@ -21,7 +21,7 @@ import torch
 
 from paredown.calibrate.device_time import bandwidths, codec_seconds, flop_rates, smallest_kernel
 from paredown.calibrate.host_time import HostMeasurement
-from paredown.calibrate.operation_time import time_operations
+from paredown.calibrate.operation_time import with_operations
 from paredown.errors import CalibrationError
 from paredown.plan.calibration import (
     Calibration,
@@ -59,9 +59,7 @@ def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_for
     begun = time.perf_counter()
     calibration = calibration or measure_device(kind)
     if traces:
-        known = calibration.timed
-        timed = time_operations([_on(trace, kind) for trace in traces], kind, known=known, most_seconds=MOST_SECONDS)
-        calibration = replace(calibration, timed={**known, **timed})
+        calibration = with_operations(calibration, [_on(trace, kind) for trace in traces], most_seconds=MOST_SECONDS)
     calibration = replace(calibration, measured_in_seconds=time.perf_counter() - begun)
     calibration.save()
     return calibration

@@ -8,7 +8,10 @@ it counts.
     forward operation     seconds of forward / its operations
     packed tensor         (seconds of a step with packed activations - seconds of the baseline) / packed tensors, in one format: the host
                           takes the same time for all
-    checkpoint            (seconds with checkpointing - baseline - operations that run twice) / layers
+    checkpointed tensor   (seconds with checkpointing - baseline - operations that run twice) / tensors that the layers save:
+                          torch.utils.checkpoint calls Python for each of them in both forward passes and in backward
+
+The steps of a network with and without a plan take turns: a host that becomes slower changes all of them, and not their difference.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ from paredown.calibrate.operation_time import time_operations
 from paredown.models import MODELS
 from paredown.optim.optimizers import AdamW
 from paredown.plan.calibration import Calibration, HostCost
+from paredown.plan.checkpointed_trace import is_of, modules_of, outermost
 from paredown.plan.plan import Plan
 from paredown.plan.replay import slot_storages
-from paredown.plan.step_time import added_time
+from paredown.plan.step_time import FORWARD, added_time
 from paredown.roles import Role
 from paredown.session.session import apply
 from paredown.trace.trace import Trace
@@ -76,18 +80,18 @@ class SmallNetwork:
         dtype = DTYPES[self.device]
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
-    def seconds(self, plan: Plan | None = None, *, is_ours: bool = False) -> StepSeconds:
-        """Medians over steps under `plan`; `is_ours`: with AdamW of paredown.optim."""
-        model = self.build()
-        session = apply(plan, model) if plan is not None else None
+    def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
+        """Medians over steps under each of the plans, in turns; None is the baseline. `is_ours`: with AdamW of paredown.optim."""
+        models = [self.build() for _ in plans]
+        sessions = [apply(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
         try:
-            fused = torch.optim.AdamW(model.parameters(), fused=True) if not is_ours else AdamW(model.parameters())
-            warm_up = WARM_UP[self.device]
-            rows = [self._step(model, fused) for _ in range(warm_up + STEPS[self.device])][warm_up:]
+            optimizers = [AdamW(m.parameters()) if is_ours else torch.optim.AdamW(m.parameters(), fused=True) for m in models]
+            pairs, warm_up = list(zip(models, optimizers, strict=True)), WARM_UP[self.device]
+            turns = [[self._step(*pair) for pair in pairs] for _ in range(warm_up + STEPS[self.device])][warm_up:]
         finally:
-            if session is not None:
+            for session in sessions:
                 session.close()
-        return StepSeconds(*(median(column) for column in zip(*rows, strict=True)))
+        return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
         _synchronize(self.device)
@@ -106,6 +110,30 @@ class SmallNetwork:
     def num_packed(self, plan: Plan) -> int:
         """Saved tensors that the plan packs."""
         return sum(storage.packs for storage in slot_storages(self.trace, plan).values())
+
+    @property
+    def checkpointing(self) -> Plan:
+        """All layers checkpointed, nothing packed."""
+        return Plan((), recompute=(self.layers,))
+
+    @cached_property
+    def _paths(self) -> list[str]:
+        return outermost(modules_of(self.trace), (self.layers,))
+
+    @property
+    def num_checkpointed(self) -> int:
+        """Tensors that the layers save."""
+        return sum(any(is_of(slot.name, path) for path in self._paths) for slot in self.trace.activations)
+
+    @property
+    def checkpointed_share(self) -> float:
+        """The share of the operations of forward and loss that are in the layers."""
+        counts = [
+            (one.count, any(is_of(one.module, path) for path in self._paths))
+            for one in self.trace.operations
+            if one.phase in FORWARD
+        ]
+        return sum(count for count, is_inside in counts if is_inside) / sum(count for count, _ in counts)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -134,38 +162,40 @@ class HostMeasurement:
 
         Packed weights, whose optimizer has kernels to compile, are not measured if `is_late`: then two packed tensors stand for a weight.
         """
+        packing = Plan.uniform(activation=text)
         with _without_collection():
-            rows = [one.seconds() for one in self.networks]
+            turns = [one.seconds(None, packing, one.checkpointing) for one in self.networks]
+            rows = [row for row, _, _ in turns]
             forward = self._per_operation([row.forward for row in rows], "forward", "loss")
             backward = self._per_operation([row.backward for row in rows], "backward")
             optimizer = _share([row.optimizer for row in rows], [len(one.trace.of(Role.GRADIENT)) for one in self.networks])
-            packed, checkpoint = self._packed(rows, text), self._checkpoint(rows[0], forward)
+            packed = self._packed([(row.total, other.total) for row, other, _ in turns], packing)
+            checkpointed = self._checkpointed([(row, other.total) for row, _, other in turns])
             weight = 2 * packed if is_late() else self._weight()
-        return HostCost(empty_operation(self.draft.device), forward, backward, optimizer, checkpoint, weight), packed
+        return HostCost(empty_operation(self.draft.device), forward, backward, optimizer, checkpointed, weight), packed
 
     def _per_operation(self, seconds: list[float], *phases: str) -> float:
         operations = [[one for one in network.trace.operations if one.phase in phases] for network in self.networks]
         computed = sum(one.count * self.draft.operation_seconds(one) for rows in operations for one in rows)
         return _share([*seconds, -computed * self.is_cpu], [sum(one.count for one in rows) for rows in operations])
 
-    def _packed(self, rows: list[StepSeconds], text: str) -> float:
-        plan = Plan.uniform(activation=text)
-        added = [one.seconds(plan).total - row.total for one, row in zip(self.networks, rows, strict=True)]
+    def _packed(self, seconds: list[tuple[float, float]], plan: Plan) -> float:
+        added = [under_plan - baseline for baseline, under_plan in seconds]
         computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
         return _share([*added, -computed * self.is_cpu], [one.num_packed(plan) for one in self.networks])
 
-    def _checkpoint(self, row: StepSeconds, forward: float) -> float:
-        network = self.networks[0]
-        plan = Plan((), recompute=(network.layers,))
-        again = [one for one in network.trace.operations if one.phase == "forward" and one.module.startswith("layers.")]
-        computed = added_time(network.trace, plan, self.draft).device_seconds * self.is_cpu
-        issued = forward * sum(one.count for one in again)
-        return _share([network.seconds(plan).total - row.total - computed - issued], [network.sizes["num_layers"]])
+    def _checkpointed(self, seconds: list[tuple[StepSeconds, float]]) -> float:
+        added: list[float] = []
+        for network, (baseline, total) in zip(self.networks, seconds, strict=True):
+            again = baseline.forward * network.checkpointed_share  # on the CPU what is computed is part of it
+            added.append(total - baseline.total - again)
+        return _share(added, [network.num_checkpointed for network in self.networks])
 
     def _weight(self) -> float:
         network, plan = self.networks[0], Plan.uniform(weight=WEIGHTS)
         num_packed = sum(len(slot.shape) > 1 for slot in network.trace.of(Role.WEIGHT))
-        return _share([network.seconds(plan, is_ours=True).total - network.seconds(is_ours=True).total], [num_packed])
+        baseline, packed = network.seconds(None, plan, is_ours=True)
+        return _share([packed.total - baseline.total], [num_packed])
 
 
 def _share(seconds: list[float], counts: list[int]) -> float:

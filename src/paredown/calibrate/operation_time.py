@@ -1,8 +1,15 @@
 """`time_operations`: device seconds of the operations of traces, each distinct call repeated on tensors of its shapes, dtypes and strides.
 
-Floats are random, since matrix products of zeros draw less power and run faster; integers are random below the smallest dimension of the
-call's matrices, so that they are valid as indices and as targets. A call that cannot be repeated, or that does not fit the memory, has 0
-seconds: its time is predicted by rates.
+Floats are random, since matrix products of zeros draw less power and run faster. Integers are random: indices below the size of the
+dimension that they index, since additions to few rows take longer than to many; others below the smallest dimension of the call's
+matrices, so that they are valid as targets. A call that cannot be repeated, or that does not fit the memory, has 0 seconds: its time is
+predicted by rates.
+
+Operations that are not timed for lack of time are estimated from timed ones of the same name and dtype, by bytes per second or by
+floating point operations: DenseNet-121 has hundreds that differ in the number of channels alone. Convolutions, for which cuDNN tries
+its algorithms, get half of the time.
+
+One call of cuDNN's RNNs launches kernels for every position: its host time is measured beside that of its kernels.
 """
 
 from __future__ import annotations
@@ -10,40 +17,111 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from math import inf
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from paredown.calibrate.device_time import device_seconds
-from paredown.plan.calibration import operation_key
-from paredown.trace.device_ops import ATTENTION, ATTENTION_BACKWARD
+from paredown.plan.calibration import Calibration, interpolated, kind_of, operation_key
+from paredown.trace.device_ops import ATTENTION, ATTENTION_BACKWARD, RNN_BACKWARD
 from paredown.trace.trace import Operation, Trace
 
 MOST_OPERATIONS = 2000  # of all traces together
 DEFAULT_BOUND = 2  # of integers in calls without matrices
 FLOPS_PER_BYTE = 100  # roughly, of GPUs in 16 bits
+CONVOLUTION_SHARE = 0.5  # of the time
+RNNS: dict[str, Callable[..., nn.Module]] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
+}
+ISSUES = 5  # calls whose host time is measured; the median counts
+
+
+def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_seconds: float = inf) -> Calibration:
+    """The calibration with the times of the traces' operations, those that it has not yet."""
+    device, known = calibration.device, calibration.timed
+    timed = {**known, **time_operations(traces, device, known=known, most_seconds=most_seconds)}
+    estimated = {**calibration.estimated, **estimated_seconds(traces, timed)}
+    issued = {**calibration.issued, **issue_seconds(traces, device, known=calibration.issued)}
+    return replace(calibration, timed=timed, estimated=estimated, issued=issued)
 
 
 def time_operations(
     traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf
 ) -> dict[str, float]:
     """Seconds of each distinct operation of the traces, by `operation_key`, without those `known`; no new one after `most_seconds`."""
-    begun, timed = time.perf_counter(), dict[str, float]()
+    now = begun = time.perf_counter()
+    timed, convolving, is_convolution = dict[str, float](), 0.0, False
     missing = [one for one in distinct(traces) if operation_key(one) not in known]
-    for operation in sorted(missing, key=_work, reverse=True)[:MOST_OPERATIONS]:
-        if time.perf_counter() - begun > most_seconds:
+    for operation in sorted(missing, key=lambda one: one.count * _work(one), reverse=True)[:MOST_OPERATIONS]:
+        before, now = now, time.perf_counter()
+        convolving += (now - before) * is_convolution
+        if now - begun > most_seconds:
             break
-        timed[operation_key(operation)] = _seconds(operation, device) or 0.0
+        is_convolution = kind_of(operation.op) == "conv"
+        if not is_convolution or convolving <= CONVOLUTION_SHARE * most_seconds:
+            timed[operation_key(operation)] = _seconds(operation, device) or 0.0
     return timed
 
 
 def _work(operation: Operation) -> float:
-    """What decides the order: bytes that all calls move, or their floating point operations over those that a device does for a byte."""
-    return operation.count * max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
+    """Bytes that one call moves, or its floating point operations over those that a device does for a byte; all calls decide the order."""
+    return max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
+
+
+def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of operations that are not `timed`, at the rate of timed ones of the same name and dtype, between the two nearest in size."""
+    rates: dict[tuple[str, str], dict[float, float]] = {}
+    operations = [one for one in distinct(traces) if _work(one)]
+    for one in operations:
+        seconds = timed.get(operation_key(one))
+        if seconds:
+            rates.setdefault((one.op, one.dtype), {})[_work(one)] = _work(one) / seconds
+    points = {name: sorted(by_work.items()) for name, by_work in rates.items()}
+    missing = (one for one in operations if operation_key(one) not in timed and (one.op, one.dtype) in points)
+    return {operation_key(one): _work(one) / interpolated(points[one.op, one.dtype], _work(one)) for one in missing}
+
+
+def issue_seconds(traces: Iterable[Trace], device: str, *, known: Container[str] = ()) -> dict[str, float]:
+    """Host seconds of operations that launch many kernels each, by `operation_key`; on the CPU there are none."""
+    operations = (one for one in distinct(traces) if _is_recurrent(one) and operation_key(one) not in known)
+    found = {operation_key(one): _or_none(lambda one=one: _issue_seconds(one)) for one in operations} if device == "cuda" else {}
+    return {key: seconds for key, seconds in found.items() if seconds is not None}
+
+
+def _issue_seconds(operation: Operation) -> float | None:
+    call = repeated_call(operation, "cuda")
+    return None if call is None else median(_host_seconds(call) for _ in range(ISSUES))
+
+
+def _is_recurrent(operation: Operation) -> bool:
+    return operation.op in RNNS or operation.op == RNN_BACKWARD
+
+
+def _host_seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def _kernel_seconds(call: Callable[[], object]) -> float:
+    """The sum over all kernels of a call, by the profiler: the device would wait for the host between them."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
@@ -57,10 +135,20 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> float | None:
-    try:
+    def measured() -> float | None:
         call = repeated_call(operation, device)
-        return device_seconds(call, device) if call is not None else None
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
+        if call is None:
+            return None
+        return _kernel_seconds(call) if device == "cuda" and _is_recurrent(operation) else device_seconds(call, device)
+
+    return _or_none(measured)
+
+
+def _or_none(measure: Callable[[], float | None]) -> float | None:
+    """What `measure` returns; None where a call cannot be repeated or does not fit the memory."""
+    try:
+        return measure()
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, KeyError):
         gc.collect()
         return None
 
@@ -68,12 +156,12 @@ def _seconds(operation: Operation, device: str) -> float | None:
 def repeated_call(operation: Operation, device: str) -> Callable[[], object] | None:
     """A function that runs the operation again on new tensors; None for what only stands for a kernel."""
     args, kwargs = json.loads(operation.arguments)
-    bound = _smallest_side(args)
-    if "embedding_dense_backward" in operation.op:
-        bound = args[2]  # rows of the table
+    bound = max(_index_bound(operation.op, args), 1)
     values, named = _values(args, device, bound), _values(kwargs, device, bound)
     if operation.op in (ATTENTION, ATTENTION_BACKWARD):
         return _attention(values, is_backward=operation.op == ATTENTION_BACKWARD)
+    if _is_recurrent(operation):
+        return _recurrent(*values, is_backward=operation.op == RNN_BACKWARD)
     namespace, _, rest = operation.op.partition(".")
     name, _, overload = rest.partition(".")
     if namespace != "aten" or not name:
@@ -95,6 +183,28 @@ def _attention(values: list[Any], *, is_backward: bool) -> Callable[[], object]:
     out = functional.scaled_dot_product_attention(query, key, value, **options)
     grad = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, (query, key, value), grad, retain_graph=True)
+
+
+def _recurrent(x: Tensor, kind: str, width: int, num_layers: int, directions: int, *, is_backward: bool) -> Callable[[], object]:
+    layer = RNNS[kind](x.shape[-1], width, num_layers, bidirectional=directions == 2).to(x.device, x.dtype)
+    if not is_backward:
+        return lambda: layer(x)
+    out, _ = layer(x.requires_grad_())
+    grad, inputs = torch.randn_like(out), (x, *layer.parameters())
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def _index_bound(op: str, args: list[Any]) -> int:
+    """What integers of a call are below: the size of the dimension that they index."""
+    name = op.removeprefix("aten.").partition(".")[0].strip("_")
+    if name == "embedding_dense_backward":
+        return args[2]  # rows of the table
+    shape = next(_tensors(args), ("", [], []))[1]
+    if name == "embedding":
+        return shape[0]
+    if name in ("index", "index_put", "unsafe_index", "unsafe_index_put", "index_put_impl"):
+        return min(side for side, index in zip(shape, args[1], strict=False) if index is not None)
+    return shape[args[1]] if name.startswith(("index_", "scatter", "gather")) else _smallest_side(args)
 
 
 def _smallest_side(args: Any) -> int:

@@ -6,7 +6,7 @@ raises a CalibrationError that names both, and `calibrate` measures again.
 
 REFERENCE has the numbers of one H200. `assign` compares plans by it where nothing was measured; no step time is printed from it.
 
-Seconds of one operation on the device, unless that operation was timed itself:
+Seconds of one operation on the device, unless that operation was timed itself, or one of the same name:
 
     max(flops / rate of its kind and dtype, bytes / bandwidth of its kind, seconds of the smallest kernel)
 
@@ -25,7 +25,7 @@ import os
 import platform
 import sys
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from hashlib import sha256
@@ -40,7 +40,7 @@ from paredown.formats.format import Format
 from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.trace.trace import Operation, Trace
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON
 FOLDER_VARIABLE = "PAREDOWN_CACHE"
 HINT = "Calibrations are written by `paredown calibrate`."
 MEASURE = "Run `paredown calibrate` on this device."
@@ -76,13 +76,13 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host; `packed_weight` and `checkpoint` are beyond the operations that run once more."""
+    """Seconds of the host; `packed_weight` and `checkpointed_tensor` are beyond the operations that run once more."""
 
     empty_operation: float  # one addition of one value, called in a loop
     forward_operation: float  # one kernel of forward: module, autograd and autocast included
     backward_operation: float
     optimizer_parameter: float  # one parameter in a fused step of torch.optim
-    checkpoint: float  # one checkpointed layer
+    checkpointed_tensor: float  # one saved tensor of a checkpointed layer: hooks of torch.utils.checkpoint in three passes
     packed_weight: float
 
 
@@ -91,6 +91,8 @@ class Calibration:
     """Costs on one device. `flops_per_second`: kind and dtype -> (flops of a call, flops per second) at rising sizes.
 
     `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
+    `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of operations
+    that launch many kernels each (cuDNN's RNNs).
     """
 
     device: str
@@ -103,17 +105,26 @@ class Calibration:
     flops_per_second: Mapping[str, tuple[tuple[float, float], ...]] = field(hash=False)
     formats: Mapping[str, FormatCost] = field(hash=False)
     timed: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    estimated: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    issued: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     measured_in_seconds: float = 0.0
 
     def operation_seconds(self, operation: Operation) -> float:
         """Predicted device seconds of one call."""
-        timed = self.timed.get(operation_key(operation)) if self.timed and operation.arguments else None
-        if timed:
-            return timed
+        if self.timed and operation.arguments:
+            key = operation_key(operation)
+            if self.timed.get(key):
+                return self.timed[key]
+            if key in self.estimated:
+                return max(self.estimated[key], self.kernel_seconds)
         kind = kind_of(operation.op)
         moved = operation.nbytes / self.bytes_per_second.get(kind, self.bytes_per_second[ELEMENTWISE])
         computed = operation.flops / self._flops_per_second(kind, operation) if operation.flops else 0.0
         return max(moved, computed, self.kernel_seconds)
+
+    def issue_seconds(self, operation: Operation) -> float | None:
+        """Host seconds of one call that launches many kernels; None for others."""
+        return self.issued.get(operation_key(operation)) if self.issued and operation.arguments else None
 
     def _flops_per_second(self, kind: str, operation: Operation) -> float:
         tables = self.flops_per_second
@@ -121,7 +132,7 @@ class Calibration:
         if kind == "matmul" and f"{name}{UNALIGNED}" in tables and _is_unaligned(operation.arguments):
             name += UNALIGNED
         points = tables.get(name) or tables.get(f"matmul {operation.dtype}") or next(iter(tables.values()))
-        return _interpolated(points, operation.flops)
+        return interpolated(points, operation.flops)
 
     def num_untimed(self, trace: Trace) -> int:
         """Operations of a trace that have neither been timed nor found impossible to repeat."""
@@ -176,7 +187,7 @@ class Calibration:
             f"{self.device_name}, torch {self.torch}: {rate / 1e12:.3g} TFLOP/s at most, "
             f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
             f"{1e6 * host.forward_operation:.1f} in forward, {1e6 * host.backward_operation:.1f} in backward, "
-            f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.checkpoint:.0f} per checkpointed layer; "
+            f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.checkpointed_tensor:.0f} per tensor of checkpointed layers; "
             f"{len(self.timed)} operations timed"
         )
 
@@ -187,10 +198,10 @@ def kind_of(op: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in op for part in parts)), ELEMENTWISE)
 
 
-def _interpolated(points: tuple[tuple[float, float], ...], flops: float) -> float:
+def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
     """The rate at `flops`, on lines through the logarithms of the points; constant outside of them.
 
-    >>> round(_interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), _interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
+    >>> round(interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
     (1.0, 100000000000000.0)
     """
     index = bisect_left(points, flops, key=lambda point: point[0])
@@ -310,7 +321,7 @@ def _reference() -> Calibration:
         device_name="NVIDIA H200",
         torch="2.11.0",
         paredown="reference",
-        host=HostCost(5e-6, 14e-6, 9e-6, 1e-6, 100e-6, 200e-6),
+        host=HostCost(5e-6, 14e-6, 9e-6, 1e-6, 8e-6, 200e-6),
         kernel_seconds=2.5e-6,
         bytes_per_second={
             ELEMENTWISE: 3e12,

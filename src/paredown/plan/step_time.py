@@ -5,7 +5,8 @@ little longer where both are near, since each of them is the limit of a part of 
 
     seconds = (device^6 + host^6)^(1/6)
     device  = operations + second forward pass of checkpointed layers + encode and decode of packed tensors + optimizer
-    host    = the same, by the number of operations, layers, packed tensors and parameters
+    host    = the same, by the number of operations, packed tensors, parameters, and tensors that checkpointed layers save; calls of
+              cuDNN's RNNs, which launch a kernel or more for each position, by their own host time
 
 A step whose host is the limit becomes slower with every packed tensor, whatever its size; one whose device is the limit by the bytes that
 are packed, and by the operations that run twice. On the CPU the host is the device, and a step takes the sum.
@@ -104,7 +105,8 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
     for operation in operations:
         device += operation.count * calibration.operation_seconds(operation)
         is_forward = operation.phase in FORWARD
-        host += operation.count * (calibration.host.forward_operation if is_forward else calibration.host.backward_operation)
+        one = calibration.host.forward_operation if is_forward else calibration.host.backward_operation
+        host += operation.count * (calibration.issue_seconds(operation) or one)
     return StepTime(device, host)
 
 
@@ -137,7 +139,8 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
     again += (
         _operations((product_of(slot) for slot in recomputed_slots(trace, plan)), calibration) if trace.is_compiled else NO_TIME
     )
-    return again + StepTime(0.0, calibration.host.checkpoint * len(layers))
+    num_saved = sum(any(is_of(slot.name, layer) for layer in layers) for slot in trace.activations) if layers else 0
+    return again + StepTime(0.0, calibration.host.checkpointed_tensor * num_saved)
 
 
 def product_of(slot: Slot) -> Operation:

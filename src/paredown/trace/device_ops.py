@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 # in the last layer, outputs. Measured by the size of its reserve tensor on one H200 (cuDNN of torch 2.11) for 1 to 3 layers.
 RNN_RESERVE = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
 RNN_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+RNN_BACKWARD = "rnn_backward"
 FLASH_ROWS = 128  # the workspace of flash attention in backward is rounded up to a multiple of this many positions,
 FLASH_COLUMNS = 32  # and of this many values of a head
 EFFICIENT_ROWS = 32  # memory-efficient attention saves a logsumexp for every position, rounded up to a multiple of this
@@ -207,7 +208,8 @@ class Recurrent(Function):
         directions = 2 if hx.shape[0] == 2 * num_layers else 1
         out = x.new_empty(length, num, directions * hx.shape[-1])
         states = [torch.empty_like(hx), torch.empty_like(cx) if cx is not None else x.new_empty(0)]
-        record_kernel(kind, (out,), x, flops=2 * length * num * sum(weight.numel() for weight in weights))
+        ctx.described = (kind, width, num_layers, directions)  # with the input, what the call can be repeated with
+        record_kernel(kind, (out,), x, *ctx.described, flops=2 * length * num * sum(weight.numel() for weight in weights))
         num_values = length * num * directions * width * (num_layers * RNN_RESERVE[kind] - 1)
         reserve = x.new_empty(num_values * x.itemsize + 256, dtype=torch.uint8)
         ctx.has_cell, ctx.num_weights = cx is not None, len(weights)
@@ -226,7 +228,7 @@ class Recurrent(Function):
         weights = saved[len(saved) - ctx.num_weights :]
         cx, hx, x = saved[:3] if ctx.has_cell else (None, *saved[:2])
         flat = x.new_empty(sum(w.numel() for w in weights), dtype=weights[0].dtype)
-        record_kernel("rnn_backward", (flat,), x, flops=4 * x.shape[0] * x.shape[1] * flat.numel())
+        record_kernel(RNN_BACKWARD, (flat,), x, *ctx.described, flops=4 * x.shape[0] * x.shape[1] * flat.numel())
         parts = flat.split([w.numel() for w in weights])
         state_grads = torch.empty_like(hx), torch.empty_like(cx) if cx is not None else None
         return None, None, torch.empty_like(x), *state_grads, *(p.view(w.shape) for p, w in zip(parts, weights, strict=True))
