@@ -160,7 +160,8 @@ class Calibration:
     def from_json(value: Any) -> Calibration:
         """The calibration whose `to_json()` is `value`; CalibrationError where it is none."""
         names = [one.name for one in fields(Calibration)]
-        parts = object_parts(value, "calibration", names, ("version", "device", "host", "formats"), VERSION, CalibrationError)
+        needed = ("version", "device", "host", "formats")
+        parts = object_parts(value, "calibration", names, needed, VERSION, CalibrationError, oldest=VERSION)
         calibration = read_dataclass(Calibration, parts, "calibration", CalibrationError)
         _check(calibration)
         return calibration

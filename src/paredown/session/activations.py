@@ -271,7 +271,7 @@ class Activations:
     def saved_by(self, *ends: str) -> dict[str, tuple[torch.Size, int]]:
         """Shape and bytes of the slots whose names end so."""
         found = {name: slot.memory for name, slot in self._slots.items() if name.endswith(ends)}
-        return {name: (size, nbytes) for name, (_, nbytes, size, *_) in found.items()}
+        return {name: (size, nbytes) for name, (_, _, nbytes, size, *_) in found.items()}
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
         """`save` for a tensor in the same place of the model as one of an earlier pass, which `seen` describes: its slot is replayed."""
