@@ -136,7 +136,7 @@ def test_the_originals_are_freed_and_nothing_outlives_backward(mode: str) -> Non
             gc.enable()
 
 
-@pytest.mark.parametrize("mode", [pytest.param(BY_MODEL, marks=pytest.mark.full), REENTRANT, BY_PLAN])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.full) for mode in (BY_MODEL, BY_PLAN)), REENTRANT])
 def test_the_peak_falls_as_predicted(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured peaks of a step on a CPU, unmodified, with packed inputs alone, and with packed second passes."""
     rows = 40_960  # scratch of encoding, for 2^17 values at most and counted once for each tensor of a layer, is small beside these
