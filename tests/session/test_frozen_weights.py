@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -335,6 +336,109 @@ def test_weights_that_are_frozen_after_apply_are_reported() -> None:
         model.head.requires_grad_(False)
         rows = [row for row in session.changes if row.slot == "weight=head.weight"]
         assert len(rows) == 1 and "frozen after the plan was applied" in rows[0].reason
+
+
+def rounded_layer(bias: bool) -> tuple[Any, Any]:
+    """A frozen linear layer behind a trained one, and a plain copy of both with the rounded weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, 2 * SIDE, bias=bias).requires_grad_(False))
+    return model, rounded(model, "nf4/64@bf16")
+
+
+def double_backward(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+    return list(torch.autograd.grad(grad.square().sum(), [x, *(p for p in model.parameters() if p.requires_grad and p.ndim > 1)]))
+
+
+def backward(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    result = model(x)
+    return [result.detach(), *torch.autograd.grad(result.sin().sum(), [x, *(p for p in model.parameters() if p.requires_grad)])]
+
+
+def under_autocast(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with BF16():
+        return backward(model, x)
+
+
+def transformed(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        batched = torch.func.vmap(model)(x)
+    with forward_ad.dual_level():
+        result = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        assert result.tangent is not None
+        return [batched, result.primal.clone(), result.tangent.clone()]
+
+
+def without_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        results = [model(x)]
+    with torch.inference_mode():
+        return [*results, model(x).clone()]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # from torch's forward-mode rules
+@pytest.mark.parametrize("shape", [(SIDE,), (8, SIDE), (2, 3, SIDE), (0, SIDE)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    "run", [backward, double_backward, under_autocast, transformed, without_gradients], ids=lambda run: run.__name__
+)
+def test_a_frozen_linear_layer_of_any_input(run: Any, bias: bool, shape: tuple[int, ...]) -> None:
+    shape = (1, *shape) if run is transformed and len(shape) == 1 else shape
+    model, plain = rounded_layer(bias)
+    x = torch.randn(shape)
+    expected = run(plain, x)
+    with apply(NF4, model):
+        for _ in range(2):
+            assert_same(run(model, x), expected)
+
+
+def test_autograd_saves_nothing_for_a_frozen_linear_layer(decoded: list[StorageWeakRef]) -> None:
+    model, _ = rounded_layer(bias=True)
+    with apply(NF4, model):
+        for _ in range(2):
+            decoded.clear()
+            result = model(torch.randn(8, SIDE))
+            assert len(decoded) == 1 and result.grad_fn is not None
+            assert not [name for name in dir(result.grad_fn) if name.startswith("_saved")] and not result.grad_fn.saved_tensors
+            result.sum().backward()
+            assert len(decoded) == 2 and alive(decoded) == 0
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_linear_layer_that_is_trained_again(part: str) -> None:
+    model, plain = rounded_layer(bias=True)
+    x = torch.randn(8, SIDE)
+    with apply(NF4, model):
+        backward(model, x)
+        for net in (model, plain):
+            getattr(net[1], part).requires_grad_(True)
+        assert_same(backward(model, x), backward(plain, x))
+        assert type(model[1].weight) is PackedParameter
+
+
+def test_a_linear_layer_whose_forward_was_replaced() -> None:
+    model, plain = rounded_layer(bias=True)
+    x = torch.randn(8, SIDE)
+    for net in (model, plain):
+        net[1].forward = lambda x, layer=net[1]: functional.linear(x, layer.weight.t().contiguous().t(), layer.bias)
+    with apply(NF4, model):
+        assert_same(backward(model, x), backward(plain, x))
+
+
+@pytest.mark.parametrize("change", ["in place", "loaded"])
+def test_a_frozen_weight_that_changes_before_backward(change: str) -> None:
+    model, _ = rounded_layer(bias=False)
+    with apply(NF4, model):
+        result = model(torch.randn(8, SIDE))
+        if change == "in place":
+            with torch.no_grad():
+                model[1].weight.mul_(2)
+        else:
+            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
 
 
 class Params4bit(nn.Parameter):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from paredown import apply
+from paredown import Plan, apply, round_trip
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import weight_of
 from paredown.session.weights import SHARED
@@ -83,6 +84,39 @@ def test_bytes_of_the_allocator(around: Any) -> None:
     assert torch.cuda.max_memory_allocated() - start < 24 * mib
     assert torch.cuda.memory_allocated() - start < 3 * mib
     assert session.weight_bytes == 16 * (1 << 20) + 16 * (1 << 14)
+
+
+class Checkpointed(nn.Sequential):
+    """Runs its layers, after the first one, in a checkpoint."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self
+        return checkpoint(nn.Sequential(*others), first(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("format", ["nf4/64@bf16", "int8/64@bf16"])
+@pytest.mark.parametrize("container", [nn.Sequential, Checkpointed])
+@pytest.mark.parametrize("around", [nullcontext, autocast])
+def test_frozen_linear_layers(around: Any, container: type[nn.Sequential], format: str) -> None:
+    """Gradients of a trained layer through 16 frozen ones, of 4 MiB each: those of the rounded weights, with one of them at a time."""
+    net: Any = container(nn.Linear(1024, 1024), *deep().requires_grad_(False)).cuda()
+    plain: Any = copy.deepcopy(net)
+    for layer in plain[1:]:
+        layer.weight.data.copy_(round_trip(layer.weight.detach(), format))
+    x = rows(8, 1024).cuda()
+    apply(Plan.uniform(frozen=format), net)
+    for _ in range(3):
+        for model in (net, plain):
+            model.zero_grad(set_to_none=False)
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            with around():
+                y = weighted(model(x))
+            y.backward()
+            assert (
+                model is plain or torch.cuda.max_memory_allocated() - start < 24 << 20
+            )  # one weight, its gradients and workspaces
+        assert_same(gradients(net), gradients(plain))
 
 
 def test_moving_a_model() -> None:

@@ -27,9 +27,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paredown.codec.packed import DTYPES
 from paredown.errors import OptimError
 from paredown.optim.packed_weight import KEY, NO_MEMORY, Weight, weight_of
 
@@ -62,6 +64,8 @@ ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, *GRADIENTS, *LIKES, *NEW))
 REFUSED = frozenset(("data_ptr", "__cuda_array_interface__", "share_memory_", "resize_", "resize_as_"))
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift")
 WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in OPERATORS)))
+PLAIN_CLASSES = (Tensor, nn.Parameter)
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # True while Dynamo traces, which replaces the call
 STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
@@ -87,6 +91,10 @@ class PackedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and not is_dynamo_compiling():
+            result = _linear_of_module(*args)
+            if result is not None:
+                return result
         return call_outside_compile(func, args, kwargs or {})
 
 
@@ -156,6 +164,58 @@ class Decoded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         """The gradient, unchanged, for the parameter."""
         return grad
+
+
+class FrozenLinear(torch.autograd.Function):
+    """F.linear with a frozen packed weight: autograd saves nothing, and backward decodes the weight again.
+
+    torch.utils.checkpoint compares the tensors that both forward passes save. In one of them the weight may be plain (the session was
+    closed), and F.linear would save it: so the hook of a checkpoint is called with it, and what the hook returns is dropped.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
+        """The product with the weight decoded in `dtype`, the dtype of `x`; `on_save`: the pack hook of a checkpoint, or None."""
+        values = weight.decode(dtype)
+        ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
+        if on_save is not None:
+            on_save(values.t())
+        return F.linear(x, values, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        """The gradient of `x`."""
+        weight: Weight = ctx.weight
+        weight.check_version(ctx.version)
+        return grad @ weight.decode(ctx.dtype), None, None, None, None
+
+
+def _linear_of_module(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
+    """F.linear as nn.Linear calls it, with a frozen packed weight; None for other calls, which `_computed` serves.
+
+    As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
+    """
+    weight: Weight | None = vars(packed).get(KEY) if type(packed) is PackedParameter else None
+    if weight is None or weight.entered is None:
+        return None
+    pack_hook, weight.entered = weight.entered, None
+    with torch._C.DisableTorchFunctionSubclass():
+        trains = packed.requires_grad or (bias is not None and bias.requires_grad)
+        if trains or type(x) not in PLAIN_CLASSES or x.dtype not in DTYPES:
+            return None
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(weight.device_type):
+            dtype = torch.get_autocast_dtype(weight.device_type)
+            x, bias = x.to(dtype), bias if bias is None else bias.to(dtype)
+        if x.requires_grad and torch.is_grad_enabled():
+            return FrozenLinear.apply(x, weight, dtype, bias, pack_hook())  # type: ignore[no-any-return]
+        return F.linear(x, weight.decode(dtype), bias)
+
+
+def is_gradient_required(packed: Tensor) -> bool:
+    """`packed.requires_grad`, without the detour over `__torch_function__`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return packed.requires_grad
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -38,6 +38,10 @@ NO_MEMORY = (
     "this weight is stored packed and has no memory to read from. paredown decodes it for its modules and for functions of torch; "
     "for other code, work inside `with session.unpacked():`, or on a copy: p.detach().clone()."
 )
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "it was saved at version {}, and is at version {} at the time of backward. Clone the tensor before the in-place operation."
+)
 _LAST: list[weakref.ref[Weight]] = []  # at most one: the weight with deferred values (`write`)
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
 
@@ -58,7 +62,7 @@ class Weight:
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
-        "address", "device_type", "dtype", "empty", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size",
+        "address", "device_type", "dtype", "empty", "entered", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size",
         "stride", "users", "version", "written",
     )  # fmt: skip
 
@@ -72,6 +76,9 @@ class Weight:
         self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
         self.is_pinned = False  # whether it always has plain memory besides its codes (compiled models)
         self.is_checked = False  # whether its modules are known not to write it through .data, which autograd does not count
+        # set when its nn.Linear runs with the parameter packed: the next F.linear is that of the module. It returns the pack hook of the
+        # checkpoint that runs, if one does
+        self.entered: Callable[[], Callable[[Tensor], Any] | None] | None = None
         self.on_use: OnUse | None = None  # called after functions outside of modules: result, first new node, decoded values
         self.places: set[Any] = set()  # verified sequences of operations from it to a saved cast or view of it
         self._ref = weakref.ref(parameter)
@@ -152,6 +159,11 @@ class Weight:
         made = self.decode(dtype)
         self._shared[dtype] = self.version, StorageWeakRef(made.untyped_storage())
         return made
+
+    def check_version(self, version: int) -> None:
+        """Raise an error, as autograd does, if the values have changed since they were saved at `version`."""
+        if self.version != version:
+            raise RuntimeError(MODIFIED.format(version, self.version))
 
     def exported(self) -> Tensor:
         """The current values; the same tensor as before if that is still alive and was not written to."""

@@ -17,17 +17,17 @@ afterwards whether anything else still holds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from paredown.codec.packed import DTYPES
-from paredown.optim.packed_parameter import Decoded
+from paredown.optim.packed_parameter import Decoded, PackedParameter, is_gradient_required
 from paredown.optim.packed_weight import KEY, Weight, same_bits, weight_of
-from paredown.session.stored_tensors import MODIFIED
 from paredown.trace.autograd_graph import (
     ACCUMULATE,
     CAST_NODE,
@@ -63,8 +63,7 @@ class DeferredWeight:
 
     def tensor(self) -> Tensor:
         """The decoded saved tensor."""
-        if self.weight.version != self.version:
-            raise RuntimeError(MODIFIED.format(self.version, self.weight.version))
+        self.weight.check_version(self.version)
         return self.weight.shared(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
@@ -207,6 +206,12 @@ def keeps_objects(hook: Any) -> bool:
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
 
+def hook_of_checkpoint() -> Callable[[Tensor], Any] | None:
+    """The pack hook of the torch.utils.checkpoint (non-reentrant) that runs; None if none does, or if other hooks are inside of it."""
+    hooks = top_hooks(True)
+    return hooks[0] if hooks is not None and not keeps_objects(hooks[0]) else None
+
+
 def accumulator_of(parameter: Tensor) -> Any:
     """The node that accumulates the gradient of a leaf."""
     if torch.is_grad_enabled():
@@ -347,12 +352,29 @@ class WeightCall:
 class PackedModule:
     """A module with packed parameters; keeps what its calls need from one call to the next."""
 
-    __slots__ = ("_free", "_known", "finder", "module")
+    __slots__ = ("_free", "_is_linear", "_known", "finder", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.finder = module, SavedWeightFinder(module)
+        self._is_linear = type(module) is nn.Linear
         self._known: list[tuple[int, Weight | None]] = []
         self._free: list[WeightCall] = []  # calls that ended, for reuse
+
+    def enters_packed(self) -> bool:
+        """Whether a call that starts now needs nothing else: an nn.Linear with a frozen weight, which `FrozenLinear` decodes."""
+        module = self.module
+        if (
+            not self._is_linear
+            or "forward" in vars(module)
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            return False  # `FrozenLinear` has no rule for transforms of torch.func and forward-mode gradients
+        parameter, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if type(parameter) is not PackedParameter or is_gradient_required(parameter) or (bias is not None and bias.requires_grad):
+            return False
+        vars(parameter)[KEY].entered = hook_of_checkpoint
+        return True
 
     def call(self) -> WeightCall:
         """The record of a call of the module that starts now."""

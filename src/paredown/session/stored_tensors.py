@@ -30,15 +30,11 @@ from paredown.codec.packed import FlatCodec, PackedTensor
 from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
+from paredown.optim.packed_weight import MODIFIED
 from paredown.session.value_bounds import depends_on_values
 from paredown.trace.autograd_graph import Saved, is_packed_whole
 from paredown.trace.operations import Use
 from paredown.trace.rematerialization import SOURCE_OPS, Rematerialization
-
-MODIFIED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "it was saved at version {}, and is at version {} at the time of backward. Clone the tensor before the in-place operation."
-)
 
 
 class StoragePiece:

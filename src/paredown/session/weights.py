@@ -4,6 +4,9 @@
     after it                     the weights that autograd saved are replaced by `DeferredWeight`, and the decoded memory is freed
     in backward                  each `DeferredWeight` decodes; several of the same weight share the decoded tensor while it is alive
 
+A frozen weight of an nn.Linear is not unpacked: `FrozenLinear` (optim/packed_parameter.py) decodes it for the matrix products of forward
+and backward, and autograd saves nothing.
+
 Under autocast a weight is cast once for each call of its module, and gradients of several calls are added in float32; torch's own cache
 would keep all casts until the forward pass ends, and add the gradients in bfloat16.
 
@@ -256,11 +259,14 @@ class Weights:
             return calls
 
     def _enter(self, place: PackedModule, module: nn.Module, args: Any) -> None:
+        is_checkpointed = module in self.checkpointed
+        if not is_checkpointed and place.enters_packed():
+            return
         call = place.call()
         for entry in call.entries:
             self._unpack(entry)
         self._calls().append(call)
-        if module not in self.checkpointed:
+        if not is_checkpointed:
             call.begin_saves()
 
     def _unpack(self, entry: WeightUse) -> None:

@@ -196,7 +196,8 @@ class Watch:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or self._current() is not None or not self._on_begin():
             return
-        needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
+            needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
             self._call_caches.clear()
             self._segments.clear()
