@@ -7,8 +7,8 @@
 `run` tries three learning rates of each task at full precision, takes the best, and trains every plan with seed 0, then 1, then 2, in
 `--workers` processes. It stops after `--seconds`. With `--done`, files of earlier calls, it goes on where they ended: no trial runs twice.
 A plan that diverged with one seed is not run with further ones. Then one process alone times steps of every plan on each network, for
-`--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run, the first ones first. Needs no database.
-`--tiny`: sizes for a CPU.
+`--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run, the first ones first; and a `group`:
+all seeds of group 0 run before those of group 1. Needs no database. `--tiny`: sizes for a CPU.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ TASKS = (
     *((f"text:{name}_2mb.txt.gz", GPT) for name in ("sotu_en", "pydoc_en")),
     ("images:bangla_digits.npz", CNN),
     ("images:mnist.npz", VIT),
-    ("images:cifar10.npz", MOBILE),
+    *((f"images:{name}.npz", MOBILE) for name in ("cifar10", "fashion_mnist", "tiny_imagenet20", "mnist")),
+    ("images:tiny_imagenet20.npz", CNN),
 )
 FOUR, FOUR_AFFINE, FLOAT4 = "int4/64@bf16", "uint4/64@bf16+bf16", "e2m1fn/32@e8m0"
 TWO, TWO_LONG, TWO_SHORT, TERNARY = "uint2/64@bf16+bf16", "uint2/256@bf16+bf16", "uint2/16@bf16+bf16", "int2/64@bf16"
@@ -79,7 +80,8 @@ UNIFORM = (
     (TERNARY, "lpmm4"),
 )
 TEMPLATES = tuple(
-    f"assign {budget} {method}" for budget, method in (("30%", "size"), ("20%", "role"), ("25%", "role"), ("30%", "role"))
+    f"assign {budget} {method}"
+    for budget, method in (("30%", "size"), ("20%", "role"), ("25%", "role"), ("30%", "role"), ("23%", "role"))
 )
 NUM_SEEDS = 3
 MOST_ATTEMPTS = 2
@@ -183,15 +185,16 @@ def work(jobs: Any, results: Any) -> None:
 
 def time_steps(tasks: list[dict[str, Any]], to: Path, seconds: float) -> None:
     """Median step seconds of every plan on each network, one line each, until the time is over; nothing else may run meanwhile."""
-    end, device, timed = time.monotonic() + seconds, find_device(None), set[str]()
+    end, device, timed = time.monotonic() + seconds, find_device(None), set[tuple[str, int]]()
     with (to / "times.jsonl").open("w", encoding="utf-8") as file:
         for task in tasks:
             how, first_rate = json.dumps(task["how"], sort_keys=True), RATES[task["how"]["model"]][0]
-            order = () if how in timed else task.get("order", range(len(task["plans"])))
-            timed |= {how} if order else set()
-            for index in order:
+            for index in task.get("order", range(len(task["plans"]))):
                 if time.monotonic() > end:
                     return
+                if (how, index) in timed:
+                    continue
+                timed.add((how, index))
                 row = task["plans"][index]
                 plan = Plan.from_json(row["plan"])
                 try:
@@ -253,15 +256,22 @@ class Collection:
         return None
 
     def jobs(self) -> Iterable[dict[str, Any]]:
-        """All jobs that can run now: rates first, then seed after seed, tasks in turn."""
+        """All jobs that can run now: rates first, then group after group, in a group seed after seed, tasks in turn."""
         for number, task in enumerate(self.tasks):
             yield from (self.job(number, 0, 0, lr) for lr in RATES[task["how"]["model"]])
-        rates = [self.rate(number) for number in range(len(self.tasks))]
-        for seed in range(NUM_SEEDS):
-            for places in zip_longest(*(task.get("order", range(len(task["plans"]))) for task in self.tasks)):
-                for number, (index, lr) in enumerate(zip(places, rates, strict=True)):
-                    if index is not None and lr is not None and not self.has_diverged(number, index, lr, seed):
-                        yield self.job(number, index, seed, lr)
+        groups = [task.get("group", 0) for task in self.tasks]
+        for group, seed in product(sorted(set(groups)), range(NUM_SEEDS)):
+            numbers = [number for number, own in enumerate(groups) if own == group]
+            yield from self.jobs_of(numbers, seed)
+
+    def jobs_of(self, numbers: Sequence[int], seed: int) -> Iterable[dict[str, Any]]:
+        """The jobs of these tasks with this seed, tasks in turn; not of tasks whose rate is not known yet."""
+        rates = [self.rate(number) for number in numbers]
+        orders = [self.tasks[number].get("order", range(len(self.tasks[number]["plans"]))) for number in numbers]
+        for places in zip_longest(*orders):
+            for number, index, lr in zip(numbers, places, rates, strict=True):
+                if index is not None and lr is not None and not self.has_diverged(number, index, lr, seed):
+                    yield self.job(number, index, seed, lr)
 
     def job(self, number: int, index: int, seed: int, lr: float) -> dict[str, Any]:
         """A job: task with its rate, plan and seed."""
