@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paredown import apply
+from paredown import Role, apply
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import weight_of
 from tests.session.nets import assert_same, gradients, rows, weighted
@@ -29,10 +29,11 @@ def _fresh() -> Iterator[None]:
 
 def compiled(net: nn.Sequential, when: str, backend: str) -> tuple[Any, Any]:
     """What to call, and the session."""
+    plan = PLAN.set("frozen", str(PLAN.find((), Role.WEIGHT).format))
     if when == "after":
         model = torch.compile(net, backend=backend)
-        return model, apply(PLAN, model)
-    session = apply(PLAN, net)
+        return model, apply(plan, model)
+    session = apply(plan, net)
     if when == "before":
         return torch.compile(net, backend=backend), session
     (net if when == "in place" else net[2]).compile(backend=backend)
@@ -41,8 +42,10 @@ def compiled(net: nn.Sequential, when: str, backend: str) -> tuple[Any, Any]:
 
 @BACKENDS
 @pytest.mark.parametrize("when", ["before", "after", "in place", "a part"])
-def test_a_compiled_model(when: str, backend: str) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
+def test_a_compiled_model(is_frozen: bool, when: str, backend: str) -> None:
     net = mlp()
+    net[2:].requires_grad_(not is_frozen)
     model, session = compiled(net, when, backend)
     plain = copy.deepcopy(net)
     for _ in range(3):

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paredown.codec.packed import DTYPES
@@ -91,8 +92,10 @@ class PackedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and not is_dynamo_compiling():
-            result = _linear_of_module(*args)
+        if is_dynamo_compiling():
+            return call_in_compiled(func, args, kwargs or {})
+        if func is F.linear and not kwargs:
+            result = _linear_of_frozen(*args)
             if result is not None:
                 return result
         return call_outside_compile(func, args, kwargs or {})
@@ -190,32 +193,29 @@ class FrozenLinear(torch.autograd.Function):
         return grad @ weight.decode(ctx.dtype), None, None, None, None
 
 
-def _linear_of_module(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
-    """F.linear as nn.Linear calls it, with a frozen packed weight; None for other calls, which `_computed` serves.
+_apply_frozen_linear: Any = super(torch.autograd.Function, FrozenLinear).apply  # without the checks for torch.func
+
+
+def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
+    """F.linear with a frozen packed weight of a session; None for other calls, which `_computed` serves.
 
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
     weight: Weight | None = vars(packed).get(KEY) if type(packed) is PackedParameter else None
-    if weight is None or weight.entered is None:
+    if weight is None or weight.hook_of_checkpoint is None or type(x) not in PLAIN_CLASSES:
         return None
-    pack_hook, weight.entered = weight.entered, None
     with torch._C.DisableTorchFunctionSubclass():
-        trains = packed.requires_grad or (bias is not None and bias.requires_grad)
-        if trains or type(x) not in PLAIN_CLASSES or x.dtype not in DTYPES:
+        if packed.requires_grad or (bias is not None and bias.requires_grad) or x.dtype not in DTYPES:
             return None
         dtype = weight.dtype
         if torch.is_autocast_enabled(weight.device_type):
             dtype = torch.get_autocast_dtype(weight.device_type)
             x, bias = x.to(dtype), bias if bias is None else bias.to(dtype)
-        if x.requires_grad and torch.is_grad_enabled():
-            return FrozenLinear.apply(x, weight, dtype, bias, pack_hook())  # type: ignore[no-any-return]
-        return F.linear(x, weight.decode(dtype), bias)
-
-
-def is_gradient_required(packed: Tensor) -> bool:
-    """`packed.requires_grad`, without the detour over `__torch_function__`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return packed.requires_grad
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return F.linear(x, weight.decode(dtype), bias)
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:  # `FrozenLinear` has no rule for these
+            return None
+        return _apply_frozen_linear(x, weight, dtype, bias, weight.hook_of_checkpoint())
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,10 +225,18 @@ def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return _call_decoded_eagerly()(func, args, kwargs)
 
 
-call_outside_compile._torchdynamo_disable = True  # type: ignore[attr-defined]
-call_outside_compile._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "a weight is stored packed. Compile the model before paredown.apply, or call it once without fullgraph=True"
-)
+def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`call_outside_compile`, called by a compiled graph."""
+    for packed in [leaf for leaf in tree_leaves((args, kwargs)) if _is_packed(leaf)]:
+        _weight(packed).was_compiled = True
+    return call_outside_compile(func, args, kwargs)
+
+
+for _function in (call_outside_compile, call_in_compiled):
+    _function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "a weight is stored packed. Compile the model before paredown.apply, or call it once without fullgraph=True"
+    )
 
 
 @cache
@@ -390,6 +398,7 @@ class DecodedValues:
                 and leaf.grad_fn is None
                 and leaf.layout is torch.strided
                 and leaf.device.type != "meta"
+                and not torch._C._functorch.is_batchedtensor(leaf)
             ):
                 owner = storages.get(leaf.untyped_storage()._cdata)
                 if owner is not None and leaf.dtype is owner[0].dtype:

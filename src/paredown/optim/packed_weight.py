@@ -43,6 +43,7 @@ MODIFIED = (
     "it was saved at version {}, and is at version {} at the time of backward. Clone the tensor before the in-place operation."
 )
 _LAST: list[weakref.ref[Weight]] = []  # at most one: the weight with deferred values (`write`)
+PackHook = Callable[[Tensor], Any]
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
 
 
@@ -62,8 +63,8 @@ class Weight:
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
-        "address", "device_type", "dtype", "empty", "entered", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size",
-        "stride", "users", "version", "written",
+        "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "is_checked", "is_pinned", "on_use", "places", "residue", "seen",
+        "size", "stride", "users", "version", "was_compiled", "written",
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, packed: PackedTensor, packed_class: type[nn.Parameter]) -> None:
@@ -76,9 +77,10 @@ class Weight:
         self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
         self.is_pinned = False  # whether it always has plain memory besides its codes (compiled models)
         self.is_checked = False  # whether its modules are known not to write it through .data, which autograd does not count
-        # set when its nn.Linear runs with the parameter packed: the next F.linear is that of the module. It returns the pack hook of the
-        # checkpoint that runs, if one does
-        self.entered: Callable[[], Callable[[Tensor], Any] | None] | None = None
+        self.was_compiled = False  # whether torch.compile traced a function of it
+        self.hook_of_checkpoint: Callable[[], PackHook | None] | None = (
+            None  # of a session: the pack hook of the checkpoint that runs
+        )
         self.on_use: OnUse | None = None  # called after functions outside of modules: result, first new node, decoded values
         self.places: set[Any] = set()  # verified sequences of operations from it to a saved cast or view of it
         self._ref = weakref.ref(parameter)

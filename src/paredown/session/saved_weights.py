@@ -17,17 +17,18 @@ afterwards whether anything else still holds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 from paredown.codec.packed import DTYPES
-from paredown.optim.packed_parameter import Decoded, PackedParameter, is_gradient_required
-from paredown.optim.packed_weight import KEY, Weight, same_bits, weight_of
+from paredown.optim.packed_parameter import Decoded, PackedParameter, WeightView, plain_parameter
+from paredown.optim.packed_weight import KEY, PackHook, Weight, same_bits, weight_of
+from paredown.optim.sharded import packed_shards
 from paredown.trace.autograd_graph import (
     ACCUMULATE,
     CAST_NODE,
@@ -45,6 +46,8 @@ from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 
 DECODED = f"{Decoded.__name__}Backward"
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+COMPILED = "torch.compile runs its module, and skips the hooks that would decode it"
+SCRIPTED = "TorchScript runs its module"
 FROZEN_CAST = "the cast of a frozen weight"
 # layers of torch whose forward pass uses a weight in one matrix product or convolution, and no other tensor of its size
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -206,7 +209,7 @@ def keeps_objects(hook: Any) -> bool:
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
 
-def hook_of_checkpoint() -> Callable[[Tensor], Any] | None:
+def hook_of_checkpoint() -> PackHook | None:
     """The pack hook of the torch.utils.checkpoint (non-reentrant) that runs; None if none does, or if other hooks are inside of it."""
     hooks = top_hooks(True)
     return hooks[0] if hooks is not None and not keeps_objects(hooks[0]) else None
@@ -352,29 +355,12 @@ class WeightCall:
 class PackedModule:
     """A module with packed parameters; keeps what its calls need from one call to the next."""
 
-    __slots__ = ("_free", "_is_linear", "_known", "finder", "module")
+    __slots__ = ("_free", "_known", "finder", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.finder = module, SavedWeightFinder(module)
-        self._is_linear = type(module) is nn.Linear
         self._known: list[tuple[int, Weight | None]] = []
         self._free: list[WeightCall] = []  # calls that ended, for reuse
-
-    def enters_packed(self) -> bool:
-        """Whether a call that starts now needs nothing else: an nn.Linear with a frozen weight, which `FrozenLinear` decodes."""
-        module = self.module
-        if (
-            not self._is_linear
-            or "forward" in vars(module)
-            or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-        ):
-            return False  # `FrozenLinear` has no rule for transforms of torch.func and forward-mode gradients
-        parameter, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        if type(parameter) is not PackedParameter or is_gradient_required(parameter) or (bias is not None and bias.requires_grad):
-            return False
-        vars(parameter)[KEY].entered = hook_of_checkpoint
-        return True
 
     def call(self) -> WeightCall:
         """The record of a call of the module that starts now."""
@@ -394,3 +380,36 @@ class PackedModule:
     def ended(self, call: WeightCall) -> None:
         """Allow `call` to be reused."""
         self._free.append(call)
+
+
+def is_frozen_linear(module: nn.Module) -> bool:
+    """Whether a module is an nn.Linear with a frozen weight and bias, and the forward of torch: it runs while its weight is packed."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return not any(p.requires_grad for p in module._parameters.values() if p is not None)
+
+
+def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
+    """Reasons, by id of the parameter, for those in modules whose hooks do not run."""
+    reasons: dict[int, str] = {}
+    for module in model.modules():
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or (is_compiled and module is model):
+            reasons.update({id(p): COMPILED for p in module.parameters()})
+        if isinstance(module, torch.jit.ScriptModule):
+            reasons.update({id(p): SCRIPTED for p in module.parameters()})
+    return reasons
+
+
+def export_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replace packed weights in a state dict by decoded tensors; a weight under two names is the same tensor under both."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        weight = weight_of(value) if type(value) is WeightView else None
+        if weight is not None:
+            state[prefix + name] = weight.exported()
+        elif type(value) is PackedParameter:
+            state[prefix + name] = plain_parameter(value)
+        elif isinstance(value, DTensor):
+            state[prefix + name] = packed_shards.plain_copy(value)

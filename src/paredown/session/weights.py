@@ -34,7 +34,7 @@ from paredown.codec.packed import DEVICES
 from paredown.errors import CodecError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.formats.format import Format
-from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
+from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
 from paredown.optim.sharded import packed_shards
 from paredown.optim.sharded.packed_shards import PackedShard
@@ -42,11 +42,16 @@ from paredown.plan.plan import Plan
 from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
 from paredown.session.saved_weights import (
+    COMPILED,
     PackedModule,
     WeightCall,
     WeightUse,
+    export_plain,
+    hook_of_checkpoint,
+    is_frozen_linear,
     keeps_objects,
     leads_to_weight,
+    parameters_without_hooks,
     release_saved_weights,
     top_hooks,
 )
@@ -54,9 +59,7 @@ from paredown.trace.autograd_graph import next_number
 from paredown.trace.hooks import Hook
 
 UNSHARED_USE_COUNT = 2  # references to a storage that no other tensor shares: the tensor's, and that of the object that counts
-COMPILED = "torch.compile runs its module, and skips the hooks that would decode it"
 SHARED = "its memory is shared with other tensors, or a graph whose backward has not run yet holds it"
-SCRIPTED = "TorchScript runs its module"
 LARGER = "it would not be smaller"
 SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
@@ -84,6 +87,7 @@ class Weights:
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
         self._hooks: dict[Weight, list[Hook]] = {}  # the pre-hooks of the modules that have the weight
+        self._frozen_linears: dict[Weight, list[weakref.ref[nn.Module]]] = {}  # modules without hooks, by their weights
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
     def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
@@ -103,7 +107,7 @@ class Weights:
             reason = reason or reason_to_keep_plain(parameter, format)
             if reason is None:
                 self.weights[name] = weight = pack(parameter, format, PackedParameter)
-                weight.on_use = Used(self)
+                weight.on_use, weight.hook_of_checkpoint = Used(self), hook_of_checkpoint
                 self.not_packed.pop(name, None)
                 return
         except CodecError as error:
@@ -221,18 +225,24 @@ class Weights:
             packed = [p for p in module._parameters.values() if p is not None and weight_of(p) is not None]
             weights = [weight for p in packed if not isinstance(p, DTensor) and (weight := weight_of(p)) is not None]
             if packed and not weights:  # fully_shard decodes what it gathers
-                self._handles.append(module.register_state_dict_post_hook(Hook(_export)))
+                self._handles.append(module.register_state_dict_post_hook(Hook(export_plain)))
             if weights:
-                place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
-                hook = Hook(partial(self._enter, place))
-                for weight in weights:
-                    self._hooks.setdefault(weight, []).append(hook)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-                self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
-                self._handles.append(module.register_state_dict_post_hook(Hook(_export)))
+                self._handles.append(module.register_state_dict_post_hook(Hook(export_plain)))
+                if is_frozen_linear(module):
+                    self._frozen_linears.setdefault(weights[0], []).append(weakref.ref(module))
+                else:
+                    self._register_hooks_of(module, weights)
         self._handles.append(model.register_forward_pre_hook(Hook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
         self._handles.append(model.register_load_state_dict_post_hook(Hook(self._loaded)))
+
+    def _register_hooks_of(self, module: nn.Module, weights: list[Weight]) -> None:
+        place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
+        hook = Hook(partial(self._enter, place))
+        for weight in weights:
+            self._hooks.setdefault(weight, []).append(hook)
+        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
 
     def detach(self) -> None:
         """Remove the hooks and decode all parameters."""
@@ -249,7 +259,7 @@ class Weights:
         for weight in self.weights.values():
             weight.keep_changes()
             weight.release()
-        self.weights, self._held, self._hooks, self._running = {}, {}, {}, threading.local()
+        self.weights, self._held, self._hooks, self._frozen_linears, self._running = {}, {}, {}, {}, threading.local()
 
     def _calls(self) -> list[WeightCall]:
         try:
@@ -259,14 +269,11 @@ class Weights:
             return calls
 
     def _enter(self, place: PackedModule, module: nn.Module, args: Any) -> None:
-        is_checkpointed = module in self.checkpointed
-        if not is_checkpointed and place.enters_packed():
-            return
         call = place.call()
         for entry in call.entries:
             self._unpack(entry)
         self._calls().append(call)
-        if not is_checkpointed:
+        if module not in self.checkpointed:
             call.begin_saves()
 
     def _unpack(self, entry: WeightUse) -> None:
@@ -415,8 +422,13 @@ class Weights:
             if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
                 self._running.loose = first  # a view that later operations may save: the end of the forward pass searches from here
         for weight, _ in values:
-            if any(hook.was_compiled for hook in self._hooks.get(weight, ())) and not weight.is_pinned:
+            was_compiled = weight.was_compiled or any(hook.was_compiled for hook in self._hooks.get(weight, ()))
+            if was_compiled and not weight.is_pinned:
                 self._pin(weight)
+            for module in [ref() for ref in self._frozen_linears.get(weight, ())]:
+                if module is not None and not is_frozen_linear(module):  # it is trained from now on
+                    self._register_hooks_of(module, [weight])
+                    self._frozen_linears.pop(weight, None)
 
     def _pin(self, weight: Weight) -> None:
         """Leave a weight unpacked, because torch.compile runs its module and hooks have no effect there."""
@@ -466,19 +478,6 @@ class Retry:
             weights.retry(weight, in_backward=True)
 
 
-def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace packed weights in a state dict by decoded tensors; a weight under two names is the same tensor under both."""
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        weight = weight_of(value) if type(value) is WeightView else None
-        if weight is not None:
-            state[prefix + name] = weight.exported()
-        elif type(value) is PackedParameter:
-            state[prefix + name] = plain_parameter(value)
-        elif isinstance(value, DTensor):
-            state[prefix + name] = packed_shards.plain_copy(value)
-
-
 def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:
     """Why a parameter cannot be stored packed; None if it can."""
     if type(parameter) is not nn.Parameter:
@@ -493,15 +492,3 @@ def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:
     if storage.nbytes() != parameter.nbytes or torch._C._storage_Use_Count(storage._cdata) > UNSHARED_USE_COUNT:
         return SHARED
     return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"
-
-
-def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
-    """Reasons, by id of the parameter, for those in modules whose hooks do not run."""
-    reasons: dict[int, str] = {}
-    for module in model.modules():
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or (is_compiled and module is model):
-            reasons.update({id(p): COMPILED for p in module.parameters()})
-        if isinstance(module, torch.jit.ScriptModule):
-            reasons.update({id(p): SCRIPTED for p in module.parameters()})
-    return reasons
