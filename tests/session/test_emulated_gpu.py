@@ -17,7 +17,7 @@ from paredown.session import activations
 from paredown.session.stored_tensors import RecomputedValues, StoredMask, StoredValues
 
 pytest.importorskip("triton")
-from tests.support.emulated_gpu import emulate_gpu
+from tests.support.emulated_gpu import LAUNCHED, emulate_gpu
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns in the interpreter
@@ -81,7 +81,9 @@ def test_gradients_are_those_of_the_code_for_cpus(
 ) -> None:
     expected = gradients(make, format, dtype)
     emulate_gpu(monkeypatch)
+    LAUNCHED.clear()
     found = gradients(make, format, dtype)
+    assert LAUNCHED, "no kernel was launched by address: the test is empty"
     for mine, theirs in zip(found, expected, strict=True):
         error = (mine - theirs).norm() / theirs.norm()
         assert error < 1e-5 if make is gated else torch.equal(mine, theirs), error  # GELU and SiLU are computed otherwise

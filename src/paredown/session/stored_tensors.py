@@ -16,12 +16,11 @@ A `StoredView` has the size, strides and offset of the saved tensor in that piec
 from __future__ import annotations
 
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -68,13 +67,13 @@ class StoragePiece:
         source = self.tensor if self.is_whole else self.tensor.clone()
         return source.as_strided((self.numel,), (1,), 0)
 
-    def layout(self) -> tuple[torch.Size, tuple[int, ...], int, bool]:
-        """Size, strides and offset of the saved tensor within the piece, and whether it is all of the piece."""
+    def layout(self) -> ViewLayout:
+        """The layout of the saved tensor within the piece."""
         tensor = self.tensor
         if self.is_whole:
             is_all = tensor.numel() == self.numel and is_dense(tensor.size(), tensor.stride())
-            return tensor.size(), tensor.stride(), int(tensor.storage_offset()), is_all
-        return tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0, True
+            return ViewLayout(tensor.size(), tensor.stride(), int(tensor.storage_offset()), is_all)
+        return ViewLayout(tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0, True)
 
 
 class StorageRef:
@@ -97,6 +96,10 @@ class StorageRef:
         return torch.UntypedStorage._new_with_weak_ptr(self.cdata)
 
 
+def no_tensor() -> Tensor | None:
+    """None, as a reference to a tensor that is gone."""
+
+
 class StoredForm(ABC):
     """What is stored in place of a flat piece of memory."""
 
@@ -111,19 +114,23 @@ class StoredForm(ABC):
             "original",
             "original_bytes",
             "plain_values",
-            "storage",
+            "version",
         ),
-        "version",
+        "weak_storage",
     )
 
     def __init__(self, piece: StoragePiece) -> None:
-        self.storage = StorageRef(piece.storage)  # of the original; while this reference exists, its address is not reused
-        self.numel, self.dtype, self.is_whole = piece.numel, piece.tensor.dtype, piece.is_whole
-        self.original, self.version = weakref.ref(piece.tensor), piece.tensor._version
+        self.weak_storage: int = piece.storage._weak_ref()  # of the original; while it exists, the address is not reused
+        tensor = piece.tensor
+        self.numel, self.is_whole, self.dtype, self.version = piece.numel, piece.is_whole, tensor.dtype, tensor._version
+        self.original: Callable[[], Tensor | None] = no_tensor  # a weak reference to the saved tensor, if that is not made anew
         self.plain_values: Tensor | None = None
         self.num_views = 0  # saved tensors that it stands for
         self.name = ""  # of the first slot that saved it
         self.original_bytes = 0  # of the storage that it replaces
+
+    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        free(self.weak_storage)  # bound here: modules are cleared before the last objects at exit
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +147,7 @@ class StoredForm(ABC):
 
     def is_of(self, piece: StoragePiece) -> bool:
         """Whether this form stores the memory of `piece`."""
-        return self.storage.cdata == piece.address
+        return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:
         """Refer to the original storage, which `holder` keeps alive, and drop the packed data; False if it was modified since."""
@@ -318,16 +325,22 @@ class StoredShape(StoredForm):
         pass
 
 
+class ViewLayout(NamedTuple):
+    """Size, strides and offset of a saved tensor within a piece; `is_all`: it is all of the piece."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_all: bool
+
+
 class StoredView:
-    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it.
+    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it."""
 
-    `is_all`: the tensor is all of the form's piece.
-    """
+    __slots__ = ("form", "layout")
 
-    __slots__ = ("form", "is_all", "offset", "size", "stride")
-
-    def __init__(self, form: StoredForm, size: torch.Size, stride: tuple[int, ...], offset: int, is_all: bool) -> None:
-        self.form, self.size, self.stride, self.offset, self.is_all = form, size, stride, offset, is_all
+    def __init__(self, form: StoredForm, layout: ViewLayout) -> None:
+        self.form, self.layout = form, layout
 
     def __call__(self, tensor: Tensor) -> StoredView:
         """This view: it is its own pack hook, which spares a function for each saved tensor."""
@@ -335,15 +348,16 @@ class StoredView:
 
     def tensor(self) -> Tensor:
         """The unpacked saved tensor."""
-        if self.is_all:
-            return self.form.tensor(self.size, self.stride)
-        return self.form.values().as_strided(self.size, self.stride, self.offset)
+        size, stride, offset, is_all = self.layout
+        if is_all:
+            return self.form.tensor(size, stride)
+        return self.form.values().as_strided(size, stride, offset)
 
     def relu_output(self) -> Tensor:
         """The output of a ReLU for its backward: its mask without unpacking it, if that is what is stored."""
-        form = self.form
-        if self.is_all and type(form) is StoredMask and form.bits is not None:
-            return ReluOutput(form.bits, self.size, self.stride, form.dtype)
+        form, layout = self.form, self.layout
+        if layout.is_all and type(form) is StoredMask and form.bits is not None:
+            return ReluOutput(form.bits, layout.size, layout.stride, form.dtype)
         return self.tensor()
 
 
@@ -467,8 +481,8 @@ def decode_steps_of(
 
     `keeps_parameters`: the model keeps its parameters until backward, so they are referenced; otherwise they are copied.
     """
-    form = source.form
-    if not form.is_whole or form.numel != result.numel or form.numel != source.size.numel():
+    form, (size, stride, *_) = source.form, source.layout
+    if not form.is_whole or form.numel != result.numel or form.numel != size.numel():
         return None
     if rule.is_copy and not _is_contiguous(source):
         return None
@@ -479,7 +493,7 @@ def decode_steps_of(
         if (
             not isinstance(bits, StoredMask)
             or bits.bits is None
-            or (source.size, source.stride) != (result.tensor.size(), result.tensor.stride())
+            or (size, stride) != (result.tensor.size(), result.tensor.stride())
         ):
             return None
         return _after_batch_norm(rule.source, source, bits.bits, keeps_parameters)
@@ -488,24 +502,25 @@ def decode_steps_of(
 
 def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> DecodeSteps | None:
     mean, rstd = node._saved_result1, node._saved_result2
-    channels = source.size.numel() // max(mean.numel(), 1)
+    channels = source.layout.size.numel() // max(mean.numel(), 1)
     if mean.dtype is not torch.float32 or not _is_contiguous(source):
         return None
-    weight, bias = (_vector(t, keeps_parameters) for t in (node._saved_weight, node._saved_bias))
+    weight, bias = _vector(node._saved_weight, keeps_parameters), _vector(node._saved_bias, keeps_parameters)
     return DecodeSteps(Norm(channels, 1, weight, bias, mean, rstd, by_row=True))
 
 
 def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_parameters: bool) -> DecodeSteps | None:
+    size, stride, *_ = source.layout
     weight, bias = node._saved_weight, getattr(node.next_functions[2][0], "variable", None)
     mean, rstd = node._saved_result1, node._saved_result2
-    channels = source.size[1]
+    channels = size[1]
     if (weight is None) != (bias is None) or mean is None or mean.numel() != channels or mean.dtype is not torch.float32:
         return None
-    channels_last = len(source.size) > 2 and source.stride[1] == 1
+    channels_last = len(size) > 2 and stride[1] == 1
     if not channels_last and not _is_contiguous(source):
         return None
-    weight, bias = (_vector(t, keeps_parameters) for t in (weight, bias))
-    return DecodeSteps(Norm(channels, 1 if channels_last else source.size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
+    weight, bias = _vector(weight, keeps_parameters), _vector(bias, keeps_parameters)
+    return DecodeSteps(Norm(channels, 1 if channels_last else size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
@@ -517,7 +532,7 @@ def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
 
 def _is_contiguous(view: StoredView) -> bool:
     expected = 1
-    for size, stride in zip(reversed(view.size), reversed(view.stride), strict=True):
+    for size, stride in zip(reversed(view.layout.size), reversed(view.layout.stride), strict=True):
         if size != 1 and stride != expected:
             return False
         expected *= size
