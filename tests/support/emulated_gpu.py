@@ -101,6 +101,8 @@ def emulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(stored_tensors, "IN_ONE_PASS", ("cpu",))
+    monkeypatch.setattr(stored_tensors, "memory_in_use", lambda index: (0, 1 << 40))
+    monkeypatch.setattr(stored_tensors, "current_stream", lambda index: 0)
     monkeypatch.setattr(value_bounds, "READ_INTERVAL", 1 << 30)  # later values are copied to pinned memory
     for module, names in CACHES.items():
         for name in names:  # launches of this test alone

@@ -46,6 +46,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
 from paredown.session.stored_tensors import (
+    DecodedCopies,
     PackingTime,
     RecomputedValues,
     SlotStorage,
@@ -139,7 +140,7 @@ class Activations:
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
         self._local = threading.local()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
-        self._bounds = ValueBounds()
+        self._bounds, self._copies = ValueBounds(), DecodedCopies()
         self._lock = threading.Lock()  # threads of one forward pass share its ForwardStorage: each storage is packed once
 
     @property
@@ -415,7 +416,7 @@ class Activations:
             previous.replace(codec, stored)
             return previous
         form = self.form_of(saved, piece, codec, stored) if self.form_of is not None else None
-        return form or StoredValues(piece, codec, stored)
+        return form or StoredValues(piece, codec, stored, self._copies)
 
     def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece, storage: ForwardStorage) -> Any:
         codec, tensor = slot.codec, piece.tensor

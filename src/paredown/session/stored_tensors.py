@@ -16,7 +16,9 @@ A `StoredView` has the size, strides and offset of the saved tensor in that piec
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -175,13 +177,13 @@ class StoredForm(ABC):
 class StoredValues(StoredForm):
     """Values encoded in a format."""
 
-    __slots__ = ("_decoded", "codec", "stored")
+    __slots__ = ("_copies", "_copy", "codec", "stored")
 
-    def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any) -> None:
+    def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
         """`stored`: what `codec` encoded."""
         super().__init__(piece)
-        self.codec, self.stored = codec, stored
-        self._decoded: StorageRef | None = None
+        self.codec, self.stored, self._copies = codec, stored, copies
+        self._copy: DecodedCopy | None = None  # of values that several saved tensors share
 
     @property
     def packed(self) -> PackedTensor | None:
@@ -196,15 +198,23 @@ class StoredValues(StoredForm):
         return self.codec.nbytes if self.stored is not None else 0
 
     def _unpacked(self) -> Tensor:
-        """The decoded values; the last decoded tensor while it is alive, so that q, k and v of one storage are decoded once."""
-        if self._decoded is not None:
-            alive = self._decoded.storage()
-            if alive is not None:
-                return as_flat(alive, self.dtype)
-        decoded = self.codec.decode(self.stored, (self.numel,), (1,))
-        if self.num_views > 1:
-            self._decoded = StorageRef(decoded.untyped_storage())
-        return decoded
+        """The decoded values; where several saved tensors share them, the copy that was decoded last, if it is alive."""
+        if self.num_views == 1:
+            return self.codec.decode(self.stored, (self.numel,), (1,))
+        copy = self._copy
+        if copy is None:
+            copy = self._copy = DecodedCopy()
+        values = copy.values(self.dtype)
+        copy.num_unpacked += 1
+        is_last = copy.num_unpacked % self.num_views == 0
+        if is_last:
+            copy.held = None
+        if values is None:
+            values = self.codec.decode(self.stored, (self.numel,), (1,))
+            copy.alive = StorageRef(values.untyped_storage())
+            if not is_last:
+                self._copies.hold(copy, values)
+        return values
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """The same without a flat tensor in between, where a kernel decodes and no other saved tensor shares it."""
@@ -214,6 +224,63 @@ class StoredValues(StoredForm):
 
     def _drop(self) -> None:
         self.stored = None
+
+
+class DecodedCopy:
+    """The values of a form that several saved tensors share, as they were decoded last."""
+
+    __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
+
+    def __init__(self) -> None:
+        self.alive: StorageRef | None = None
+        self.held: Tensor | None = None  # set by `DecodedCopies`
+        self.stream = 0  # on which held values were decoded
+        self.num_unpacked = 0  # saved tensors that were unpacked so far
+
+    def values(self, dtype: torch.dtype) -> Tensor | None:
+        """The values; None if they are freed, or held on another stream."""
+        if self.held is not None:
+            return self.held if current_stream(self.held.get_device()) == self.stream else None
+        alive = self.alive.storage() if self.alive is not None else None
+        return None if alive is None else as_flat(alive, dtype)
+
+
+class DecodedCopies:
+    """Holds decoded values on a GPU from one use in backward to the next, as of the input of two branches: it is decoded once.
+
+    At most MAX_HELD copies exist, and none is held that could raise the peak: there must have been ROOM times its bytes more in use.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[weakref.ref[DecodedCopy]] = deque()
+
+    def hold(self, copy: DecodedCopy, values: Tensor) -> None:
+        """Hold `values` until the last saved tensor that shares them is unpacked, if memory allows it."""
+        if not values.is_cuda:
+            return
+        in_use, peak = memory_in_use(values.get_device())
+        if in_use + ROOM * values.nbytes > peak:
+            return
+        copy.held, copy.stream = values, current_stream(values.get_device())
+        self._held.append(weakref.ref(copy))
+        while len(self._held) > MAX_HELD:
+            oldest = self._held.popleft()()
+            if oldest is not None and oldest is not copy:
+                oldest.held = None
+
+
+MAX_HELD = 4
+ROOM = 3  # backward of the operations until the next use may need as much as a few tensors of the same size
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in builds of torch without CUDA
+
+
+def memory_in_use(index: int) -> tuple[int, int]:
+    """Bytes that tensors on a GPU take at the moment, and the most that they took; (0, 0) of an allocator that does not count."""
+    try:
+        counts = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
+    except (KeyError, RuntimeError):
+        return 0, 0
+    return counts["current"], counts["peak"]
 
 
 @final
