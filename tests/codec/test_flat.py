@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ pytest.importorskip("triton")
 from tests.support.emulated_gpu import emulate_gpu
 
 flat = pytest.importorskip("paredown.codec.kernels.flat")
+launch = pytest.importorskip("paredown.codec.kernels.launch")
 masks = pytest.importorskip("paredown.codec.kernels.masks")
 FORMATS = ("int8/64@bf16", "e4m3fn/64@bf16", "int4/32@fp32", "uint4/64@bf16+bf16", "uint2/64@bf16+fp32", "e2m1fn/32@e8m0")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
@@ -146,3 +150,38 @@ def test_decoded_values_have_their_layout_at_once() -> None:
         found = codec.decode(stored, x.size(), x.stride())
         assert found.stride() == x.stride()
         assert torch.equal(found.cpu(), encode(x, format).decode().cpu())
+
+
+class Launcher:
+    """The launcher of a kernel in Triton 3.6, 3.9 or a later one: `launch` notes what it is called with."""
+
+    def __init__(self, version: str, scratch: object | None = None) -> None:
+        self.version, self.scratch, self.calls = version, scratch, list[tuple[Any, ...]]()
+        self.launch: Any = lambda *args: self.calls.append(args)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *args: Any) -> None:
+        if self.version == "3.6":
+            self.launch(x, y, z, stream, function, False, True, self.scratch, None, metadata, *args)
+        elif self.version == "3.9":
+            self.launch(x, y, z, stream, function, False, True, metadata, *args[:3], self.scratch, None, b"", b"", args[3:])
+        else:
+            raise TypeError("it takes other arguments")
+
+
+@pytest.mark.parametrize(
+    ("version", "has_scratch", "is_direct"), [("3.6", False, True), ("3.6", True, False), ("3.9", False, False)]
+)
+def test_a_compiled_kernel_is_launched_with_the_arguments_of_triton(version: str, has_scratch: bool, is_direct: bool) -> None:
+    run = Launcher(version, object() if has_scratch else None)
+    kernel = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1))
+    function, before = launch.compiled_launch(kernel)
+    assert not run.calls, "nothing is launched to find it out"
+    function(20, 1, 1, 99, *before, 16, 32, 5)
+    run(20, 1, 1, 99, 7, (4, 1), None, None, None, 16, 32, 5)
+    assert len(run.calls) == 2 and run.calls[0] == run.calls[1]
+    assert (function is run.launch) is is_direct
+
+
+def test_a_launcher_that_takes_other_arguments_is_left_to_triton() -> None:
+    kernel = SimpleNamespace(run=Launcher("other"), function=7, packed_metadata=(4, 1))
+    assert launch.compiled_launch(kernel)[0] is kernel.run

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,11 +14,12 @@ from torch.nn.functional import silu
 
 from paredown import Plan, apply
 from paredown.codec.recompute import pack_mask
-from paredown.session import activations
+from paredown.session import activations, stored_tensors
 from paredown.session.stored_tensors import RecomputedValues, StoredMask, StoredValues
 
 pytest.importorskip("triton")
-from tests.support.emulated_gpu import emulate_gpu
+from paredown.codec.kernels.flat import BufferCodec
+from tests.support.emulated_gpu import LAUNCHED, emulate_gpu
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns in the interpreter
@@ -81,7 +83,9 @@ def test_gradients_are_those_of_the_code_for_cpus(
 ) -> None:
     expected = gradients(make, format, dtype)
     emulate_gpu(monkeypatch)
+    LAUNCHED.clear()
     found = gradients(make, format, dtype)
+    assert LAUNCHED, "no kernel was launched by address: the test is empty"
     for mine, theirs in zip(found, expected, strict=True):
         error = (mine - theirs).norm() / theirs.norm()
         assert error < 1e-5 if make is gated else torch.equal(mine, theirs), error  # GELU and SiLU are computed otherwise
@@ -122,3 +126,46 @@ def test_no_mask_is_packed_of_a_tensor_that_stays_unmodified(monkeypatch: pytest
             torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), expected, rtol=0, atol=0)
             counts.append(len(packed))
     assert counts == [3, 3, 3]
+
+
+class Branches(nn.Module):
+    """Two branches that save the same input: one is shorter, as in a block with a downsampling shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.short, self.long = nn.Linear(32, 32), nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) * 2
+        return self.long(h) + self.short(h)
+
+
+@pytest.mark.parametrize(("room", "num_decoded"), [(1 << 40, 1), (0, 2)])
+def test_two_branches_decode_their_input_once_where_memory_allows(
+    room: int, num_decoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate_gpu(monkeypatch)
+    monkeypatch.setattr(stored_tensors, "memory_in_use", lambda index: (0, room))
+    decoded: list[tuple[int, weakref.ref[Tensor]]] = []
+    decode = BufferCodec.decode
+
+    def noted(codec: BufferCodec, stored: Tensor, *layout: tuple[int, ...]) -> Tensor:
+        values = decode(codec, stored, *layout)
+        decoded.append((stored.data_ptr(), weakref.ref(values)))
+        return values
+
+    monkeypatch.setattr(BufferCodec, "decode", noted)
+    model, x = Branches(), torch.randn(256, 32)
+    with apply(Plan.uniform(activation="int8/64@bf16"), model) as session:
+        loss, parameters, found = model(x).square().mean(), list(model.parameters()), list[list[Tensor]]()
+        (form,) = [form for form in session._activations.stored_forms() if form.num_views == 2]
+        assert isinstance(form, StoredValues) and form.stored is not None
+        address = form.stored.data_ptr()
+        for retains in (True, True, False):
+            decoded.clear()
+            found.append(list(torch.autograd.grad(loss, parameters, retain_graph=retains)))
+            copies = [values for at, values in decoded if at == address]
+            assert len(copies) == num_decoded
+            assert all(values() is None for values in copies), "it is held until its last use alone"
+    for again in found[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, found[0], strict=True))

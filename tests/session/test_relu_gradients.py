@@ -34,7 +34,7 @@ def relu_with_stored_mask(x: Tensor) -> Tensor:
     y = torch.relu(x)
     node: Any = y.grad_fn
     piece = StoragePiece(node._saved_result)
-    view = StoredView(StoredMask(piece, pack_mask(piece.flat(), 0.0, NO_BOUND), (1.0, 0.0)), *piece.layout())
+    view = StoredView(StoredMask(piece, pack_mask(piece.flat(), 0.0, NO_BOUND), (1.0, 0.0)), piece.layout())
     node._raw_saved_result.register_hooks(lambda _: view, StoredView.relu_output)
     return y
 

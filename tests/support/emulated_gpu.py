@@ -1,9 +1,9 @@
 """The code for GPUs on a machine without one: CPU tensors that this library takes for CUDA tensors, and launches by address.
 
 Triton's kernels run in its interpreter. The first launch of a kernel returns a `Compiled`, as Triton does on a GPU, and later launches
-call `Compiled.run` with addresses instead of tensors, in the order of the kernel's arguments: a wrong address, offset or order of arguments
-gives wrong values, as on a GPU. What is not emulated: streams, several devices, the allocator, copies to the host, and that work is
-asynchronous.
+call the function of its `Launcher` with addresses instead of tensors, in the order of the kernel's arguments: a wrong address, offset or
+order of arguments gives wrong values, as on a GPU. `LAUNCHED` has the kernels that were launched so. What is not emulated: streams, several
+devices, the allocator, copies to the host, and that work is asynchronous.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -28,24 +28,39 @@ CACHES = {
 }  # of launches
 
 
-class Compiled:
-    """A kernel that was launched once: `run` is the launcher of a compiled kernel."""
-
-    function = packed_metadata = None
+class Launcher:
+    """The launcher of a compiled kernel, as in Triton 3.6: a Python object that calls a function with more arguments."""
 
     def __init__(self, kernel: Any, dtypes: dict[str, torch.dtype]) -> None:
         self.kernel, self.dtypes = kernel, dtypes
-        self.num_runs = 0
 
-    def run(self, x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *args: Any) -> None:
-        """Launch by addresses; `args`: three hooks, then all arguments of the kernel."""
-        assert (y, z, *args[:3]) == (1, 1, None, None, None)
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        """What a launch through Triton's binder calls, without scratch memory."""
+        self.launch(x, y, z, stream, function, False, False, None, None, *args)
+
+    def launch(self, x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        """Launch by addresses; `args`: two flags, two scratch memories, metadata, three hooks, then all arguments of the kernel."""
+        assert (y, z, *args[:4]) == (1, 1, False, False, None, None)
+        assert function == FUNCTION and args[4:8] == (METADATA, None, None, None)
         names = self.kernel.arg_names
-        assert len(args) == 3 + len(names), (len(args) - 3, names)
-        given = dict(zip(names, args[3:], strict=True))
+        assert len(args) == 8 + len(names), (len(args) - 8, names)
+        given = dict(zip(names, args[8:], strict=True))
         given.update({name: at_address(given[name], dtype) for name, dtype in self.dtypes.items()})
-        self.num_runs += 1
+        LAUNCHED.append(self.kernel)
         self.kernel[(x,)](**given)
+
+
+FUNCTION, METADATA = 7, (4, 1, 0)  # a handle of a function on the GPU, and a kernel's metadata
+LAUNCHED: list[Any] = []  # kernels that were launched by address
+
+
+class Compiled:
+    """A kernel that was launched once."""
+
+    function, packed_metadata = FUNCTION, METADATA
+
+    def __init__(self, kernel: Any, dtypes: dict[str, torch.dtype]) -> None:
+        self.run = Launcher(kernel, dtypes)
 
 
 def at_address(address: int | Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,6 +101,8 @@ def emulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(stored_tensors, "IN_ONE_PASS", ("cpu",))
+    monkeypatch.setattr(stored_tensors, "memory_in_use", lambda index: (0, 1 << 40))
+    monkeypatch.setattr(stored_tensors, "current_stream", lambda index: 0)
     monkeypatch.setattr(value_bounds, "READ_INTERVAL", 1 << 30)  # later values are copied to pinned memory
     for module, names in CACHES.items():
         for name in names:  # launches of this test alone

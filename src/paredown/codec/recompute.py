@@ -40,6 +40,7 @@ from paredown.codec.packed import PackedTensor
 
 NO_BOUND = nan
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+DETACH, THRESHOLD_BACKWARD = torch.ops.aten.detach.default, torch.ops.aten.threshold_backward.default
 PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
@@ -114,9 +115,9 @@ class ReluOutput(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
+        if func is DETACH:
             return args[0]  # autograd detaches what a hook returned; nothing else refers to it
-        if func is torch.ops.aten.threshold_backward.default and type(args[1]) is cls and args[2] == 0:
+        if func is THRESHOLD_BACKWARD and type(args[1]) is cls and args[2] == 0:
             grad, output = args[0], args[1]
             if type(grad) is Tensor and grad.stride() == output.stride() and grad.size() == output.size():
                 return apply_mask(grad, output._bits)
@@ -159,8 +160,9 @@ class Norm:
         """What kernels are compiled for: channels, inner, by_row, whether there is a weight, whether there is a bias."""
         return self.channels, self.inner, self.by_row, self.weight is not None, self.bias is not None
 
-    def _versions(self) -> list[int]:
-        return [t._version for t in (self.weight, self.bias) if t is not None]
+    def _versions(self) -> tuple[int, int]:
+        weight, bias = self.weight, self.bias
+        return 0 if weight is None else weight._version, 0 if bias is None else bias._version
 
     def check(self) -> None:
         """Raise RuntimeError if the weight or bias was modified in place since."""

@@ -46,6 +46,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
 from paredown.session.stored_tensors import (
+    DecodedCopies,
     PackingTime,
     RecomputedValues,
     SlotStorage,
@@ -58,13 +59,13 @@ from paredown.session.stored_tensors import (
     StoredValues,
     StoredView,
     decode_steps_of,
-    memory_of,
 )
 from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use
 from paredown.trace.rematerialization import Rematerialization, rematerialization_of
 
+VALUE = Use.VALUE
 LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
 REASONS = {
     "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
@@ -82,6 +83,7 @@ IN_PLACE = (
 )
 
 
+has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
@@ -138,7 +140,7 @@ class Activations:
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
         self._local = threading.local()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
-        self._bounds = ValueBounds()
+        self._bounds, self._copies = ValueBounds(), DecodedCopies()
         self._lock = threading.Lock()  # threads of one forward pass share its ForwardStorage: each storage is packed once
 
     @property
@@ -237,7 +239,7 @@ class Activations:
             if holder is not None:
                 if form.restore_original(holder):
                     restored.append(key)
-            elif not form.storage.expired():
+            elif not has_expired(form.weak_storage):
                 alive.append(key)
         self.restored = frozenset(forms[key].name for key in restored)
         self._count(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
@@ -278,15 +280,17 @@ class Activations:
         slot: SlotStorage | None = seen.slot
         if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
             piece = StoragePiece(tensor, slot.known)
-            if piece.address not in inputs and slot.memory == memory_of(tensor, piece.storage):
+            place = tensor.size(), tensor.stride(), tensor.storage_offset()
+            # what `memory_of` returns, without another call
+            memory = (tensor.get_device(), tensor.dtype, piece.storage.nbytes(), *place)
+            if memory == slot.memory and piece.address not in inputs:
                 storage: ForwardStorage = getattr(self._local, "storage", None) or self._running[-1]
-                if piece.address in storage.unpacked:
-                    return
-                if slot.is_cuda:
-                    with self._lock:
-                        self._replace(seen, piece, slot, storage, node, raw)
-                else:
-                    self._store(seen, piece, slot, storage, node, raw)
+                if piece.address not in storage.unpacked:
+                    if slot.is_cuda:
+                        with self._lock:
+                            self._replace(seen, piece, slot, storage, node, raw)
+                    else:
+                        self._store(seen, piece, slot, storage, node, raw)
                 return
         is_input = tensor.untyped_storage()._cdata in inputs
         self.save(seen.again("input" if is_input else "activation", node, raw, tensor))
@@ -311,30 +315,34 @@ class Activations:
 
     def _replace(self, saved: Saved, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage, node: Any, raw: Any) -> None:
         """Find or make the stored form of a piece, and register it in place of the saved tensor."""
-        tensor = piece.tensor
+        tensor, forms = piece.tensor, storage.forms
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
-        use, detail = found
         key = (*piece.key, found)
-        form = storage.forms.get(key)
-        if form is None or use is Use.VALUE:
-            previous = form
-            if use is Use.VALUE:
-                form = self._values(saved, piece, form, slot, storage, node)
-            else:
-                form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[use](self, saved, piece, detail)
-            if form is None:
-                self._leave(piece, slot, storage)
-                return
-            if form is not previous:
-                self._add(key, form, saved, piece, storage)
-        if tensor.grad_fn is not node:  # the output of the saving node itself arrives as a new tensor object that dies at once
-            base = tensor._base
+        form = previous = forms.get(key)
+        if found[0] is VALUE:
+            form = self._values(saved, piece, previous, slot, storage, node)
+        elif previous is None:
+            form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[found[0]](self, saved, piece, found[1])
+        if form is None:
+            self._leave(piece, slot, storage)
+            return
+        base = tensor._base
+        if form is not previous:
+            forms[key] = form
+            storage.at_address.setdefault(piece.address, []).append(form)
+            form.name, form.original_bytes = saved.name, slot.memory[2]
+            self._forms.append(weakref.ref(form))
+            if base is not None and is_view_modified_in_place(tensor):
+                storage.in_place.add(key)
+        if (
+            node is None or tensor.grad_fn is not node
+        ):  # the output of the saving node itself arrives as a new tensor object that dies at once
             form.original = weakref.ref(tensor if base is None else base)
         form.num_views += 1
-        view = StoredView(form, *(slot.layout if slot.is_whole else piece.layout()))
+        view = StoredView(form, slot.layout)
         if slot.is_source and node is not None:
             storage.sources[node._sequence_nr()] = node, view
-        raw.register_hooks(view, self.packing_time.unpacked if not tensor.is_cuda else slot.unpack)
+        raw.register_hooks(view, slot.unpack if slot.is_cuda else self.packing_time.unpacked)
         if self.on_packed is not None:
             self.on_packed(saved, piece, form)
         if self.not_packed:
@@ -347,15 +355,6 @@ class Activations:
             form.restore_original(unmodified)
         if piece.key in storage.masks:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
-
-    def _add(self, key: Any, form: StoredForm, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> None:
-        """Record a new form."""
-        storage.forms[key] = form
-        storage.at_address.setdefault(piece.address, []).append(form)
-        form.name, form.original_bytes = saved.name, piece.storage.nbytes()
-        if piece.tensor._base is not None and is_view_modified_in_place(piece.tensor):
-            storage.in_place.add(key)
-        self._forms.append(weakref.ref(form))
 
     def _current_storage(self) -> ForwardStorage:
         """That of the forward pass of this thread; in a worker thread of a forward pass, that of the pass started last."""
@@ -403,13 +402,13 @@ class Activations:
             if reason:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
-        if previous is not None and self._keeps_enough(previous, saved):
-            return previous
         if previous is None:
             recomputation = rematerialization_of(piece.tensor)
             form = self._recomputed(saved, piece, recomputation, storage) if recomputation is not None else None
             if form is not None:
                 return form
+        elif self._keeps_enough(previous, saved):
+            return previous
         stored = self._encoded(slot, decision, piece, storage)
         codec = slot.codec
         assert codec is not None
@@ -417,27 +416,29 @@ class Activations:
             previous.replace(codec, stored)
             return previous
         form = self.form_of(saved, piece, codec, stored) if self.form_of is not None else None
-        return form or StoredValues(piece, codec, stored)
+        return form or StoredValues(piece, codec, stored, self._copies)
 
     def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece, storage: ForwardStorage) -> Any:
-        codec = slot.codec
+        codec, tensor = slot.codec, piece.tensor
         if codec is None:
             assert decision.format is not None
             how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
-            codec = slot.codec = flat_codec(piece.tensor, piece.numel, decision.format, how, seed)
+            codec = slot.codec = flat_codec(tensor, piece.numel, decision.format, how, seed)
             slot.by_address = codec.takes_address and piece.is_whole and slot.offset == 0
-        step = self._steps.get(piece.tensor.get_device())
+        step = self._steps.get(slot.memory[0])  # by device
         if step is None:
-            step = self._step(piece.tensor)
+            step = self._step(tensor)
         if not slot.by_address:
             return codec.encode(piece.flat(), step)
-        mask, of_mask = storage.masks.get(piece.key) or (None, None)
-        if of_mask is None or mask is None or mask.delayed is None:
-            if of_mask is not None:
-                of_mask.is_delayed = True  # from the next pass on
-            return codec.encode(piece.tensor, step)
-        mask.bits, mask.delayed = empty_mask(piece.tensor), None
-        return codec.encode(piece.tensor, step, mask.bits)
+        found = storage.masks.get(piece.key) if storage.masks else None
+        if found is None:
+            return codec.encode(tensor, step)
+        mask, of_mask = found
+        if mask.delayed is None:
+            of_mask.is_delayed = True  # from the next pass on
+            return codec.encode(tensor, step)
+        mask.bits, mask.delayed = empty_mask(tensor), None
+        return codec.encode(tensor, step, mask.bits)
 
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage

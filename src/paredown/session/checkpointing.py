@@ -249,9 +249,9 @@ class Factor(Tensor):
     @staticmethod
     def of(operand: StoredOperand) -> Factor:
         """The factor that decodes `operand`."""
-        view = operand.view
-        layout: dict[str, Any] = {"strides": view.stride, "dtype": operand.dtype, "device": operand.device}
-        factor: Factor = Tensor._make_wrapper_subclass(Factor, view.size, **layout)  # type: ignore[attr-defined]
+        size, stride, *_ = operand.view.layout
+        layout: dict[str, Any] = {"strides": stride, "dtype": operand.dtype, "device": operand.device}
+        factor: Factor = Tensor._make_wrapper_subclass(Factor, size, **layout)  # type: ignore[attr-defined]
         factor.operand = operand
         return factor
 

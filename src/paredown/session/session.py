@@ -336,7 +336,7 @@ class Session:
         if not self._packs_activations:
             self._activations.forwards += 1
             return False
-        self._activations.begin(is_sharded=any(hasattr(type(module), "reshard") for module in self._modules))
+        self._activations.begin(is_sharded=any(hasattr(kind, "reshard") for kind in set(map(type, self._modules))))
         return True
 
     def _end(self, output: Any) -> None:

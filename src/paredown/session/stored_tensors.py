@@ -18,10 +18,11 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -64,13 +65,13 @@ class StoragePiece:
         source = self.tensor if self.is_whole else self.tensor.clone()
         return source.as_strided((self.numel,), (1,), 0)
 
-    def layout(self) -> tuple[torch.Size, tuple[int, ...], int, bool]:
-        """Size, strides and offset of the saved tensor within the piece, and whether it is all of the piece."""
+    def layout(self) -> ViewLayout:
+        """The layout of the saved tensor within the piece."""
         tensor = self.tensor
         if self.is_whole:
             is_all = tensor.numel() == self.numel and is_dense(tensor.size(), tensor.stride())
-            return tensor.size(), tensor.stride(), int(tensor.storage_offset()), is_all
-        return tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0, True
+            return ViewLayout(tensor.size(), tensor.stride(), int(tensor.storage_offset()), is_all)
+        return ViewLayout(tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0, True)
 
 
 class StorageRef:
@@ -93,6 +94,10 @@ class StorageRef:
         return torch.UntypedStorage._new_with_weak_ptr(self.cdata)
 
 
+def no_tensor() -> Tensor | None:
+    """None, as a reference to a tensor that is gone."""
+
+
 class StoredForm(ABC):
     """What is stored in place of a flat piece of memory."""
 
@@ -107,19 +112,23 @@ class StoredForm(ABC):
             "original",
             "original_bytes",
             "plain_values",
-            "storage",
+            "version",
         ),
-        "version",
+        "weak_storage",
     )
 
     def __init__(self, piece: StoragePiece) -> None:
-        self.storage = StorageRef(piece.storage)  # of the original; while this reference exists, its address is not reused
-        self.numel, self.dtype, self.is_whole = piece.numel, piece.tensor.dtype, piece.is_whole
-        self.original, self.version = weakref.ref(piece.tensor), piece.tensor._version
+        self.weak_storage: int = piece.storage._weak_ref()  # of the original; while it exists, the address is not reused
+        tensor = piece.tensor
+        self.numel, self.is_whole, self.dtype, self.version = piece.numel, piece.is_whole, tensor.dtype, tensor._version
+        self.original: Callable[[], Tensor | None] = no_tensor  # a weak reference to the saved tensor, if that is not made anew
         self.plain_values: Tensor | None = None
         self.num_views = 0  # saved tensors that it stands for
         self.name = ""  # of the first slot that saved it
         self.original_bytes = 0  # of the storage that it replaces
+
+    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        free(self.weak_storage)  # bound here: modules are cleared before the last objects at exit
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +145,7 @@ class StoredForm(ABC):
 
     def is_of(self, piece: StoragePiece) -> bool:
         """Whether this form stores the memory of `piece`."""
-        return self.storage.cdata == piece.address
+        return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:
         """Refer to the original storage, which `holder` keeps alive, and drop the packed data; False if it was modified since."""
@@ -164,13 +173,13 @@ class StoredForm(ABC):
 class StoredValues(StoredForm):
     """Values encoded in a format."""
 
-    __slots__ = ("_decoded", "codec", "stored")
+    __slots__ = ("_copies", "_copy", "codec", "stored")
 
-    def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any) -> None:
+    def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
         """`stored`: what `codec` encoded."""
         super().__init__(piece)
-        self.codec, self.stored = codec, stored
-        self._decoded: StorageRef | None = None
+        self.codec, self.stored, self._copies = codec, stored, copies
+        self._copy: DecodedCopy | None = None  # of values that several saved tensors share
 
     @property
     def packed(self) -> PackedTensor | None:
@@ -185,15 +194,23 @@ class StoredValues(StoredForm):
         return self.codec.nbytes if self.stored is not None else 0
 
     def _unpacked(self) -> Tensor:
-        """The decoded values; the last decoded tensor while it is alive, so that q, k and v of one storage are decoded once."""
-        if self._decoded is not None:
-            alive = self._decoded.storage()
-            if alive is not None:
-                return as_flat(alive, self.dtype)
-        decoded = self.codec.decode(self.stored, (self.numel,), (1,))
-        if self.num_views > 1:
-            self._decoded = StorageRef(decoded.untyped_storage())
-        return decoded
+        """The decoded values; where several saved tensors share them, the copy that was decoded last, if it is alive."""
+        if self.num_views == 1:
+            return self.codec.decode(self.stored, (self.numel,), (1,))
+        copy = self._copy
+        if copy is None:
+            copy = self._copy = DecodedCopy()
+        values = copy.values(self.dtype)
+        copy.num_unpacked += 1
+        is_last = copy.num_unpacked % self.num_views == 0
+        if is_last:
+            copy.held = None
+        if values is None:
+            values = self.codec.decode(self.stored, (self.numel,), (1,))
+            copy.alive = StorageRef(values.untyped_storage())
+            if not is_last:
+                self._copies.hold(copy, values)
+        return values
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """The same without a flat tensor in between, where a kernel decodes and no other saved tensor shares it."""
@@ -203,6 +220,63 @@ class StoredValues(StoredForm):
 
     def _drop(self) -> None:
         self.stored = None
+
+
+class DecodedCopy:
+    """The values of a form that several saved tensors share, as they were decoded last."""
+
+    __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
+
+    def __init__(self) -> None:
+        self.alive: StorageRef | None = None
+        self.held: Tensor | None = None  # set by `DecodedCopies`
+        self.stream = 0  # on which held values were decoded
+        self.num_unpacked = 0  # saved tensors that were unpacked so far
+
+    def values(self, dtype: torch.dtype) -> Tensor | None:
+        """The values; None if they are freed, or held on another stream."""
+        if self.held is not None:
+            return self.held if current_stream(self.held.get_device()) == self.stream else None
+        alive = self.alive.storage() if self.alive is not None else None
+        return None if alive is None else as_flat(alive, dtype)
+
+
+class DecodedCopies:
+    """Holds decoded values on a GPU from one use in backward to the next, as of the input of two branches: it is decoded once.
+
+    At most MAX_HELD copies exist, and none is held that could raise the peak: there must have been ROOM times its bytes more in use.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[weakref.ref[DecodedCopy]] = deque()
+
+    def hold(self, copy: DecodedCopy, values: Tensor) -> None:
+        """Hold `values` until the last saved tensor that shares them is unpacked, if memory allows it."""
+        if not values.is_cuda:
+            return
+        in_use, peak = memory_in_use(values.get_device())
+        if in_use + ROOM * values.nbytes > peak:
+            return
+        copy.held, copy.stream = values, current_stream(values.get_device())
+        self._held.append(weakref.ref(copy))
+        while len(self._held) > MAX_HELD:
+            oldest = self._held.popleft()()
+            if oldest is not None and oldest is not copy:
+                oldest.held = None
+
+
+MAX_HELD = 4
+ROOM = 3  # backward of the operations until the next use may need as much as a few tensors of the same size
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in builds of torch without CUDA
+
+
+def memory_in_use(index: int) -> tuple[int, int]:
+    """Bytes that tensors on a GPU take at the moment, and the most that they took; (0, 0) of an allocator that does not count."""
+    try:
+        counts = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
+    except (KeyError, RuntimeError):
+        return 0, 0
+    return counts["current"], counts["peak"]
 
 
 @final
@@ -314,16 +388,22 @@ class StoredShape(StoredForm):
         pass
 
 
+class ViewLayout(NamedTuple):
+    """Size, strides and offset of a saved tensor within a piece; `is_all`: it is all of the piece."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_all: bool
+
+
 class StoredView:
-    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it.
+    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it."""
 
-    `is_all`: the tensor is all of the form's piece.
-    """
+    __slots__ = ("form", "layout")
 
-    __slots__ = ("form", "is_all", "offset", "size", "stride")
-
-    def __init__(self, form: StoredForm, size: torch.Size, stride: tuple[int, ...], offset: int, is_all: bool) -> None:
-        self.form, self.size, self.stride, self.offset, self.is_all = form, size, stride, offset, is_all
+    def __init__(self, form: StoredForm, layout: ViewLayout) -> None:
+        self.form, self.layout = form, layout
 
     def __call__(self, tensor: Tensor) -> StoredView:
         """This view: it is its own pack hook, which spares a function for each saved tensor."""
@@ -331,15 +411,16 @@ class StoredView:
 
     def tensor(self) -> Tensor:
         """The unpacked saved tensor."""
-        if self.is_all:
-            return self.form.tensor(self.size, self.stride)
-        return self.form.values().as_strided(self.size, self.stride, self.offset)
+        size, stride, offset, is_all = self.layout
+        if is_all:
+            return self.form.tensor(size, stride)
+        return self.form.values().as_strided(size, stride, offset)
 
     def relu_output(self) -> Tensor:
         """The output of a ReLU for its backward: its mask without unpacking it, if that is what is stored."""
-        form = self.form
-        if self.is_all and type(form) is StoredMask and form.bits is not None:
-            return ReluOutput(form.bits, self.size, self.stride, form.dtype)
+        form, layout = self.form, self.layout
+        if layout.is_all and type(form) is StoredMask and form.bits is not None:
+            return ReluOutput(form.bits, layout.size, layout.stride, form.dtype)
         return self.tensor()
 
 
@@ -463,8 +544,8 @@ def decode_steps_of(
 
     `keeps_parameters`: the model keeps its parameters until backward, so they are referenced; otherwise they are copied.
     """
-    form = source.form
-    if not form.is_whole or form.numel != result.numel or form.numel != source.size.numel():
+    form, (size, stride, *_) = source.form, source.layout
+    if not form.is_whole or form.numel != result.numel or form.numel != size.numel():
         return None
     if rule.is_copy and not _is_contiguous(source):
         return None
@@ -475,7 +556,7 @@ def decode_steps_of(
         if (
             not isinstance(bits, StoredMask)
             or bits.bits is None
-            or (source.size, source.stride) != (result.tensor.size(), result.tensor.stride())
+            or (size, stride) != (result.tensor.size(), result.tensor.stride())
         ):
             return None
         return _after_batch_norm(rule.source, source, bits.bits, keeps_parameters)
@@ -484,24 +565,25 @@ def decode_steps_of(
 
 def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> DecodeSteps | None:
     mean, rstd = node._saved_result1, node._saved_result2
-    channels = source.size.numel() // max(mean.numel(), 1)
+    channels = source.layout.size.numel() // max(mean.numel(), 1)
     if mean.dtype is not torch.float32 or not _is_contiguous(source):
         return None
-    weight, bias = (_vector(t, keeps_parameters) for t in (node._saved_weight, node._saved_bias))
+    weight, bias = _vector(node._saved_weight, keeps_parameters), _vector(node._saved_bias, keeps_parameters)
     return DecodeSteps(Norm(channels, 1, weight, bias, mean, rstd, by_row=True))
 
 
 def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_parameters: bool) -> DecodeSteps | None:
+    size, stride, *_ = source.layout
     weight, bias = node._saved_weight, getattr(node.next_functions[2][0], "variable", None)
     mean, rstd = node._saved_result1, node._saved_result2
-    channels = source.size[1]
+    channels = size[1]
     if (weight is None) != (bias is None) or mean is None or mean.numel() != channels or mean.dtype is not torch.float32:
         return None
-    channels_last = len(source.size) > 2 and source.stride[1] == 1
+    channels_last = len(size) > 2 and stride[1] == 1
     if not channels_last and not _is_contiguous(source):
         return None
-    weight, bias = (_vector(t, keeps_parameters) for t in (weight, bias))
-    return DecodeSteps(Norm(channels, 1 if channels_last else source.size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
+    weight, bias = _vector(weight, keeps_parameters), _vector(bias, keeps_parameters)
+    return DecodeSteps(Norm(channels, 1 if channels_last else size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
@@ -513,7 +595,7 @@ def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
 
 def _is_contiguous(view: StoredView) -> bool:
     expected = 1
-    for size, stride in zip(reversed(view.size), reversed(view.stride), strict=True):
+    for size, stride in zip(reversed(view.layout.size), reversed(view.layout.stride), strict=True):
         if size != 1 and stride != expected:
             return False
         expected *= size

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,18 +68,19 @@ class Saved:
         return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
 
-@dataclass(eq=False, slots=True)
 class ModuleCall:
-    """A module whose forward is running."""
+    """A module whose forward is running. One is made for each call of a step: what most calls do not set is an attribute of the class."""
 
-    module: nn.Module
-    path: str  # with @2 for a second call
-    is_plain_leaf: bool
-    first: int  # sequence number of the first node created in it
-    counts: dict[str, int] = field(default_factory=dict)  # operation -> number of nodes that saved tensors
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
-    cache: Any = None  # what the last call of a module without children saved (`module_watch.CallCache`)
+
+    def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int, cache: Any = None) -> None:
+        """`path`: with @2 for a second call. `first`: sequence number of the first node created in it.
+
+        `cache`: what the last call of a module without children saved (`module_watch.CallCache`).
+        """
+        self.module, self.path, self.is_plain_leaf, self.first, self.cache = module, path, is_plain_leaf, first, cache
+        self.counts: dict[str, int] = {}  # operation -> number of nodes that saved tensors
 
     @property
     def is_checkpointed(self) -> bool:
@@ -324,11 +325,10 @@ def has_storage(tensor: Tensor) -> bool:
 # --- reading the same part of the graph again --------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class SavedTrail:
+class SavedTrail(NamedTuple):
     """One saved tensor of a `GraphPart`: the index of its node in the walk, and its last description."""
 
-    index: int
+    node_index: int
     raw: str
     tensor: str
     saved: Saved
@@ -382,14 +382,15 @@ class GraphPart:
                 nodes.append(node)
         tensors: list[tuple[Saved, Any, Any, Tensor]] = []
         try:
-            for trail in self.trails:
-                node = nodes[trail.index]
-                raw, tensor = getattr(node, trail.raw), None
-                if raw.unpack_hook is None and (trail.operand is None or trail.operand.at(node).use is trail.saved.use):
-                    tensor = getattr(node, trail.tensor)
+            for index, raw_name, tensor_name, saved, operand in self.trails:
+                node = nodes[index]
+                raw = getattr(node, raw_name)
+                if raw.unpack_hook is not None or (operand is not None and operand.at(node).use is not saved.use):
+                    return None
+                tensor = getattr(node, tensor_name)
                 if tensor is None:
                     return None
-                tensors.append((trail.saved, node, raw, tensor))
+                tensors.append((saved, node, raw, tensor))
         except RuntimeError:  # modified in place since it was saved: backward raises the error
             return None
         return tensors

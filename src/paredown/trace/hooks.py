@@ -17,7 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 Owner = TypeVar("Owner")
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # True while Dynamo traces, which replaces the call
+compiler = torch.compiler
+is_dynamo_compiling = compiler.is_dynamo_compiling  # True while Dynamo traces, which replaces the call
 
 
 class Hook:
@@ -30,7 +31,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         """The result of the function; None while torch.compile traces, and in a copy."""
-        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # torch.compiler.is_compiling() in one call
+        if is_dynamo_compiling() or compiler._is_compiling_flag:  # compiler.is_compiling() in one call
             self.was_compiled = True
             return None
         return self._call(*args) if self._call is not None else None

@@ -225,34 +225,42 @@ class Watch:
             self._on_end(output)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
-        if current is None or current.over is not None:
-            if current is not None and current.is_repeated:  # slots of later calls keep their names
-                path = (self._paths.get(module) or ("", False))[0]
-                current.times[path] = current.times.get(path, 0) + 1
-            return
+        current: Pass | None = getattr(self._running, "current", None)
+        if current is None or current.over is not None or current.saves is not None:
+            current = self._pass_of(module, args)
+            if current is None:
+                return
         if self.collects_small:
             inside = any(call.module in self.passed_over or call.is_checkpointed for call in current.calls)
             self._called[inside].add(module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
-        path = path if times == 1 else f"{path}@{times}"
+        if times > 1:
+            path = f"{path}@{times}"
         if self._on_enter is not None and current.saves is None:
             self._on_enter(path, args)
         if not is_grad_enabled():
             self._enter_hidden(current, module, path, args)
-        call = ModuleCall(module, path, is_plain_leaf, next_number())
-        current.calls.append(call)
+        cache = None if current.is_branch else self._call_caches.get(path)
+        current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
         current.is_repeated = False
-        if not current.is_branch:
-            call.cache = self._call_caches.get(path)
-        if current.saves is None and top_default_hooks(True) is not None:
+        if top_default_hooks(True) is not None and current.saves is None:
             self._find_checkpoint(current, args)
             current.is_repeated = self._repeats_checkpoint(call)
-        if (module in self.passed_over and not self.collects_small) or current.is_repeated:
+        if current.is_repeated or (self.passed_over and not self.collects_small and module in self.passed_over):
             current.over = module
         elif self._unfollowed and path.partition("@")[0] in self._checkpointed:  # it runs without the checkpoint of the first pass
             self._follow_again(module)
+
+    def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
+        """The pass in which `module` is called: that of this thread or one that begins; None if the module is not followed in it."""
+        current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
+        if current is None or current.over is None:
+            return current
+        if current.is_repeated:  # slots of later calls keep their names
+            path = (self._paths.get(module) or ("", False))[0]
+            current.times[path] = current.times.get(path, 0) + 1
+        return None
 
     def _follow_again(self, module: nn.Module) -> None:
         """Register hooks inside of a layer that were removed because a checkpoint held all that it saved."""
@@ -498,10 +506,10 @@ class Watch:
 
     def _repeat(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> bool:
         """Report what this call saved from the cache of the last one; False, and no report, if the calls differ."""
-        cache, first, end = call.cache, call.first, next_number()
+        cache, first, end, seen = call.cache, call.first, next_number(), current.seen
         if (
             end - first != cache.num_nodes
-            or first - current.calls[0].first - len(current.seen) != current.unreached  # nodes of the parents come first
+            or first - current.calls[0].first - len(seen) != current.unreached  # nodes of the parents come first
             or not isinstance(output, Tensor)
             or (output.size(), output.dtype) != cache.layout
             or _needs_of(args) != cache.needs
@@ -510,7 +518,7 @@ class Watch:
         tensors = cache.part.follow((output.grad_fn,))
         if tensors is None:
             return False
-        current.seen.update(range(first, end))
+        seen.update(range(first, end))
         if tensors:
             self._report_tensors(current, tensors)
         return True
@@ -519,7 +527,7 @@ class Watch:
         """Report what a segment saved in the last pass; False, and no report, if this pass differs."""
         if _point_of(current, before) != segment.point:
             return False
-        tensors = list(tensors_in(values))
+        tensors = [values] if type(values) is Tensor else list(tensors_in(values))
         if [(tensor.size(), tensor.dtype) for tensor in tensors] != segment.layouts:
             return False
         found = segment.part.follow([tensor.grad_fn for tensor in tensors])
@@ -535,12 +543,12 @@ class Watch:
         return True
 
     def _report_tensors(self, current: Pass, tensors: list[tuple[Saved, Any, Any, Tensor]]) -> None:
-        is_enabled = is_grad_enabled()  # the model may have called this module under no_grad
+        is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
         set_grad_enabled(False)
         try:
-            if self.on_saved_again is not None:
+            if save_again is not None:
                 for t, node, raw, tensor in tensors:
-                    self.on_saved_again(t, node, raw, tensor, current.inputs)
+                    save_again(t, node, raw, tensor, inputs)
                 return
             for t, node, raw, tensor in tensors:
                 kind = "input" if tensor.untyped_storage()._cdata in current.inputs else "activation"

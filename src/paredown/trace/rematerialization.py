@@ -10,12 +10,11 @@ cast and viewed in between. Traces (trace/saved_lifetimes.py) and sessions (sess
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from paredown.trace.autograd_graph import CAST_NODE, VIEWS
 from paredown.trace.operations import row_of
@@ -27,8 +26,7 @@ REORDERED = frozenset(f"{name}Backward0" for name in ("Transpose", "Permute", "T
 ACTIVATIONS = frozenset(("gelu", "silu"))
 
 
-@dataclass(frozen=True, eq=False)
-class Rematerialization:
+class Rematerialization(NamedTuple):
     """How to recompute a tensor: apply `op` to the operand "input" that node `source` saved; `sign` is the node of a ReLU after it."""
 
     op: str
@@ -40,14 +38,20 @@ class Rematerialization:
 def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
     """How to recompute `tensor` from what a node before it saved; None where that is not known."""
     node = tensor.grad_fn
-    if node is None or (not _may_lead(node.name()) and not isinstance(node, torch.autograd.function.BackwardCFunction)):
+    if node is None:
+        return None
+    name: str = node.name()
+    if not _may_lead(name) and not isinstance(node, BackwardCFunction):
         return None
     passed: set[str] = set()
-    while node is not None and node.name() in SAME_MEMORY_ORDER:
-        passed.add(node.name())
+    while name in SAME_MEMORY_ORDER:
+        passed.add(name)
         node = node.next_functions[0][0]
+        if node is None:
+            return None
+        name = node.name()
     is_copy = CAST_NODE in passed  # a cast may change the memory order
-    if node is None or (is_copy and passed & REORDERED):
+    if is_copy and passed & REORDERED:
         return None
     op = _op(node)
     if is_copy and op != "relu" and not tensor.is_contiguous():
@@ -67,7 +71,8 @@ def _may_lead(name: str) -> bool:
 
 
 def _op(node: Any) -> str:
-    return row_of(getattr(node, "stands_for", (node.name(),))[0]).op
+    name: str = node.name()
+    return row_of(getattr(node, "stands_for", (name,))[0] if isinstance(node, BackwardCFunction) else name).op
 
 
 def _is_training(norm: Any) -> bool:

@@ -182,6 +182,8 @@ def recompute_kernel(
 
 # --- Launches for flat tensors, many of them in a step ---
 
+UINT8, FLAT_STRIDE = torch.uint8, (1,)
+
 STEPS = {
     "": IDENTITY,
     "relu": RELU,
@@ -282,13 +284,13 @@ class BufferCodec(FlatCodec):
 
     def encode(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> Tensor:
         """The buffer of the values that begin at the address of `x`."""
-        buffer = empty_strided(self._size, (1,), torch.uint8, x)
+        buffer = empty_strided(self._size, FLAT_STRIDE, UINT8, x)
         source, at = x.data_ptr(), buffer.data_ptr()
         direct, bits_at = (self._encodes, source) if bits is None else (self._encodes_bits, bits.data_ptr())
-        shared = at, at + self._scales_at, at + self._minimums_at
         step_at = step.data_ptr() if self._is_random else None
-        key = (x.get_device(), x.dtype, torch.uint8)
-        if not direct.run(key, source | bits_at, (source, *shared, source, source, step_at, bits_at)):
+        addresses = source, at, at + self._scales_at, at + self._minimums_at, source, source, step_at, bits_at
+        key = (x.get_device(), x.dtype, UINT8)
+        if not direct.run(key, source | bits_at, addresses):
             pointers = _encode_pointers(x, self._parts(buffer), step if self._is_random else None)
             direct.launch(key, pointers if bits is None else (*pointers[:-1], bits))
         return buffer
@@ -297,7 +299,7 @@ class BufferCodec(FlatCodec):
         """The decoded values of a buffer."""
         out = empty_strided(size, stride, self.dtype, stored)
         target, at = out.data_ptr(), stored.data_ptr()
-        key = (stored.get_device(), torch.uint8, self.dtype)
+        key = (stored.get_device(), UINT8, self.dtype)
         if not self._decodes.run(key, at, (at, target, at + self._scales_at, at + self._minimums_at, target, target)):
             self._decodes.launch(key, _decode_pointers(PackedParts(*self._parts(stored)), out))
         return out

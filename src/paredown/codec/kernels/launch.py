@@ -5,13 +5,15 @@
 A `Launch` is a kernel with its grid, its constants and those arguments that do not change. The first call for a device and dtypes goes
 through Triton and keeps the compiled kernel, later ones call that directly. What else Triton compiles for is the same each time: pointers
 are multiples of 16 (if one is not, Triton binds), and integers that it looks at are among those that do not change. Where Triton is
-interpreted, has launch hooks (a profiler), or its launcher takes other arguments, every launch goes through Triton.
+interpreted, has launch hooks (a profiler), or its launcher takes other arguments, every launch goes through Triton. `Direct` spares the
+launcher too, which is a Python object around a C function (`compiled_launch`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import copy
 from functools import cache, lru_cache
 from math import frexp
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from paredown.formats.rounding import Overflow, Rounding, Seed
 log = logging.getLogger("paredown")
 _is_quick = not triton.knobs.runtime.interpret
 BIG = 1 << 31
+Key = tuple[int, torch.dtype, torch.dtype]
 
 
 class Launch:
@@ -85,6 +88,45 @@ class Launch:
         return None if kernel is None else (kernel, self._rest)
 
 
+def compiled_launch(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """f, before: `f(grid, 1, 1, stream, *before, *arguments)` launches a compiled kernel, without launch hooks.
+
+    `kernel.run` is a Python object that calls the C function `kernel.run.launch` with what it knows about the kernel, in an order that
+    depends on Triton's version. A copy of that object with another `launch` shows the order. f is `kernel.run` itself where a launch
+    needs scratch memory, which it allocates, or where the C function takes its arguments otherwise (as in Triton 3.9).
+    """
+    run, before = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
+    if not callable(getattr(run, "launch", None)):
+        return run, before
+    calls: list[tuple[Any, ...]] = []
+    argument, witness = object(), copy(run)
+    witness.launch = lambda *args: calls.append(args)
+    try:
+        witness(1, 1, 1, 0, *before, argument)
+    except TypeError:
+        return run, before
+    is_plain = len(calls) == 1 and calls[0][:4] == (1, 1, 1, 0) and calls[0][-1] is argument
+    if not is_plain or not all(arg is None or isinstance(arg, int | tuple) for arg in calls[0][4:-1]):
+        return run, before
+    return run.launch, calls[0][4:-1]
+
+
+# function, grid, its arguments between the stream and the addresses, those after the addresses
+Compiled = tuple[Callable[..., None], int, tuple[Any, ...], tuple[Any, ...]]
+
+
+def _compiled_launches(launches: list[Launch], key: Key, scalars: tuple[int | float, ...] = ()) -> list[Compiled] | None:
+    """The compiled kernels of `launches` for a device and the dtypes of the first two pointers; None if one is not compiled."""
+    compiled: list[Compiled] = []
+    for launch in launches:
+        found = launch.compiled_for(*key)
+        if found is None:
+            return None
+        function, before = compiled_launch(found[0])
+        compiled.append((function, launch.grid, before, (*launch.fixed, *scalars, *found[1])))
+    return compiled
+
+
 class Repeated:
     """Repeated launches with the same pointers except one: pointers are passed as numbers, which saves the launcher a call per tensor.
 
@@ -97,7 +139,7 @@ class Repeated:
         self._launches, self._pointers = launches, pointers
         self._numbers = [None if p is None else p.data_ptr() for p in pointers]
         self._index = next(p.get_device() for p in pointers if p is not None)
-        self._compiled: dict[torch.dtype, list[tuple[Any, tuple[Any, ...]]]] = {}
+        self._compiled: dict[torch.dtype, list[Compiled]] = {}
 
     def __call__(self, out: Tensor) -> None:
         compiled, address = self._compiled.get(out.dtype), out.data_ptr()
@@ -106,8 +148,8 @@ class Repeated:
             return
         stream = current_stream(self._index)
         numbers = [address if number is None else number for number in self._numbers]
-        for grid, (kernel, rest) in zip((launch.grid for launch in self._launches), compiled, strict=True):
-            kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *numbers, *rest)
+        for launch, grid, before, rest in compiled:
+            launch(grid, 1, 1, stream, *before, *numbers, *rest)
 
     def _launch(self, out: Tensor) -> None:
         """Launch through `Launch`; the next call launches directly, if `Launch` has a compiled kernel."""
@@ -115,13 +157,9 @@ class Repeated:
         for launch in self._launches:
             launch(pointers)
         assert pointers[0] is not None and pointers[1] is not None
-        key = (self._index, pointers[0].dtype, pointers[1].dtype)
-        if (
-            _is_quick
-            and all(key in launch._compiled for launch in self._launches)
-            and not any((n or 0) & 15 for n in self._numbers)
-        ):
-            self._compiled[out.dtype] = [(launch._compiled[key], (*launch.fixed, *launch._rest)) for launch in self._launches]
+        compiled = _compiled_launches(self._launches, (self._index, pointers[0].dtype, pointers[1].dtype))
+        if compiled is not None and not any((n or 0) & 15 for n in self._numbers):
+            self._compiled[out.dtype] = compiled
 
 
 knobs = triton.knobs.runtime
@@ -148,9 +186,6 @@ def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
     return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
 
 
-Key = tuple[int, torch.dtype, torch.dtype]
-
-
 class Direct:
     """Launches of one job on flat tensors. The first call goes through `Launch`; later ones pass addresses to the compiled kernels.
 
@@ -161,19 +196,23 @@ class Direct:
 
     def __init__(self, launches: list[Launch], scalars: tuple[int | float, ...] = ()) -> None:
         self.launches, self.scalars = launches, scalars
-        self._compiled: dict[Any, list[tuple[int, Any, tuple[Any, ...]]] | None] = {}
+        self._compiled: dict[Any, list[Compiled] | None] = {}
 
     def run(self, key: Key, address: int, addresses: tuple[int | None, ...]) -> bool:
         """Launch on the current stream; False, and no launch, if this call must go through `launch`.
 
         `key`: device and dtypes of the first two pointers. `address`: the addresses that may not be multiples of 16, combined by "or".
         """
-        compiled, hook = self._compiled.get(key), knobs.launch_enter_hook
-        if compiled is None or address & 15 or (hook is not None and getattr(hook, "calls", True)) or current_device() != key[0]:
+        compiled, hook, index = self._compiled.get(key), knobs.launch_enter_hook, key[0]
+        if compiled is None or address & 15 or (hook is not None and getattr(hook, "calls", True)) or current_device() != index:
             return False
-        stream = current_stream(key[0])
-        for grid, kernel, rest in compiled:
-            kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *rest)
+        stream = current_stream(index)
+        try:
+            for launch, grid, before, rest in compiled:
+                launch(grid, 1, 1, stream, *before, *addresses, *rest)
+        except TypeError:  # of a Triton whose launcher takes other arguments: `Launch` finds that out too
+            self._compiled[key] = None
+            return False
         return True
 
     def launch(self, key: Key, pointers: tuple[Tensor | None, ...]) -> None:
@@ -181,9 +220,7 @@ class Direct:
         for launch in self.launches:
             launch(pointers, self.scalars)
         assert pointers[0] is not None and pointers[1] is not None
-        found = [(launch, launch.compiled_for(key[0], pointers[0].dtype, pointers[1].dtype)) for launch in self.launches]
-        kept = [(launch.grid, one[0], (*launch.fixed, *self.scalars, *one[1])) for launch, one in found if one is not None]
-        self._compiled[key] = kept if len(kept) == len(found) else None
+        self._compiled[key] = _compiled_launches(self.launches, (key[0], pointers[0].dtype, pointers[1].dtype), self.scalars)
 
 
 # --- The host's side of the kernels ---
