@@ -85,9 +85,12 @@ def measure_device(device: str) -> Calibration:
         torch=versions()["torch"],
         paredown=versions()["paredown"],
     )
-    host, packed = HostMeasurement(draft).cost(first, is_late)
+    measurement = HostMeasurement(draft)
+    host, packed = measurement.costs(first, is_late)
+    issued = {name: host.empty_operation * ratio for name, ratio in measurement.calls.issued.items()}
     rates |= {text: codec_seconds(text, device) for text in others if not is_late()}
-    return replace(draft, host=host, formats={text: FormatCost(*rate, packed) for text, rate in rates.items()})
+    formats = {text: FormatCost(*rate, packed) for text, rate in rates.items()}
+    return replace(draft, host=host, formats=formats, issued=issued)
 
 
 def checked_device(device: str | None) -> str:
