@@ -60,6 +60,14 @@ def test_a_device_is_measured_once(measured: list[str]) -> None:
     assert measured == ["cpu", "cpu"]
 
 
+def test_the_speed_of_the_host_is_measured_again_on_demand(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pare.calibrate("cpu", has_present_host=True)
+    assert first.host == calibration("cpu").host and measured == ["cpu"], "it was just measured"
+    monkeypatch.setattr(device_calibration, "with_present_host", lambda found: found.with_host_speed(2.0))
+    assert pare.calibrate("cpu", has_present_host=True).host == first.with_host_speed(2.0).host == pare.calibrate("cpu").host
+    assert asked_json("calibrate", "--device", "cpu", "--host")["host"]["step"] == 4 * first.host.step and measured == ["cpu"]
+
+
 def test_a_file_of_another_version_is_measured_again(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:
     replace(calibration("cpu"), torch="0.4").save()
     assert pare.calibrate("cpu").torch != "0.4" and measured == ["cpu"]
@@ -235,7 +243,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[SmallNetwork]:
 
 def without_device_time() -> pare.Calibration:
     """A calibration of a CPU on which operations and codecs take no time."""
-    rates = {"bytes_per_second": {"elementwise": 1e30}, "flops_per_second": {"matmul float32": ((1.0, 1e30),)}}
+    rates: dict[str, Any] = {"bytes_per_second": {"elementwise": 1e30}, "flops_per_second": {"matmul float32": ((1.0, 1e30),)}}
     draft = calibration("cpu", **rates, kernel_seconds=1e-30)
     quick = {"encode_bytes_per_second": 1e30, "decode_bytes_per_second": 1e30}
     return replace(draft, formats={text: replace(cost, **quick) for text, cost in draft.formats.items()})
@@ -311,6 +319,32 @@ def test_operations_with_most_work_are_timed_first_and_the_rest_next_time(monkey
     assert len(others) == 3 and all(one.count * one.nbytes <= least for one in light)
     rest = time_operations([trace], "cpu", known=first).timed
     assert not first.keys() & rest.keys() and first.keys() | rest.keys() == by_key.keys()
+
+
+def test_host_time_of_calls_is_measured_in_empty_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for a GPU: a call takes 6 s of the host, an empty operation 2 s; the host is half as fast in the second group."""
+    now, speeds = [0.0], iter([1.0, 2.0, 1.0])
+    speed = [1.0]
+
+    def empty(device: str, num_calls: int) -> float:
+        assert device == "cuda"
+        return 2.0 * speed[0]
+
+    def call() -> None:
+        now[0] += 6.0 * speed[0]
+
+    monkeypatch.setattr(operation_time.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(operation_time.torch.cuda, "synchronize", lambda: speed.__setitem__(0, next(speeds)))
+    monkeypatch.setattr(operation_time, "empty_operation", empty)
+    monkeypatch.setattr(operation_time, "device_seconds", lambda call, device: 0.25)
+    monkeypatch.setattr(operation_time, "repeated_call", lambda operation, device: call)
+    add = Operation("aten.add.Tensor", "", "forward", nbytes=8, arguments="[[],{}]")
+    trace = replace(traced("cuda"), operations=(add,))
+    found = time_operations([trace], "cuda")
+    assert found == CallSeconds({operation_key(add): 0.25}, {"aten.add.Tensor": 3.0})
+    speeds = iter([1.0, 2.0, 1.0])
+    known = replace(calibration("cuda"), issued={"aten.mul.Tensor": 7.0})
+    assert with_operations(known, [trace]).issued == {"aten.mul.Tensor": 7.0, "aten.add.Tensor": 3.0 * known.host.empty_operation}
 
 
 def test_what_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,8 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
 LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
-PRESENT_STEPS = 15
+PRESENT_STEPS = 10
+EMPTY_CALLS = 100
 
 
 class StepSeconds(NamedTuple):
@@ -103,7 +104,7 @@ class SmallNetwork:
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
         """Seconds of the second of two steps of each: caches have what it needs, as in a loop."""
-        self.empty_operations.append(empty_operation(self.device, num_calls=50))
+        self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self._step(*pair), self._step(*pair))[1] for pair in pairs]
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:

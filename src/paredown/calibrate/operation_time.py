@@ -45,7 +45,7 @@ RNNS: dict[str, Callable[..., nn.Module]] = {
     "rnn_tanh": nn.RNN,
     "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
 }
-ISSUES, EMPTY_CALLS = 5, 20  # calls whose host time is measured
+ISSUES, ISSUED_CALLS, EMPTY_CALLS = 3, 4, 20  # groups of calls whose host time is measured, and empty operations after each
 
 
 class CallSeconds(NamedTuple):
@@ -113,18 +113,17 @@ def _is_recurrent(operation: Operation) -> bool:
     return operation.op in RNNS or operation.op == RNN_BACKWARD
 
 
-def _empty_operations(call: Callable[[], object]) -> float:
-    """Host seconds of a call, in empty operations; the least of a few counts, of both."""
-    torch.cuda.synchronize()
-    seconds = min(_host_seconds(call) for _ in range(ISSUES))
-    torch.cuda.synchronize()
-    return seconds / empty_operation("cuda", num_calls=EMPTY_CALLS)
-
-
-def _host_seconds(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
+def _empty_operations(call: Callable[[], object], num_calls: int) -> float:
+    """Host seconds of a call, in empty operations: the median over a few groups of calls, each followed by empty operations."""
+    ratios: list[float] = []
+    for _ in range(ISSUES):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        seconds = (time.perf_counter() - begun) / num_calls
+        ratios.append(seconds / empty_operation("cuda", EMPTY_CALLS))
+    return median(ratios)
 
 
 def _kernel_seconds(call: Callable[[], object]) -> float:
@@ -156,8 +155,9 @@ def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | 
             return None
         if device == "cpu":
             return device_seconds(call, device), None
-        seconds = _kernel_seconds(call) if _is_recurrent(operation) else device_seconds(call, device)
-        return seconds, _empty_operations(call)
+        if _is_recurrent(operation):  # several calls fill the queue of launches, which blocks the host
+            return _kernel_seconds(call), _empty_operations(call, 1)
+        return device_seconds(call, device), _empty_operations(call, ISSUED_CALLS)
 
     return _or_none(measured)
 
