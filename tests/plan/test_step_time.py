@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from paredown import Plan, Trace, footprint, trace_step
@@ -53,6 +55,31 @@ def test_flops_of_a_trace_are_those_of_a_real_step() -> None:
     with FlopCounterMode(display=False) as counter:
         mse_loss(model(x), x).backward()
     assert sum(one.count * one.flops for one in traced("cpu").operations) == counter.get_total_flops()
+
+
+def test_views_of_a_trace_are_those_of_a_real_forward_pass() -> None:
+    class Views(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            is_view = func.is_view or func is torch.ops.aten._unsafe_view.default  # of a copy
+            self.count += is_view and func is not torch.ops.aten.detach.default
+            return func(*args, **(kwargs or {}))
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).view(NUM, 4, -1).transpose(0, 1).flatten(1).chunk(2, -1)[0].sum(0)
+
+    x = torch.randn(NUM, WIDTH)
+    with Views() as views:
+        result = Heads()(x)
+    trace = trace_step(Heads(), (x, torch.empty_like(result)), loss=mse_loss, device="cpu")
+    counted = {one.module: one.count for one in trace.operations if one.op == VIEW and one.phase == "forward"}
+    assert sum(counted.values()) == views.count > 3 and counted["linear"] == 1, "the transposed weight"
 
 
 def test_attention_of_a_gpu_is_counted() -> None:
