@@ -215,14 +215,19 @@ def count_packed(session: Any, step: Callable[[], Tensor]) -> int:
 
 
 def small_step_seconds(step: Callable[[], Tensor], device: str, num_steps: int = 10) -> float:
-    """Median seconds of a step that ends when the device has finished; the host is slower than the device if the batch is small."""
-    seconds: list[float] = []
+    """Median seconds of a step that ends when the device has finished; the host is slower than the device if the batch is small.
+
+    cuDNN tries no algorithms for these shapes, which would take longer than the steps.
+    """
+    seconds, was_trying = list[float](), torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
     for _ in range(WARM_UP + num_steps):
         begun = time.perf_counter()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
+    torch.backends.cudnn.benchmark = was_trying
     return statistics.median(seconds[WARM_UP:])
 
 

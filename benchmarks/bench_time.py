@@ -14,13 +14,14 @@ Rows are in results/time.json; those of the first three ways are in results/sess
                                     also for 80 % and for the measured peaks of the two ways before
 
 The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set, and the operations of each network are timed one by
-one. Three predictions of time stand in a row: with these; by rates of the device alone; and with these and the host's part multiplied by
-what the baseline's small step took, over its predicted host time, since the host of a shared machine is faster in one minute than in the
-next. `relative_ratio` compares a way's predicted time over the baseline's with the measured one, which is what `assign` needs of a
-prediction. Checkpointing by hand is predicted from the step without a session, which has all logits. A plan is compared with the quickest
-of baseline and both checkpointings whose measured peak is within its budget: it is slower where its 20th percentile is above the other's
-80th. A measured peak above the budget is marked. A way that ends the process stays in the file as a row with its error or "not finished",
-which --resume skips.
+one. The host of a shared machine is faster in one minute than in the next: right before each way its speed is measured again, in a third of
+a second, and all predictions of a row are for that speed. Three predictions of time stand in a row: with timed operations; by rates of the
+device alone; and with timed operations and the host's speed as calibrated at the start. `relative_ratio` compares a way's predicted time
+over the baseline's with the measured one, which is what `assign` needs of a prediction. Checkpointing by hand is predicted from the step
+without a session, which has all logits. A plan is compared with the quickest of baseline and both checkpointings whose measured peak is
+within its budget: it is slower where its 20th percentile is above the other's 80th. A measured peak above the budget is marked. A way that
+ends the process stays in the file as a row with its error or "not finished", which --resume skips. With --out, the calibration with the
+timed operations of each network is written too.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from loops import BASELINE, Job, Log, Way, common_options, failure, gib
 
 import paredown as pare
 from paredown.calibrate.device_calibration import calibrate
+from paredown.calibrate.host_time import with_present_host
 from paredown.calibrate.operation_time import with_operations
 from paredown.plan.calibration import Calibration
-from paredown.plan.step_time import StepTime, predict_step
+from paredown.plan.step_time import predict_step
 
 FILE, SESSION_FILE, CALIBRATION_FILE = "time.json", "session.json", "calibration.json"
 SESSION_WAYS = (BASELINE, Way("int8/64@bf16", "int8/64@bf16"), Way("int4/64@bf16", "int4/64@bf16"))
@@ -55,7 +57,7 @@ SMALL_NETWORKS = {"resnet18": "small_resnet18", "vit": "small_vit", "gpt": "smal
 SPEED = ("resnet50", "llama", "gpt2", "vit", *SMALL_NETWORKS.values())
 ORDER = ("resnet50", "llama", "gpt2", "vit", "swin", "densenet121", "scan", "attention_unet", "graph", "lstm")
 WITHIN, PEAK_WITHIN = 0.15, 0.05
-MOST_TIMING = 6.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
+MOST_TIMING = 12.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
 NOT_FINISHED = "not finished"
 
 
@@ -63,8 +65,8 @@ NOT_FINISHED = "not finished"
 class Row:
     """One way of one network. `ratio`: predicted to measured seconds, with timed operations; `against_ratio`: to those of `against`.
 
-    `host_scale`: small step of the baseline over its predicted host time; `ratio_on_host`: `ratio` with it; `relative_ratio`: `ratio` over
-    the baseline's.
+    `host_speed`: seconds of a small step right before the way over those at calibration; `ratio_at_start`: `ratio` without it;
+    `relative_ratio`: `ratio` over the baseline's.
     """
 
     job: str
@@ -85,10 +87,11 @@ class Row:
     predicted_device_seconds: float | None = None
     predicted_host_seconds: float | None = None
     predicted_seconds_by_rates: float | None = None
+    predicted_seconds_at_start: float | None = None
     ratio: float | None = None
     ratio_by_rates: float | None = None
-    host_scale: float | None = None
-    ratio_on_host: float | None = None
+    host_speed: float | None = None
+    ratio_at_start: float | None = None
     relative_ratio: float | None = None
     kernel_seconds: float | None = None
     small_step_seconds: float | None = None
@@ -116,21 +119,28 @@ class Deadline:
         return time.perf_counter() > self.end
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Network:
-    """A network, its two calibrations (with timed operations and without), and the rows that it has."""
+    """A network, its two calibrations (with timed operations and without), the rows that it has, and how fast the host is now."""
 
     planner: Planner
     timed: Calibration
     rates: Calibration
     num_steps: int
     rows: list[Row] = field(default_factory=list[Row])
+    host_speed: float = 1.0
+
+    @property
+    def now(self) -> Calibration:
+        """The calibration with timed operations, for the present speed of the host."""
+        return self.timed.with_host_speed(self.host_speed)
 
     def blank(self, way: str, plan: pare.Plan | None, *, in_session: bool = True, **columns: Any) -> Row:
         """A row with predictions; those of a step without a session are of the trace with all logits."""
         job, trace = self.planner.job, self.planner.trace
         trace = trace if in_session else trace.unmodified or trace
-        time, by_rates = (predict_step(trace, plan, calibration=one) for one in (self.timed, self.rates))
+        calibrations = self.now, self.rates.with_host_speed(self.host_speed), self.timed
+        time, by_rates, at_start = (predict_step(trace, plan, calibration=one) for one in calibrations)
         foot = pare.footprint(trace, plan)
         return Row(
             *(job.name, way, job.size, len(self.planner.layers), len(plan.recompute) if plan is not None else 0),
@@ -140,8 +150,10 @@ class Network:
             predicted_device_seconds=time.device_seconds,
             predicted_host_seconds=time.host_seconds,
             predicted_seconds_by_rates=by_rates.seconds,
+            predicted_seconds_at_start=at_start.seconds,
+            host_speed=self.host_speed,
             num_timed=len(self.timed.timed),
-            empty_operation_seconds=self.rates.host.empty_operation,
+            empty_operation_seconds=self.now.host.empty_operation,
             reason=plan.reason if plan is not None else "",
             **columns,
         )
@@ -172,7 +184,7 @@ class Network:
 
     def speed_row(self, way: str, budget: int) -> Row:
         """The quickest plan for a budget."""
-        plan = pare.assign(self.planner.trace, budget, prefer="speed", calibration=self.timed)
+        plan = pare.assign(self.planner.trace, budget, prefer="speed", calibration=self.now)
         row = self.blank(way, plan, budget_bytes=budget)
         return replace(row, **measured(self.planner, None if plan.changes_nothing else plan, self.num_steps))
 
@@ -181,6 +193,7 @@ class Network:
         if row.median_seconds is None:
             return row
         ratios = {"ratio": row.predicted_seconds, "ratio_by_rates": row.predicted_seconds_by_rates}
+        ratios |= {"ratio_at_start": row.predicted_seconds_at_start}
         row = replace(row, **{name: (seconds or 0.0) / row.median_seconds for name, seconds in ratios.items()})
         row = beside_baseline(row, next((one for one in (*self.rows, row) if one.way == BASELINE.name), None))
         assert row.median_seconds is not None
@@ -200,15 +213,8 @@ class Network:
 
 
 def beside_baseline(row: Row, plain: Row | None) -> Row:
-    """The measured row with the ratios that need the baseline of its network, if that was measured."""
-    if plain is None or not plain.ratio or row.ratio is None or row.median_seconds is None:
-        return row
-    row, measured_seconds = replace(row, relative_ratio=row.ratio / plain.ratio), row.median_seconds
-    if not plain.small_step_seconds or not plain.predicted_host_seconds:
-        return row
-    scale = plain.small_step_seconds / plain.predicted_host_seconds
-    time = StepTime(row.predicted_device_seconds or 0.0, scale * (row.predicted_host_seconds or 0.0))
-    return replace(row, host_scale=scale, ratio_on_host=time.seconds / measured_seconds)
+    """The measured row with its ratio relative to the baseline of its network, if that was measured."""
+    return row if plain is None or not plain.ratio or row.ratio is None else replace(row, relative_ratio=row.ratio / plain.ratio)
 
 
 ROW_FIELDS = frozenset(Row.__dataclass_fields__) - {"job", "way", "size"}
@@ -237,6 +243,8 @@ class Run:
             trace = planner.trace
             timed = with_operations(self.calibration, [trace], most_seconds=MOST_TIMING)
             took = time.perf_counter() - begun
+            if self.options.out:
+                timed.save(self.options.out / f"calibration-{name}.json")
             print(f"{name}: {len(timed.timed)} operations, {timed.num_untimed(trace)} not timed, {took:.1f} s", flush=True)
             num_steps = 3 if self.options.quick else self.options.steps
             rows = [row for row in self.done if row.job == job.name]
@@ -280,6 +288,7 @@ class Run:
             started = Row(job.name, way, job.size, error=NOT_FINISHED)
             self.log.add(started)
             try:
+                network.host_speed = with_present_host(self.calibration).host.step / self.calibration.host.step
                 row = network.judged(measures[way]())
             except Exception as error:
                 row = replace(started, error=failure(error))
@@ -303,7 +312,7 @@ def summary(rows: Sequence[Row]) -> str:
     worst = {job: max((pair for pair in off.items() if pair[0][0] == job), key=lambda pair: abs(pair[1])) for job, _ in off}
     texts = [f"{job} {value:+.0%} ({way})" for job, ((_, way), value) in worst.items()]
     within = sum(abs(value) <= WITHIN for value in off.values())
-    others = {"with the host as beside the baseline": "ratio_on_host", "relative to the baseline": "relative_ratio"}
+    others = {"with the host as calibrated at the start": "ratio_at_start", "relative to the baseline": "relative_ratio"}
     peaks = {(row.job, row.way): (row.predicted_peak_bytes or 0) / row.peak_bytes - 1 for row in rows if row.peak_bytes}
     close = sum(abs(value) <= PEAK_WITHIN for value in peaks.values())
     far = [f"{job} {way} {value:+.1%}" for (job, way), value in peaks.items() if abs(value) > PEAK_WITHIN]
@@ -334,10 +343,11 @@ def line(row: Row) -> str:
     spread = ms(row.median_seconds, row.p20_seconds, row.p80_seconds, row.host_seconds)
     off = f" {(row.predicted_peak_bytes or 0) / row.peak_bytes - 1:+.1%}" if row.peak_bytes else ""
     budget = "" if row.budget_bytes is None else f" of {gib(row.budget_bytes)}{' OVER' * row.is_over}"
-    beside = "".join("      -" if one is None else f" {one:5.2f}x" for one in (row.ratio_on_host, row.relative_ratio))
+    beside = "".join("      -" if one is None else f" {one:5.2f}x" for one in (row.ratio_at_start, row.relative_ratio))
     against = f"  {row.against_ratio:.3f}x of {row.against}{' SLOWER' * row.is_slower}" if row.against_ratio is not None else ""
     peaks = f"{gib(row.peak_bytes)}{budget} ({gib(row.predicted_peak_bytes)}{off})"
-    return f"{head} {peaks} {spread} | {predicted} {row.ratio:5.2f}x {row.ratio_by_rates:5.2f}x{beside}{against}"
+    speed = "" if row.host_speed is None else f" at {row.host_speed:4.2f}"
+    return f"{head} {peaks} {spread} | {predicted}{speed} {row.ratio:5.2f}x {row.ratio_by_rates:5.2f}x{beside}{against}"
 
 
 def jobs_of(options: argparse.Namespace) -> dict[str, Job]:
@@ -386,8 +396,9 @@ def main() -> None:
         os.environ.setdefault("PAREDOWN_CACHE", folder)
         run = Run(options, device)
         print(
-            "peak GiB of budget (predicted); ms: median, p20, p80, host | predicted: step, device, host; ratios: timed operations, rates, "
-            "host as beside the baseline, relative to the baseline; ratio to the quickest way without formats in the budget",
+            "peak GiB of budget (predicted); ms: median, p20, p80, host | predicted: step, device, host, at a small step over that of the "
+            "calibration; ratios: timed operations, rates, host as calibrated at the start, relative to the baseline; ratio to the "
+            "quickest way without formats in the budget",
             flush=True,
         )
         for name, job in jobs_of(options).items():

@@ -51,26 +51,33 @@ def test_a_plan_is_held_against_the_quickest_way_without_formats_in_its_budget(b
     ]
     network = bench.Network(None, None, None, 1, [*plain, bench.Row("net", "int8/64@bf16", 1, peak_bytes=10, median_seconds=1.0)])
     row = bench.Row("net", "speed at 60%", 1, budget_bytes=75, peak_bytes=75, median_seconds=13.0, p20_seconds=12.5)
-    row = replace(row, predicted_seconds=6.5, predicted_seconds_by_rates=26.0)
+    row = replace(row, predicted_seconds=6.5, predicted_seconds_by_rates=26.0, predicted_seconds_at_start=13.0)
     found = network.judged(row)
     assert (found.against, found.against_ratio) == ("checkpointing, every second", 13 / 12)
     assert not found.is_slower and not found.is_over
-    assert (found.ratio, found.ratio_by_rates) == (0.5, 2.0)
+    assert (found.ratio, found.ratio_by_rates, found.ratio_at_start) == (0.5, 2.0, 1.0)
     slower = network.judged(replace(row, p20_seconds=13.1, peak_bytes=76))
     assert slower.is_slower and slower.is_over
     assert "1 of 1 plans slower" in bench.summary([slower]) and "above their budgets: net speed at 60%" in bench.summary([slower])
 
 
-def test_predictions_beside_the_baseline(bench: ModuleType) -> None:
-    """The host was half as fast as calibrated: 4 s in place of 2 for the baseline's small step."""
-    columns: dict[str, Any] = {"small_step_seconds": 4.0, "predicted_host_seconds": 2.0, "predicted_device_seconds": 1.0}
-    plain = bench.Row("net", "baseline", 1, median_seconds=4.0, predicted_seconds=2.0, ratio=0.5, **columns)
-    row = bench.Row("net", "int8", 1, median_seconds=8.0, predicted_seconds=5.0, ratio=0.625)
-    row = replace(row, predicted_host_seconds=5.0, predicted_device_seconds=0.0)
-    found = bench.beside_baseline(row, plain)
-    assert (found.relative_ratio, found.host_scale, found.ratio_on_host) == (1.25, 2.0, 1.25)
-    assert bench.beside_baseline(row, None) == row
-    assert "host as beside the baseline: 0 of 1 within 15%; relative to the baseline: 0 of 1" in bench.summary([found])
+def test_predictions_are_for_the_speed_that_the_host_has_before_a_way(bench: ModuleType) -> None:
+    import assign_times  # type: ignore[import-not-found]
+    import bench_session  # type: ignore[import-not-found]
+
+    from tests.support.calibrations import calibration
+
+    planner = assign_times.Planner(next(one for one in bench_session.quick_jobs() if one.name == "graph"), "", "cpu")
+    costs = calibration("cpu")
+    slow, start = (bench.Network(planner, costs, costs, 1, host_speed=speed).blank("int8", None) for speed in (3.0, 1.0))
+    assert slow.predicted_host_seconds == pytest.approx(3 * start.predicted_host_seconds) and slow.host_speed == 3.0
+    assert slow.predicted_device_seconds == start.predicted_device_seconds
+    assert slow.predicted_seconds_at_start == start.predicted_seconds == start.predicted_seconds_at_start
+    plain = bench.Row("net", "baseline", 1, median_seconds=4.0, ratio=0.5)
+    row = bench.Row("net", "int8", 1, median_seconds=8.0, ratio=0.625, ratio_at_start=0.9)
+    assert bench.beside_baseline(row, plain).relative_ratio == 1.25 and bench.beside_baseline(row, None) == row
+    text = bench.summary([replace(row, relative_ratio=1.25)])
+    assert "host as calibrated at the start: 1 of 1 within 15%; relative to the baseline: 0 of 1" in text
 
 
 def test_checkpointing_by_hand_is_predicted_without_chunks_of_the_loss(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,21 @@ from torch.nn.functional import cross_entropy
 
 import paredown as pare
 from paredown.assign.speed import Preference
-from paredown.calibrate import device_calibration, operation_time
-from paredown.calibrate.host_time import HostMeasurement, small_networks
-from paredown.calibrate.operation_time import distinct, estimated_seconds, repeated_call, time_operations, with_operations
+from paredown.calibrate import device_calibration, host_time, operation_time
+from paredown.calibrate.host_time import HostMeasurement, SmallNetwork, StepSeconds, small_networks, with_present_host
+from paredown.calibrate.operation_time import (
+    CallSeconds,
+    distinct,
+    estimated_seconds,
+    repeated_call,
+    time_operations,
+    with_operations,
+)
 from paredown.errors import CalibrationError
 from paredown.models import MODELS
 from paredown.plan.calibration import calibration_path, operation_key
-from paredown.plan.step_time import predict_step
-from paredown.trace.trace import Operation
+from paredown.plan.step_time import called_modules, num_saved, predict_step
+from paredown.trace.trace import VIEW, Operation
 from tests.cli.commands import ask, asked_json
 from tests.support.calibrations import calibration
 
@@ -53,6 +60,14 @@ def test_a_device_is_measured_once(measured: list[str]) -> None:
     assert measured == ["cpu", "cpu"]
 
 
+def test_the_speed_of_the_host_is_measured_again_on_demand(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pare.calibrate("cpu", has_present_host=True)
+    assert first.host == calibration("cpu").host and measured == ["cpu"], "it was just measured"
+    monkeypatch.setattr(device_calibration, "with_present_host", lambda found: found.with_host_speed(2.0))
+    assert pare.calibrate("cpu", has_present_host=True).host == first.with_host_speed(2.0).host == pare.calibrate("cpu").host
+    assert asked_json("calibrate", "--device", "cpu", "--host")["host"]["step"] == 4 * first.host.step and measured == ["cpu"]
+
+
 def test_a_file_of_another_version_is_measured_again(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:
     replace(calibration("cpu"), torch="0.4").save()
     assert pare.calibrate("cpu").torch != "0.4" and measured == ["cpu"]
@@ -67,7 +82,8 @@ def test_operations_of_traces_are_added_to_the_file(measured: list[str], monkeyp
     trace = traced()
     made = pare.calibrate("cpu", traces=[trace])
     assert set(made.timed.values()) == {0.125} and pare.calibrate("cpu") == made
-    assert {operation_key(one) for one in trace.operations} == set(made.timed), "every operation of this step can be repeated"
+    kernels = {operation_key(one) for one in trace.operations if one.op != VIEW}
+    assert kernels == set(made.timed), "every operation of this step can be repeated"
 
 
 def test_wrong_arguments(measured: list[str]) -> None:
@@ -103,7 +119,7 @@ def test_what_cannot_be_repeated_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     wrong = Operation("aten.mm.default", "", "forward", arguments='[[{"t":["float32",[3,4],[4,1]]}],{}]')
     foreign = Operation("os.system", "", "forward", arguments='[["true"],{}]')
     trace = replace(traced(), operations=(wrong, foreign, replace(wrong, arguments="")))
-    assert len(list(distinct([trace]))) == 2 and set(time_operations([trace], "cpu").values()) == {0.0}
+    assert len(list(distinct([trace]))) == 2 and set(time_operations([trace], "cpu").timed.values()) == {0.0}
     rates = calibration("cpu")
     with_zero = replace(rates, timed={operation_key(wrong): 0.0})
     assert with_zero.operation_seconds(wrong) == rates.operation_seconds(wrong) and with_zero.num_untimed(trace) == 1
@@ -160,7 +176,7 @@ def test_recurrent_layers_of_gpu_traces_run_on_real_tensors(kind: str) -> None:
 
     batch = torch.zeros(3, 5, 6), torch.zeros(3, dtype=torch.long)
     trace = pare.trace_step(Network(), batch, loss=cross_entropy, device="cuda")
-    forward, backward = (one for one in trace.operations if not one.op.startswith("aten."))
+    forward, backward = (one for one in trace.operations if not one.op.startswith("aten.") and one.op != VIEW)
     calls = [repeated_call(one, "cpu") for one in (forward, backward)]
     assert calls[0] is not None and calls[1] is not None
     result: Any = calls[0]()
@@ -209,42 +225,81 @@ def test_convolutions_get_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert operation_key(convolutions[0]) in made.estimated
 
 
-def test_host_costs_are_differences_over_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of stand-ins: 1 s for each part of a step, and 10 s more in forward under a plan."""
-    from paredown.calibrate import host_time
-
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[SmallNetwork]:
+    """Steps take 1 s for each part; in forward 2 s more if one tensor is packed, 12 s if all are, and 10 s with checkpointing."""
     networks = small_networks("cpu")
-    monkeypatch.setattr(host_time, "time_operations", lambda traces, device: {})
+    monkeypatch.setattr(host_time, "time_operations", lambda traces, device: CallSeconds({}, {}))
     monkeypatch.setattr(host_time, "small_networks", lambda device: networks)
-    stand_in = host_time.StepSeconds
-    monkeypatch.setattr(
-        host_time.SmallNetwork,
-        "seconds",
-        lambda self, *plans, is_ours=False: [stand_in(1.0 + 10 * (plan is not None), 1.0, 1.0) for plan in plans],
-    )
-    draft = calibration(
-        "cpu", bytes_per_second={"elementwise": 1e30}, flops_per_second={"matmul float32": ((1.0, 1e30),)}, kernel_seconds=1e-30
-    )
-    draft = replace(
-        draft,
-        formats={
-            text: replace(cost, encode_bytes_per_second=1e30, decode_bytes_per_second=1e30) for text, cost in draft.formats.items()
-        },
-    )
-    cost, packed = HostMeasurement(draft).cost("int8/64@bf16", lambda: False)
-    late, _ = HostMeasurement(draft).cost("int8/64@bf16", lambda: True)
+
+    def seconds(self: SmallNetwork, *plans: pare.Plan | None, is_ours: bool = False, num_steps: int = 0) -> list[StepSeconds]:
+        self.empty_operations += [1.0, 9.0, 2.0]
+        more = [0 if plan is None else 10 if plan.recompute else 2 if "=" in plan.rules[0][0] else 12 for plan in plans]
+        return [StepSeconds(1.0 + one, 1.0, 1.0) for one in more]
+
+    monkeypatch.setattr(SmallNetwork, "seconds", seconds)
+    return networks
+
+
+def without_device_time() -> pare.Calibration:
+    """A calibration of a CPU on which operations and codecs take no time."""
+    rates: dict[str, Any] = {"bytes_per_second": {"elementwise": 1e30}, "flops_per_second": {"matmul float32": ((1.0, 1e30),)}}
+    draft = calibration("cpu", **rates, kernel_seconds=1e-30)
+    quick = {"encode_bytes_per_second": 1e30, "decode_bytes_per_second": 1e30}
+    return replace(draft, formats={text: replace(cost, **quick) for text, cost in draft.formats.items()})
+
+
+def test_host_costs_are_differences_over_counts(stand_ins: list[SmallNetwork]) -> None:
+    cost, packed = HostMeasurement(without_device_time()).costs("int8/64@bf16", lambda: False)
+    late, _ = HostMeasurement(without_device_time()).costs("int8/64@bf16", lambda: True)
     assert late.packed_weight == 2 * packed and cost.packed_weight != late.packed_weight
+    assert (cost.empty_operation, cost.operation, cost.step) == (2.0, 0.0, 3.0)
+    operations = [one for network in stand_ins for one in network.trace.operations]
+    views = {
+        is_backward: sum(o.count for o in operations if o.op == VIEW and (o.phase == "backward") is is_backward)
+        for is_backward in (True, False)
+    }
+    assert cost.view == pytest.approx(2 / views[True])
+    num_modules = sum(len(dict(network.build().named_modules())) - 1 for network in stand_ins)
+    assert cost.module_call == pytest.approx((2 - cost.view * views[False]) / num_modules, rel=0.1), (
+        "nn.Identity calls no operation"
+    )
     plan = pare.Plan.uniform(activation="int8/64@bf16")
-    counts = [sum(one.count for one in network.trace.operations if one.phase == "backward") for network in networks]
-    assert cost.backward_operation == pytest.approx(2 / sum(counts))
-    assert packed == pytest.approx(20 / sum(network.num_packed(plan) for network in networks))
-    again, saved = 0.0, 0
-    for network in networks:
+    packs = [len(slot.names) for network in stand_ins for slot in network.packed(plan)]
+    assert packed == pytest.approx(20 / (sum(packs) - 2)), "one tensor of each network is packed in both"
+    saved = sum(len(slot.names) for network in stand_ins for slot in network.trace.activations)
+    called = sum(len(called_modules(network.trace)) for network in stand_ins)
+    assert cost.watched == pytest.approx((4 - 2 * packed) / (saved + called))
+
+
+def test_a_checkpointed_tensor_is_one_that_the_layers_save(stand_ins: list[SmallNetwork]) -> None:
+    """A real forward pass saves a few more: running statistics of batch norms, which are no slots."""
+    cost, _ = HostMeasurement(without_device_time()).costs("int8/64@bf16", lambda: True)
+    again = 0.0
+    for network in stand_ins:
         forward = [one for one in network.trace.operations if one.phase != "backward"]
-        layers = [one.count for one in forward if one.module.startswith("layer") and "." in one.module]
-        again += sum(layers) / sum(one.count for one in forward)  # of 1 s
-        saved += sum(slot.name.startswith("layer") and "." in slot.name.split(":")[0] for slot in network.trace.activations)
-    assert cost.checkpointed_tensor == pytest.approx((20 - again) / saved)
+        inside = [one.count for one in forward if one.module.startswith("layer") and "." in one.module]
+        again += sum(inside) / sum(one.count for one in forward)  # of 1 s
+    counted = [num_saved(network.trace, network.paths) for network in stand_ins]
+    assert cost.checkpointed_tensor == pytest.approx((20 - again) / sum(counted))
+    assert all(0.75 * real <= num <= real for num, real in zip(counted, map(saved_in_layers, stand_ins), strict=True))
+
+
+def saved_in_layers(network: SmallNetwork) -> int:
+    """Tensors that the layers of a real step save for backward."""
+    model, saved = network.build(), list[torch.Tensor]()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x)
+    for path in network.paths:
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(lambda *_: hooks.__enter__())
+        module.register_forward_hook(lambda *_: hooks.__exit__())
+    model(*network.batch[:-1])
+    return len(saved)
+
+
+def test_costs_of_the_host_are_scaled_by_its_present_speed(stand_ins: list[SmallNetwork]) -> None:
+    before = calibration("cpu", host=replace(calibration("cpu").host, step=2.0))
+    assert with_present_host(before) == before.with_host_speed(1.5), "a step takes 3 s now"
 
 
 def test_operations_with_most_work_are_timed_first_and_the_rest_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,14 +308,43 @@ def test_operations_with_most_work_are_timed_first_and_the_rest_next_time(monkey
     monkeypatch.setattr(operation_time.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(operation_time, "device_seconds", lambda call, device: 0.125)
     trace = traced()
-    first = time_operations([trace], "cpu", most_seconds=35.0)
-    assert len(first) == 3
-    by_key = {operation_key(one): one for one in trace.operations}
-    least = min(by_key[key].count * by_key[key].nbytes for key in first)
+    by_key = {operation_key(one): one for one in trace.operations if one.op != VIEW}
+    num_names = len({one.op for one in by_key.values()})
+    first = time_operations([trace], "cpu", most_seconds=10.0 * num_names + 35.0).timed
+    assert len(first) == num_names + 3 and len({by_key[key].op for key in first}) == num_names, "one of each name, and three more"
+    seen: set[str] = set()
+    others = [by_key[key] for key in first if by_key[key].op in seen or seen.add(by_key[key].op)]
+    least = min(one.count * one.nbytes for one in others)
     light = [one for key, one in by_key.items() if key not in first and not one.flops]
-    assert all(one.count * one.nbytes <= least for one in light)
-    rest = time_operations([trace], "cpu", known=first)
+    assert len(others) == 3 and all(one.count * one.nbytes <= least for one in light)
+    rest = time_operations([trace], "cpu", known=first).timed
     assert not first.keys() & rest.keys() and first.keys() | rest.keys() == by_key.keys()
+
+
+def test_host_time_of_calls_is_measured_in_empty_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for a GPU: a call takes 6 s of the host, an empty operation 2 s; the host is half as fast in the second group."""
+    now, speeds = [0.0], iter([1.0, 2.0, 1.0])
+    speed = [1.0]
+
+    def empty(device: str, num_calls: int) -> float:
+        assert device == "cuda"
+        return 2.0 * speed[0]
+
+    def call() -> None:
+        now[0] += 6.0 * speed[0]
+
+    monkeypatch.setattr(operation_time.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(operation_time.torch.cuda, "synchronize", lambda: speed.__setitem__(0, next(speeds)))
+    monkeypatch.setattr(operation_time, "empty_operation", empty)
+    monkeypatch.setattr(operation_time, "device_seconds", lambda call, device: 0.25)
+    monkeypatch.setattr(operation_time, "repeated_call", lambda operation, device: call)
+    add = Operation("aten.add.Tensor", "", "forward", nbytes=8, arguments="[[],{}]")
+    trace = replace(traced("cuda"), operations=(add,))
+    found = time_operations([trace], "cuda")
+    assert found == CallSeconds({operation_key(add): 0.25}, {"aten.add.Tensor": 3.0})
+    speeds = iter([1.0, 2.0, 1.0])
+    known = replace(calibration("cuda"), issued={"aten.mul.Tensor": 7.0})
+    assert with_operations(known, [trace]).issued == {"aten.mul.Tensor": 7.0, "aten.add.Tensor": 3.0 * known.host.empty_operation}
 
 
 def test_what_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,16 +353,17 @@ def test_what_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_calibration, "codec_seconds", lambda text, device: (1e9, 1e9, 0.0))
     late: list[bool] = []
 
-    def cost(self: HostMeasurement, text: str, is_late: Any) -> Any:
+    def costs(self: HostMeasurement, text: str, is_late: Any) -> Any:
         late.append(is_late())
         return calibration("cpu").host, 1e-3
 
-    monkeypatch.setattr(HostMeasurement, "__init__", lambda self, draft: None)
-    monkeypatch.setattr(HostMeasurement, "cost", cost)
+    monkeypatch.setattr(HostMeasurement, "__init__", lambda self, draft: setattr(self, "calls", CallSeconds({}, {"aten.mm": 2.0})))
+    monkeypatch.setattr(HostMeasurement, "costs", costs)
     for name in ("bandwidths", "flop_rates", "smallest_kernel"):
         parts = {"bandwidths": {"elementwise": 1e9}, "flop_rates": {"matmul float32": ((1.0, 1e9),)}, "smallest_kernel": 1e-9}
         monkeypatch.setattr(device_calibration, name, lambda device, value=parts[name]: value)
     made = device_calibration.measure_device("cpu")
+    assert made.issued == {"aten.mm": 2.0 * made.host.empty_operation}
     assert late == [True] and list(made.formats) == [device_calibration.FORMATS[0]]
     assert pare.Calibration.from_json(made.to_json()) == made
 
@@ -294,9 +379,11 @@ def test_a_step_on_a_present_gpu_has_its_operations_timed_once(measured: list[st
     monkeypatch.setattr(device_calibration, "present_device_name", lambda device: "a GPU")
     monkeypatch.setattr(device_calibration, "checked_device", lambda device: "cuda")
     calls: list[int] = []
-    monkeypatch.setattr(operation_time, "_seconds", lambda operation, device: calls.append(1) or 0.5)
+    monkeypatch.setattr(operation_time, "_seconds", lambda operation, device: calls.append(1) or (0.5, 4.0))
     found, reason = file.calibration_for(trace)
     assert found is not None and not reason and not found.num_untimed(trace) and calls
+    assert set(found.issued.values()) == {4.0 * found.host.empty_operation}, "four empty operations each"
+    assert set(found.issued) == {one.op for one in trace.operations if one.op != VIEW}, "by name"
     calls.clear()
     preference = Preference.of(trace, "speed", None, None)
     assert preference is not None and preference.calibration == found and not calls, "assign reads the file"
@@ -307,7 +394,7 @@ def test_a_step_on_a_present_gpu_has_its_operations_timed_once(measured: list[st
 @pytest.mark.full
 def test_this_processor_is_measured() -> None:
     made = device_calibration.measure_device("cpu")
-    assert pare.Calibration.from_json(made.to_json()) == made and made.host.forward_operation > 0
+    assert pare.Calibration.from_json(made.to_json()) == made and made.host.module_call > 0 and made.host.view > 0
 
 
 @pytest.mark.gpu

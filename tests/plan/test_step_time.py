@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from paredown import Plan, Trace, footprint, trace_step
 from paredown.errors import CalibrationError
 from paredown.plan.calibration import HostCost
+from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.step_time import StepTime, predict_step
-from paredown.trace.trace import Operation
+from paredown.trace.trace import VIEW, Operation
 from tests.support.calibrations import calibration
 
 INT8 = Plan.uniform(activation="int8/64@bf16")
@@ -54,6 +57,31 @@ def test_flops_of_a_trace_are_those_of_a_real_step() -> None:
     assert sum(one.count * one.flops for one in traced("cpu").operations) == counter.get_total_flops()
 
 
+def test_views_of_a_trace_are_those_of_a_real_forward_pass() -> None:
+    class Views(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            is_view = func.is_view or func is torch.ops.aten._unsafe_view.default  # of a copy
+            self.count += is_view and func is not torch.ops.aten.detach.default
+            return func(*args, **(kwargs or {}))
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).view(NUM, 4, -1).transpose(0, 1).flatten(1).chunk(2, -1)[0].sum(0)
+
+    x = torch.randn(NUM, WIDTH)
+    with Views() as views:
+        result = Heads()(x)
+    trace = trace_step(Heads(), (x, torch.empty_like(result)), loss=mse_loss, device="cpu")
+    counted = {one.module: one.count for one in trace.operations if one.op == VIEW and one.phase == "forward"}
+    assert sum(counted.values()) == views.count > 3 and counted["linear"] == 1, "the transposed weight"
+
+
 def test_attention_of_a_gpu_is_counted() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -73,16 +101,16 @@ def test_attention_of_a_gpu_is_counted() -> None:
 def test_device_and_host_of_the_baseline() -> None:
     trace = traced()
     time = predict_step(trace, calibration=calibration())
-    count = sum(one.count for one in trace.operations)
-    assert time.host_seconds == pytest.approx(count * 1e-3)
-    assert time.device_seconds == pytest.approx(sum(one.count * max(one.flops, one.nbytes, 1) / 1e9 for one in trace.operations))
+    kernels = [one for one in trace.operations if one.op != VIEW]
+    assert time.host_seconds == pytest.approx(sum(one.count for one in kernels) * 1e-3)
+    assert time.device_seconds == pytest.approx(sum(one.count * max(one.flops, one.nbytes, 1) / 1e9 for one in kernels))
     gelu = next(one for one in trace.operations if one.op == "aten.gelu.default")
     assert gelu.nbytes == 2 * NUM * WIDTH * 4 and gelu.phase == "forward"
 
 
 def test_the_limit_is_the_slower_of_device_and_host() -> None:
     trace, slow = traced(), calibration()
-    quick = replace(slow, host=HostCost(*[1e-9] * 6))
+    quick = replace(slow, host=HostCost(*[1e-9] * 9))
     assert predict_step(trace, calibration=slow).limit == "host"
     time = predict_step(trace, calibration=quick)
     assert time.limit == "device" and time.seconds == time.device_seconds
@@ -106,10 +134,57 @@ def test_a_checkpointed_layer_adds_its_forward_pass() -> None:
     trace, costs = traced(), calibration()
     before, after = (predict_step(trace, plan, calibration=costs) for plan in (None, Plan((), recompute=("1",))))
     again = [one for one in trace.operations if one.phase == "forward" and one.module.startswith("1")]
-    assert {one.op for one in again} == {"aten.addmm.default", "aten.gelu.default"}
-    assert after.host_seconds - before.host_seconds == pytest.approx(2 * 1e-3 + 2 * 0.1), "two operations, two saved tensors"
+    assert {one.op for one in again} == {"aten.addmm.default", "aten.gelu.default", VIEW}
+    assert after.host_seconds - before.host_seconds == pytest.approx(2 * 1e-3 + 3 * 0.1), (
+        "two kernels, two saved tensors and the weight"
+    )
     gelu, product = 2 * NUM * WIDTH * 4, 2 * NUM * WIDTH * WIDTH
     assert after.device_seconds - before.device_seconds == pytest.approx((gelu + product) / 1e9)
+
+
+def test_views_and_module_calls_take_host_time_alone() -> None:
+    trace, costs = traced(), calibration()
+    costly = replace(costs, host=replace(costs.host, view=7.0, module_call=0.25))
+    num_views = sum(one.count for one in trace.operations if one.op == VIEW)
+    before, after = (predict_step(trace, calibration=one) for one in (costs, costly))
+    assert after.device_seconds == before.device_seconds and num_views
+    assert after.host_seconds - before.host_seconds == pytest.approx(7.0 * num_views + 0.25 * 6), "three blocks, three products"
+    again = [predict_step(trace, Plan((), recompute=("1",)), calibration=one).host_seconds for one in (costs, costly)]
+    in_layer = sum(
+        one.count for one in trace.operations if one.op == VIEW and one.phase == "forward" and one.module.startswith("1")
+    )
+    assert again[1] - again[0] == pytest.approx(7.0 * (num_views + in_layer) + 0.25 * (6 + 2))
+
+
+def test_host_time_of_an_operation_is_that_of_its_name() -> None:
+    trace, costs = traced(), calibration()
+    num = sum(one.count for one in trace.operations if one.op == "aten.gelu.default")
+    before, after = (predict_step(trace, calibration=one) for one in (costs, replace(costs, issued={"aten.gelu.default": 0.5})))
+    assert num == 3 and after.host_seconds - before.host_seconds == pytest.approx(num * (0.5 - 1e-3))
+
+
+def test_a_session_that_packs_one_tensor_looks_at_all() -> None:
+    """Six modules and six saved tensors; the modules of a checkpointed layer are passed over."""
+    trace, costs = traced(), calibration(packed=1e-9)
+    watching = replace(costs, host=replace(costs.host, watched=1.0))
+    one = Plan((("activation=0:gelu.input", INT8.rules[0][1]),))
+
+    def watched(plan: Plan | None) -> float:
+        return (
+            predict_step(trace, plan, calibration=watching).host_seconds - predict_step(trace, plan, calibration=costs).host_seconds
+        )
+
+    assert watched(None) == 0.0 and watched(Plan((), recompute=("1",))) == 0.0, "nothing is packed"
+    assert watched(one) == pytest.approx(6 + 6) == watched(INT8)
+    in_layer = checkpointed_trace(trace, ("1",)).activations
+    assert watched(replace(one, recompute=("1",))) == pytest.approx(4 + sum(len(slot.names) for slot in in_layer))
+
+
+def test_all_host_times_follow_the_speed_of_the_host() -> None:
+    trace, costs = traced(optimizer="adamw"), calibration(issued={"aten.gelu.default": 0.5})
+    for plan in (None, INT8, Plan((), recompute=("1",)), Plan.uniform(weight="int8/64@bf16")):
+        slow, before = (predict_step(trace, plan, calibration=one) for one in (costs.with_host_speed(3.0), costs))
+        assert slow.host_seconds == pytest.approx(3 * before.host_seconds) and slow.device_seconds == before.device_seconds
 
 
 def test_the_optimizer_moves_weights_gradients_and_moments() -> None:

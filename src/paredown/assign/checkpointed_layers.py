@@ -237,7 +237,7 @@ def _counts(num_layers: int) -> Iterator[int]:
 
 
 # the operations of a second forward pass are issued while the device is busy
-ISSUED_AHEAD = replace(REFERENCE, host=replace(REFERENCE.host, forward_operation=0.0))
+ISSUED_AHEAD = replace(REFERENCE, host=replace(REFERENCE.host, operation=0.0))
 
 
 def added_seconds(trace: Trace, plan: Plan) -> float:

@@ -39,7 +39,7 @@ from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
 from paredown.serial import is_number
 from paredown.sizes import say_bytes
-from paredown.trace.trace import Trace
+from paredown.trace.trace import Slot, Trace
 
 PREFERENCES = ("speed", "accuracy")
 ALLOWANCE_FACTOR = 1.1  # over the error of prefer="accuracy"
@@ -194,15 +194,15 @@ def packed_solutions(
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
     """(device seconds, host seconds) of each row of the ledger: of packing its slots."""
-    sizes = {slot.name: slot.nbytes for slot in problem.trace.activations}
+    slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
-    def packed(formats: Iterable[tuple[tuple[str, Role], Format | None]]) -> list[tuple[int, Format]]:
-        return [(sizes[name], one) for (name, role), one in formats if one is not None and role is Role.ACTIVATION]
+    def packed(formats: Iterable[tuple[tuple[str, Role], Format | None]]) -> list[tuple[Slot, Format]]:
+        return [(slots[name], one) for (name, role), one in formats if one is not None and role is Role.ACTIVATION]
 
     chosen = [packed(option.formats) for option in rows]
-    device = [sum(calibration.format_cost(one).device_seconds(nbytes) for nbytes, one in row) for row in chosen]
-    host = [sum(calibration.format_cost(one).host_seconds for _, one in row) for row in chosen]
+    device = [sum(calibration.format_cost(one).device_seconds(slot.nbytes) for slot, one in row) for row in chosen]
+    host = [sum(calibration.format_cost(one).host_seconds * len(slot.names) for slot, one in row) for row in chosen]
     return np.array(device), np.array(host)
 
 

@@ -2,6 +2,7 @@
 
     calibrate("cuda")                       # under 30 s; a file of this device and these versions is read instead
     calibrate("cuda", traces=[trace])       # and the operations of these traces, timed one by one: predictions of their steps are closer
+    calibrate("cuda", has_present_host=True)    # a present file with the speed that the host has now, in a second
 
 What takes long is compiling kernels. After MOST_SECONDS what has a substitute is left out: formats, for which that of the nearest width
 stands, packed weights, and operations of traces, which the next call continues with.
@@ -20,7 +21,7 @@ from dataclasses import fields, replace
 import torch
 
 from paredown.calibrate.device_time import bandwidths, codec_seconds, flop_rates, smallest_kernel
-from paredown.calibrate.host_time import HostMeasurement
+from paredown.calibrate.host_time import HostMeasurement, with_present_host
 from paredown.calibrate.operation_time import with_operations
 from paredown.errors import CalibrationError
 from paredown.plan.calibration import (
@@ -40,10 +41,13 @@ MOST_SECONDS = 20.0
 log = logging.getLogger("paredown")
 
 
-def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False) -> Calibration:
+def calibrate(
+    device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False, has_present_host: bool = False
+) -> Calibration:
     """The costs of this device: read from the cache folder if they are there, else measured and written.
 
     `traces`: steps whose operations are timed one by one and added to the file. `is_forced`: measure again in any case.
+    `has_present_host`: measure again how fast the host is, which other work on the machine changes from one minute to the next.
     """
     kind = checked_device(device)
     if not all(isinstance(trace, Trace) for trace in traces):
@@ -54,9 +58,11 @@ def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_for
         calibration = None
         if calibration_path(kind).exists():
             log.warning("The device is measured again: %s", error)
-    if calibration is not None and not traces:
+    if calibration is not None and not traces and not has_present_host:
         return calibration
     begun = time.perf_counter()
+    if calibration is not None and has_present_host:
+        calibration = with_present_host(calibration)
     calibration = calibration or measure_device(kind)
     if traces:
         calibration = with_operations(calibration, [_on(trace, kind) for trace in traces], most_seconds=MOST_SECONDS)
@@ -85,9 +91,12 @@ def measure_device(device: str) -> Calibration:
         torch=versions()["torch"],
         paredown=versions()["paredown"],
     )
-    host, packed = HostMeasurement(draft).cost(first, is_late)
+    measurement = HostMeasurement(draft)
+    host, packed = measurement.costs(first, is_late)
+    issued = {name: host.empty_operation * ratio for name, ratio in measurement.calls.issued.items()}
     rates |= {text: codec_seconds(text, device) for text in others if not is_late()}
-    return replace(draft, host=host, formats={text: FormatCost(*rate, packed) for text, rate in rates.items()})
+    formats = {text: FormatCost(*rate, packed) for text, rate in rates.items()}
+    return replace(draft, host=host, formats=formats, issued=issued)
 
 
 def checked_device(device: str | None) -> str:

@@ -69,6 +69,17 @@ def _cuda_seconds(call: Callable[[], object], num_calls: int) -> float:
     return start.elapsed_time(end) / 1e3 / num_calls
 
 
+def empty_operation(device: str, num_calls: int) -> float:
+    """Host seconds of an addition of one value, the mean over a loop."""
+    x = torch.ones(1, device=device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(num_calls):
+        x + x  # pyright: ignore[reportUnusedExpression]
+    return (time.perf_counter() - begun) / num_calls
+
+
 def bandwidths(device: str) -> dict[str, float]:
     """Bytes per second by kind of operation, for tensors larger than the caches."""
     rows, width = ROWS[device]

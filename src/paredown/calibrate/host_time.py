@@ -1,24 +1,28 @@
-"""Host seconds of operations, packed tensors, checkpointed layers and packed weights, from steps of two small networks.
+"""Host seconds of views, module calls, packed tensors, checkpointed layers and packed weights, from steps of small networks.
 
-Their tensors are so small that a GPU keeps up with the host: the time of a step is that of the host. On the CPU, what the operations
-themselves take is subtracted, by the rates and times of a `draft` whose host costs are 0. The number of operations and of packed tensors
-follows from a trace, as it does in a prediction, so that what a trace does not count (views, modules, hooks) is part of the cost of what
-it counts.
+Their tensors are so small that a GPU keeps up with the host: the time of a step is that of the host. What the calls of their operations
+take is measured call by call (calibrate/operation_time.py). The rest of a step is divided by counts of the trace, which a prediction
+multiplies. On the CPU a call of an operation is device time, and no host time.
 
-    forward operation     seconds of forward / its operations
-    packed tensor         (seconds of a step with packed activations - seconds of the baseline) / packed tensors, in one format: the host
-                          takes the same time for all
-    checkpointed tensor   (seconds with checkpointing - baseline - operations that run twice) / tensors that the layers save:
+    view                  (seconds of backward - calls of its operations) / its views
+    module call           (seconds of forward - calls of its operations - its views) / module calls
+    watched               (seconds of a step that packs one tensor - seconds of the baseline) / module calls and saved tensors
+    packed tensor         (seconds of a step that packs all - of one that packs one tensor) / packed tensors, in one format: the host takes
+                          the same time for all
+    checkpointed tensor   (seconds with checkpointing - baseline - second forward pass) / tensors that the layers save:
                           torch.utils.checkpoint calls Python for each of them in both forward passes and in backward
 
-The steps of a network with and without a plan take turns: a host that becomes slower changes all of them, and not their difference.
+The steps of a network with and without a plan take turns, with a loop of empty operations in each turn: a host that becomes slower changes
+all of them, and not their ratios.
+
+`with_present_host` runs one of these networks again, in a third of a second, and multiplies all costs by how much longer its step takes.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from paredown.calibrate.device_time import empty_operation
 from paredown.calibrate.operation_time import time_operations
 from paredown.models import MODELS
 from paredown.optim.optimizers import AdamW
@@ -36,17 +41,19 @@ from paredown.plan.calibration import Calibration, HostCost
 from paredown.plan.checkpointed_trace import is_of, modules_of, outermost
 from paredown.plan.plan import Plan
 from paredown.plan.replay import slot_storages
-from paredown.plan.step_time import FORWARD, added_time
+from paredown.plan.step_time import FORWARD, added_time, called_modules, num_saved, num_watched
 from paredown.roles import Role
 from paredown.session.session import apply
-from paredown.trace.trace import Trace
+from paredown.trace.trace import VIEW, Operation, Slot, Trace
 from paredown.trace.trace_step import trace_step
 
 WARM_UP, STEPS = {"cuda": 4, "cpu": 2}, {"cuda": 9, "cpu": 5}
 DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
 LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
-EMPTY_CALLS = 200
+BACKWARD = ("backward",)
+PRESENT_STEPS = 10
+EMPTY_CALLS = 100
 
 
 class StepSeconds(NamedTuple):
@@ -68,6 +75,7 @@ class SmallNetwork:
     def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
         self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes
         self.device = batch[0].device.type
+        self.empty_operations: list[float] = []  # seconds, one for each turn
 
     def build(self) -> nn.Module:
         """The model, on the device."""
@@ -80,18 +88,24 @@ class SmallNetwork:
         dtype = DTYPES[self.device]
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
-    def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
+    def seconds(self, *plans: Plan | None, is_ours: bool = False, num_steps: int | None = None) -> list[StepSeconds]:
         """Medians over steps under each of the plans, in turns; None is the baseline. `is_ours`: with AdamW of paredown.optim."""
         models = [self.build() for _ in plans]
         sessions = [apply(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
         try:
             optimizers = [AdamW(m.parameters()) if is_ours else torch.optim.AdamW(m.parameters(), fused=True) for m in models]
             pairs, warm_up = list(zip(models, optimizers, strict=True)), WARM_UP[self.device]
-            turns = [[self._step(*pair) for pair in pairs] for _ in range(warm_up + STEPS[self.device])][warm_up:]
+            num_turns = warm_up + (num_steps or STEPS[self.device])
+            turns = [self._turn(pairs) for _ in range(num_turns)][warm_up:]
         finally:
             for session in sessions:
                 session.close()
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
+
+    def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
+        """Seconds of the second of two steps of each: caches have what it needs, as in a loop."""
+        self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
+        return [(self._step(*pair), self._step(*pair))[1] for pair in pairs]
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
         _synchronize(self.device)
@@ -107,9 +121,15 @@ class SmallNetwork:
         times.append(time.perf_counter())
         return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
-    def num_packed(self, plan: Plan) -> int:
+    def packed(self, plan: Plan) -> list[Slot]:
         """Saved tensors that the plan packs."""
-        return sum(storage.packs for storage in slot_storages(self.trace, plan).values())
+        storages = slot_storages(self.trace, plan)
+        return [slot for slot in self.trace.activations if storages[slot.name].packs]
+
+    def packing_one(self, plan: Plan) -> Plan:
+        """The plan for one of the tensors that it packs."""
+        slot = self.packed(plan)[0]
+        return Plan(((f"activation={slot.name}", plan.find(slot.names, Role.ACTIVATION)),))
 
     @property
     def checkpointing(self) -> Plan:
@@ -117,23 +137,13 @@ class SmallNetwork:
         return Plan((), recompute=(self.layers,))
 
     @cached_property
-    def _paths(self) -> list[str]:
+    def paths(self) -> list[str]:
+        """Its layers."""
         return outermost(modules_of(self.trace), (self.layers,))
 
-    @property
-    def num_checkpointed(self) -> int:
-        """Tensors that the layers save."""
-        return sum(any(is_of(slot.name, path) for path in self._paths) for slot in self.trace.activations)
-
-    @property
-    def checkpointed_share(self) -> float:
-        """The share of the operations of forward and loss that are in the layers."""
-        counts = [
-            (one.count, any(is_of(one.module, path) for path in self._paths))
-            for one in self.trace.operations
-            if one.phase in FORWARD
-        ]
-        return sum(count for count, is_inside in counts if is_inside) / sum(count for count, _ in counts)
+    def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
+        """The sum of `of` over operations of the phases; by default the number of views."""
+        return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -142,8 +152,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 def small_networks(device: str) -> list[SmallNetwork]:
     """A transformer and a residual network; saved tensors have more values than the least that is packed."""
-    ids = torch.randint(64, (2, 64), device=device)
-    pictures, labels = torch.randn(4, 3, 32, 32, device=device), torch.randint(10, (4,), device=device)
+    ids = torch.randint(64, (1, 64), device=device)
+    pictures, labels = torch.randn(1, 3, 32, 32, device=device), torch.randint(10, (1,), device=device)
     gpt = {"vocabulary": 64, "dim": 64, "num_layers": 4, "num_heads": 2, "context": 64}
     return [SmallNetwork("gpt", "layers.*", (ids, ids), **gpt), SmallNetwork("resnet18", "layer?.*", (pictures, labels), width=16)]
 
@@ -152,44 +162,66 @@ class HostMeasurement:
     """Measures what the host takes for the steps of small networks. `draft`: rates of the device, with host costs of 0."""
 
     def __init__(self, draft: Calibration) -> None:
-        self.draft, self.networks = draft, small_networks(draft.device)
-        self.is_cpu = draft.device == "cpu"
-        if self.is_cpu:
-            self.draft = replace(draft, timed=time_operations([one.trace for one in self.networks], "cpu"))
+        self.networks, self.is_cpu = small_networks(draft.device), draft.device == "cpu"
+        self.calls = time_operations([one.trace for one in self.networks], draft.device)
+        self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
-    def cost(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
+    def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
         """Costs of the host, and its seconds for one packed tensor, measured in the format `text`.
 
         Packed weights, whose optimizer has kernels to compile, are not measured if `is_late`: then two packed tensors stand for a weight.
         """
         packing = Plan.uniform(activation=text)
         with _without_collection():
-            turns = [one.seconds(None, packing, one.checkpointing) for one in self.networks]
-            rows = [row for row, _, _ in turns]
-            forward = self._per_operation([row.forward for row in rows], "forward", "loss")
-            backward = self._per_operation([row.backward for row in rows], "backward")
-            optimizer = _share([row.optimizer for row in rows], [len(one.trace.of(Role.GRADIENT)) for one in self.networks])
-            packed = self._packed([(row.total, other.total) for row, other, _ in turns], packing)
-            checkpointed = self._checkpointed([(row, other.total) for row, _, other in turns])
+            turns = [one.seconds(None, one.packing_one(packing), packing, one.checkpointing) for one in self.networks]
+            rows, few, all_packed, checkpointed = (list(column) for column in zip(*turns, strict=True))
+            empty = median(seconds for one in self.networks for seconds in one.empty_operations)
+            view, module = self._views_and_modules(rows, empty)
+            watched, packed = self._packed(rows, few, all_packed, packing)
+            tensor = self._checkpointed(rows, checkpointed)
             weight = 2 * packed if is_late() else self._weight()
-        return HostCost(empty_operation(self.draft.device), forward, backward, optimizer, checkpointed, weight), packed
+        optimizer = _share([row.optimizer for row in rows], [len(one.trace.of(Role.GRADIENT)) for one in self.networks])
+        both = (*FORWARD, *BACKWARD)
+        num_kernels = sum(one.count(both, lambda one: one.op != VIEW) for one in self.networks)
+        kernel = 0.0 if self.is_cpu else self._calls(both, empty) / num_kernels
+        return HostCost(empty, kernel, view, module, optimizer, tensor, watched, weight, rows[0].total), packed
 
-    def _per_operation(self, seconds: list[float], *phases: str) -> float:
-        operations = [[one for one in network.trace.operations if one.phase in phases] for network in self.networks]
-        computed = sum(one.count * self.draft.operation_seconds(one) for rows in operations for one in rows)
-        return _share([*seconds, -computed * self.is_cpu], [sum(one.count for one in rows) for rows in operations])
+    def _calls(self, phases: Sequence[str], empty: float) -> float:
+        """Seconds that the host takes for the calls of operations: on the CPU they are computed there."""
+        ratios, draft = self.calls.issued, self.draft
 
-    def _packed(self, seconds: list[tuple[float, float]], plan: Plan) -> float:
-        added = [under_plan - baseline for baseline, under_plan in seconds]
+        def seconds(one: Operation) -> float:
+            return draft.operation_seconds(one) if self.is_cpu else empty * ratios.get(one.op, 1.0) * (one.op != VIEW)
+
+        return sum(network.count(phases, seconds) for network in self.networks)
+
+    def _views_and_modules(self, rows: Sequence[StepSeconds], empty: float) -> tuple[float, float]:
+        """Seconds of one view, from backward, and of one module call."""
+        num_views = [sum(one.count(phases) for one in self.networks) for phases in (FORWARD, BACKWARD)]
+        view = _share([*(row.backward for row in rows), -self._calls(BACKWARD, empty)], [num_views[1]])
+        num_modules = [len(called_modules(one.trace)) for one in self.networks]
+        forward = [row.forward for row in rows]
+        return view, _share([*forward, -self._calls(FORWARD, empty), -view * num_views[0]], num_modules)
+
+    def _packed(
+        self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
+    ) -> tuple[float, float]:
+        """Seconds of a module call or saved tensor that a session looks at, and of one that it packs."""
         computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
-        return _share([*added, -computed * self.is_cpu], [one.num_packed(plan) for one in self.networks])
+        num_packed = [sum(len(slot.names) for slot in one.packed(plan)) - 1 for one in self.networks]
+        added = [after.total - before.total for before, after in zip(few, all_packed, strict=True)]
+        packed = _share([*added, -computed * self.is_cpu], num_packed)
+        added = [after.total - before.total - packed for before, after in zip(rows, few, strict=True)]
+        return _share(added, [num_watched(one.trace, plan) for one in self.networks]), packed
 
-    def _checkpointed(self, seconds: list[tuple[StepSeconds, float]]) -> float:
+    def _checkpointed(self, rows: Sequence[StepSeconds], checkpointed: Sequence[StepSeconds]) -> float:
+        """Seconds of one tensor that a checkpointed layer saves."""
         added: list[float] = []
-        for network, (baseline, total) in zip(self.networks, seconds, strict=True):
-            again = baseline.forward * network.checkpointed_share  # on the CPU what is computed is part of it
-            added.append(total - baseline.total - again)
-        return _share(added, [network.num_checkpointed for network in self.networks])
+        for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
+            inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]
+            share = sum(one.count for one in inside if one.phase in FORWARD) / network.count(FORWARD, lambda one: 1.0)
+            added.append(other.total - baseline.total - baseline.forward * share)  # on the CPU with what is computed
+        return _share(added, [num_saved(network.trace, network.paths) for network in self.networks])
 
     def _weight(self) -> float:
         network, plan = self.networks[0], Plan.uniform(weight=WEIGHTS)
@@ -198,22 +230,15 @@ class HostMeasurement:
         return _share([packed.total - baseline.total], [num_packed])
 
 
-def _share(seconds: list[float], counts: list[int]) -> float:
+def with_present_host(calibration: Calibration) -> Calibration:
+    """The calibration with the speed that the host has now, measured in a third of a second."""
+    with _without_collection():
+        (now,) = small_networks(calibration.device)[0].seconds(None, num_steps=PRESENT_STEPS)
+    return calibration.with_host_speed(now.total / calibration.host.step)
+
+
+def _share(seconds: Sequence[float], counts: Sequence[float]) -> float:
     return max(sum(seconds) / sum(counts), LEAST_SECONDS)
-
-
-def empty_operation(device: str) -> float:
-    """Host seconds of an addition of one value, called in a loop; the least of three loops."""
-    x = torch.ones(1, device=device)
-
-    def loop(call: Callable[[], object]) -> float:
-        _synchronize(device)
-        begun = time.perf_counter()
-        for _ in range(EMPTY_CALLS):
-            call()
-        return (time.perf_counter() - begun) / EMPTY_CALLS
-
-    return min(loop(lambda: x + x) for _ in range(3))
 
 
 def _synchronize(device: str) -> None:

@@ -9,7 +9,9 @@ Operations that are not timed for lack of time are estimated from timed ones of 
 floating point operations: DenseNet-121 has hundreds that differ in the number of channels alone. Convolutions, for which cuDNN tries
 its algorithms, get half of the time.
 
-One call of cuDNN's RNNs launches kernels for every position: its host time is measured beside that of its kernels.
+The host time of calls is measured beside: by name, since shapes change it little, and as a multiple of an empty operation that is called
+right after, since the speed of the host changes while others use it. One call of cuDNN's RNNs launches kernels for every position: its host
+time is that of these shapes. On the CPU the time of a call is that of the device.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paredown.calibrate.device_time import device_seconds
+from paredown.calibrate.device_time import device_seconds, empty_operation
 from paredown.plan.calibration import Calibration, interpolated, kind_of, operation_key
 from paredown.trace.device_ops import ATTENTION, ATTENTION_BACKWARD, RNN_BACKWARD
 from paredown.trace.trace import Operation, Trace
@@ -43,34 +45,50 @@ RNNS: dict[str, Callable[..., nn.Module]] = {
     "rnn_tanh": nn.RNN,
     "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
 }
-ISSUES = 5  # calls whose host time is measured; the median counts
+ISSUES, ISSUED_CALLS, EMPTY_CALLS = 3, 4, 20  # groups of calls whose host time is measured, and empty operations after each
+
+
+class CallSeconds(NamedTuple):
+    """Seconds of calls on the device by `operation_key`, 0 where a call cannot be repeated; of the host by name, in empty operations."""
+
+    timed: dict[str, float]
+    issued: dict[str, float]
 
 
 def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_seconds: float = inf) -> Calibration:
     """The calibration with the times of the traces' operations, those that it has not yet."""
-    device, known = calibration.device, calibration.timed
-    timed = {**known, **time_operations(traces, device, known=known, most_seconds=most_seconds)}
+    found = time_operations(traces, calibration.device, known=calibration.timed, most_seconds=most_seconds)
+    timed, empty = {**calibration.timed, **found.timed}, calibration.host.empty_operation
     estimated = {**calibration.estimated, **estimated_seconds(traces, timed)}
-    issued = {**calibration.issued, **issue_seconds(traces, device, known=calibration.issued)}
+    issued = {**{name: empty * ratio for name, ratio in found.issued.items()}, **calibration.issued}
     return replace(calibration, timed=timed, estimated=estimated, issued=issued)
 
 
-def time_operations(
-    traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf
-) -> dict[str, float]:
-    """Seconds of each distinct operation of the traces, by `operation_key`, without those `known`; no new one after `most_seconds`."""
+def time_operations(traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf) -> CallSeconds:
+    """Seconds of each distinct operation of the traces, without those `known`; no new one after `most_seconds`."""
     now = begun = time.perf_counter()
-    timed, convolving, is_convolution = dict[str, float](), 0.0, False
+    timed, ratios, convolving, is_convolution = dict[str, float](), dict[str, list[float]](), 0.0, False
     missing = [one for one in distinct(traces) if operation_key(one) not in known]
-    for operation in sorted(missing, key=lambda one: one.count * _work(one), reverse=True)[:MOST_OPERATIONS]:
+    for operation in _largest_of_each_name_first(missing)[:MOST_OPERATIONS]:
         before, now = now, time.perf_counter()
         convolving += (now - before) * is_convolution
         if now - begun > most_seconds:
             break
         is_convolution = kind_of(operation.op) == "conv"
         if not is_convolution or convolving <= CONVOLUTION_SHARE * most_seconds:
-            timed[operation_key(operation)] = _seconds(operation, device) or 0.0
-    return timed
+            seconds, ratio = _seconds(operation, device) or (0.0, None)
+            timed[operation_key(operation)] = seconds
+            if ratio is not None:
+                name = operation_key(operation) if _is_recurrent(operation) else operation.op
+                ratios.setdefault(name, []).append(ratio)
+    return CallSeconds(timed, {name: median(values) for name, values in ratios.items()})
+
+
+def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operation]:
+    """By the work of all calls; each name is among the first, since its host time counts for all of its operations."""
+    by_work = sorted(operations, key=lambda one: one.count * _work(one), reverse=True)
+    first = {one.op: one for one in reversed(by_work)}
+    return sorted(by_work, key=lambda one: first[one.op] is not one)
 
 
 def _work(operation: Operation) -> float:
@@ -91,27 +109,21 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
     return {operation_key(one): _work(one) / interpolated(points[one.op, one.dtype], _work(one)) for one in missing}
 
 
-def issue_seconds(traces: Iterable[Trace], device: str, *, known: Container[str] = ()) -> dict[str, float]:
-    """Host seconds of operations that launch many kernels each, by `operation_key`; on the CPU there are none."""
-    operations = (one for one in distinct(traces) if _is_recurrent(one) and operation_key(one) not in known)
-    found = {operation_key(one): _or_none(lambda one=one: _issue_seconds(one)) for one in operations} if device == "cuda" else {}
-    return {key: seconds for key, seconds in found.items() if seconds is not None}
-
-
-def _issue_seconds(operation: Operation) -> float | None:
-    call = repeated_call(operation, "cuda")
-    return None if call is None else median(_host_seconds(call) for _ in range(ISSUES))
-
-
 def _is_recurrent(operation: Operation) -> bool:
     return operation.op in RNNS or operation.op == RNN_BACKWARD
 
 
-def _host_seconds(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
+def _empty_operations(call: Callable[[], object], num_calls: int) -> float:
+    """Host seconds of a call, in empty operations: the median over a few groups of calls, each followed by empty operations."""
+    ratios: list[float] = []
+    for _ in range(ISSUES):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        seconds = (time.perf_counter() - begun) / num_calls
+        ratios.append(seconds / empty_operation("cuda", EMPTY_CALLS))
+    return median(ratios)
 
 
 def _kernel_seconds(call: Callable[[], object]) -> float:
@@ -134,17 +146,23 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
                     yield operation
 
 
-def _seconds(operation: Operation, device: str) -> float | None:
-    def measured() -> float | None:
+def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
+    """Device seconds of a call, and host seconds in empty operations, which are None on the CPU."""
+
+    def measured() -> tuple[float, float | None] | None:
         call = repeated_call(operation, device)
         if call is None:
             return None
-        return _kernel_seconds(call) if device == "cuda" and _is_recurrent(operation) else device_seconds(call, device)
+        if device == "cpu":
+            return device_seconds(call, device), None
+        if _is_recurrent(operation):  # several calls fill the queue of launches, which blocks the host
+            return _kernel_seconds(call), _empty_operations(call, 1)
+        return device_seconds(call, device), _empty_operations(call, ISSUED_CALLS)
 
     return _or_none(measured)
 
 
-def _or_none(measure: Callable[[], float | None]) -> float | None:
+def _or_none(measure: Callable[[], Any]) -> Any:
     """What `measure` returns; None where a call cannot be repeated or does not fit the memory."""
     try:
         return measure()

@@ -76,6 +76,9 @@ def calibrate_verb(
         typer.Option(help="A file of trace.save(path), whose operations are timed too: once for each file.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure again, also if a file of this device is there.")] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure again how fast the host is, in a second; other work changes that.")
+    ] = False,
     is_json: JsonOption = False,
 ) -> None:
     """Measure in about 20 s what operations, packing and checkpointing take here; estimates then print step time."""
@@ -87,7 +90,7 @@ def calibrate_verb(
         kind = checked_device(device)
         found, reason = find_calibration(kind)
         traces = [Trace.load(path) for path in trace or ()]
-        measured = calibrate(kind, traces=traces, is_forced=force)
+        measured = calibrate(kind, traces=traces, is_forced=force, has_present_host=host)
     path = calibration_path(kind)
     if is_json:
         return emit({"file": str(path), "is_new": found != measured, "reason": reason, **measured.to_json()})

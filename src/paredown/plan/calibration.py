@@ -12,6 +12,9 @@ Seconds of one operation on the device, unless that operation was timed itself, 
 
 Matrix products have a second rate for sides that are no multiples of 8: cuBLAS takes 7 times as long for 50,257 columns as for 50,264.
 
+Seconds of the host are those of one moment: on a machine with other work they are twice as long in the next minute. `with_host_speed`
+multiplies all of them.
+
 >>> kind_of("aten.addmm.default"), kind_of("aten.native_layer_norm_backward.default"), kind_of("aten.add.Tensor")
 ('matmul', 'norm_backward', 'elementwise')
 >>> round(REFERENCE.operation_seconds(Operation("aten.add.Tensor", "", "forward", "float32", nbytes=3_000_000_000)) * 1e3, 3)
@@ -26,7 +29,7 @@ import platform
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from importlib import import_module, metadata
@@ -38,9 +41,9 @@ from paredown.errors import CalibrationError, FormatError
 from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
-from paredown.trace.trace import Operation, Trace
+from paredown.trace.trace import VIEW, Operation, Trace
 
-VERSION = 2  # of the JSON
+VERSION = 3  # of the JSON
 FOLDER_VARIABLE = "PAREDOWN_CACHE"
 HINT = "Calibrations are written by `paredown calibrate`."
 MEASURE = "Run `paredown calibrate` on this device."
@@ -76,14 +79,17 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host; `packed_weight` and `checkpointed_tensor` are beyond the operations that run once more."""
+    """Seconds of the host. Those of packing and checkpointing are beyond the operations of the step and those that run once more."""
 
     empty_operation: float  # one addition of one value, called in a loop
-    forward_operation: float  # one kernel of forward: module, autograd and autocast included
-    backward_operation: float
+    operation: float  # the call of one kernel whose own host time is not in `issued`
+    view: float  # one operation without a kernel, and what autograd does for it
+    module_call: float  # of forward: Python, autograd and autocast
     optimizer_parameter: float  # one parameter in a fused step of torch.optim
-    checkpointed_tensor: float  # one saved tensor of a checkpointed layer: hooks of torch.utils.checkpoint in three passes
+    checkpointed_tensor: float  # one tensor that a checkpointed layer saves: hooks of torch.utils.checkpoint in three passes
+    watched: float  # one module call, or one saved tensor, in a session that packs some of them
     packed_weight: float
+    step: float  # one step of a small network, by which the speed of the host is measured again
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ class Calibration:
     """Costs on one device. `flops_per_second`: kind and dtype -> (flops of a call, flops per second) at rising sizes.
 
     `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
-    `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of operations
-    that launch many kernels each (cuDNN's RNNs).
+    `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of one call, by
+    the name of the operation; of those whose host time depends on shapes (cuDNN's RNNs) by `operation_key`.
     """
 
     device: str
@@ -111,6 +117,8 @@ class Calibration:
 
     def operation_seconds(self, operation: Operation) -> float:
         """Predicted device seconds of one call."""
+        if operation.op == VIEW:
+            return 0.0
         if self.timed and operation.arguments:
             key = operation_key(operation)
             if self.timed.get(key):
@@ -122,9 +130,20 @@ class Calibration:
         computed = operation.flops / self._flops_per_second(kind, operation) if operation.flops else 0.0
         return max(moved, computed, self.kernel_seconds)
 
-    def issue_seconds(self, operation: Operation) -> float | None:
-        """Host seconds of one call that launches many kernels; None for others."""
-        return self.issued.get(operation_key(operation)) if self.issued and operation.arguments else None
+    def issue_seconds(self, operation: Operation) -> float:
+        """Predicted host seconds of one call, without what modules and views around it take."""
+        if operation.op == VIEW:
+            return self.host.view
+        found = self.issued.get(operation.op)
+        if found is None and self.issued and operation.arguments:
+            found = self.issued.get(operation_key(operation))
+        return self.host.operation if found is None else found
+
+    def with_host_speed(self, factor: float) -> Calibration:
+        """The calibration with all seconds of the host multiplied by `factor`."""
+        host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
+        formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
+        return replace(self, host=host, formats=formats, issued={name: factor * one for name, one in self.issued.items()})
 
     def _flops_per_second(self, kind: str, operation: Operation) -> float:
         tables = self.flops_per_second
@@ -187,8 +206,9 @@ class Calibration:
         return (
             f"{self.device_name}, torch {self.torch}: {rate / 1e12:.3g} TFLOP/s at most, "
             f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
-            f"{1e6 * host.forward_operation:.1f} in forward, {1e6 * host.backward_operation:.1f} in backward, "
-            f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.checkpointed_tensor:.0f} per tensor of checkpointed layers; "
+            f"{1e6 * host.operation:.1f} per kernel, {1e6 * host.view:.1f} per view, {1e6 * host.module_call:.1f} per module, "
+            f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.watched:.0f} per module and saved tensor of a session, "
+            f"{1e6 * host.checkpointed_tensor:.0f} per tensor that checkpointed layers save; "
             f"{len(self.timed)} operations timed"
         )
 
@@ -315,14 +335,14 @@ def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
 
 def _reference() -> Calibration:
     """One H200, torch 2.11: benchmarks/results of codec, session and assign_times."""
-    codec = FormatCost(3e12, 3e12, 4e-6, 40e-6)
+    codec = FormatCost(3e12, 3e12, 4e-6, 30e-6)
     sizes = ((1e8, 2e13), (1e10, 4e14), (1e12, 6e14))
     return Calibration(
         device="cuda",
         device_name="NVIDIA H200",
         torch="2.11.0",
         paredown="reference",
-        host=HostCost(5e-6, 14e-6, 9e-6, 1e-6, 8e-6, 200e-6),
+        host=HostCost(5e-6, 14e-6, 0.0, 0.0, 1e-6, 5e-6, 0.0, 200e-6, 5e-3),
         kernel_seconds=2.5e-6,
         bytes_per_second={
             ELEMENTWISE: 3e12,

@@ -5,8 +5,12 @@ little longer where both are near, since each of them is the limit of a part of 
 
     seconds = (device^6 + host^6)^(1/6)
     device  = operations + second forward pass of checkpointed layers + encode and decode of packed tensors + optimizer
-    host    = the same, by the number of operations, packed tensors, parameters, and tensors that checkpointed layers save; calls of
-              cuDNN's RNNs, which launch a kernel or more for each position, by their own host time
+    host    = calls of operations, by the host time of their names; views, module calls, packed tensors, parameters, and tensors that
+              checkpointed layers save, by their number
+
+The host time of a step differs by what it calls: in steps of 11 small networks, one cost for each kernel of forward and one of backward
+predicts -43 to +45 %, the sum over calls, views and modules -10 to +8 % (docs/log.md, 2026-11-17). A session that packs some tensor
+watches all modules and all saved tensors.
 
 A step whose host is the limit becomes slower with every packed tensor, whatever its size; one whose device is the limit by the bytes that
 are packed, and by the operations that run twice. On the CPU the host is the device, and a step takes the sum.
@@ -18,7 +22,7 @@ its trace has no operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paredown.errors import CalibrationError
@@ -33,7 +37,7 @@ from paredown.trace.trace import Operation, Slot, Trace, cached_on_trace
 
 OVERLAP = 6  # exponent of the norm of device and host seconds
 UPDATED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.RESIDUE)  # read and written by the optimizer; gradients are read
-FORWARD = ("forward", "loss")
+FORWARD = ("forward", "loss")  # phases
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,11 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
     if calibration.device != trace.device:
         raise CalibrationError(f"the trace is of a step on {trace.device}, the calibration of {calibration.device_name}.")
     zero = StepTime(0.0, 0.0, is_cpu=trace.device == "cpu")
-    parts = (_operations(step.operations, calibration), _optimizer(step, plan, calibration), added_time(step, plan, calibration))
+    modules = StepTime(0.0, calibration.host.module_call * len(called_modules(step)))
+    parts = (
+        *(_operations(step.operations, calibration), modules),
+        *(_optimizer(step, plan, calibration), added_time(step, plan, calibration)),
+    )
     return replace(sum(parts, zero), num_untimed=calibration.num_untimed(step))
 
 
@@ -104,10 +112,18 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
     device = host = 0.0
     for operation in operations:
         device += operation.count * calibration.operation_seconds(operation)
-        is_forward = operation.phase in FORWARD
-        one = calibration.host.forward_operation if is_forward else calibration.host.backward_operation
-        host += operation.count * (calibration.issue_seconds(operation) or one)
+        host += operation.count * calibration.issue_seconds(operation)
     return StepTime(device, host)
+
+
+@cached_on_trace
+def called_modules(trace: Trace) -> list[str]:
+    """Paths of the modules whose forward runs operations, and of their parents."""
+    paths: dict[str, None] = {}
+    for module in dict.fromkeys(one.module for one in trace.operations if one.phase == "forward" and one.module):
+        parts = module.split(".")
+        paths |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
+    return list(paths)
 
 
 def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
@@ -119,8 +135,21 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
             has_values = Use.VALUE in slot.uses and not storage.recomputed
             # bits are few, and recomputed values are written once
             device += cost.device_seconds(slot.nbytes if has_values else slot.nbytes // 2)
-            host += cost.host_seconds
+            host += cost.host_seconds * len(slot.names)
+    if host and calibration.host.watched:
+        host += calibration.host.watched * num_watched(trace, plan)
     return StepTime(device, host)
+
+
+def num_watched(trace: Trace, plan: Plan) -> int:
+    """Module calls outside of checkpointed layers and saved tensors, which a session looks at if it packs any of them."""
+    layers = _checkpointed_layers(trace, plan)
+    modules = sum(not any(is_of(path, layer) for layer in layers) for path in called_modules(trace))
+    return modules + sum(len(slot.names) for slot in trace.activations)
+
+
+def _checkpointed_layers(trace: Trace, plan: Plan) -> list[str]:
+    return outermost(modules_of(trace), plan.checkpointed) if plan.checkpointed and not trace.is_compiled else []
 
 
 def _weights(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
@@ -130,8 +159,8 @@ def _weights(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    layers = outermost(modules_of(trace), plan.checkpointed) if plan.checkpointed and not trace.is_compiled else []
-    again = _operations((one for layer in layers for one in _forward_of(trace, layer)), calibration)
+    layers = _checkpointed_layers(trace, plan)
+    again = sum((_second_pass(trace, layer, calibration) for layer in layers), NO_TIME)
     if layers and not trace.operations:  # a trace of an earlier version: what the layers saved is written and read once more
         kept = {slot.name for slot in checkpointed_trace(trace, plan.checkpointed).kept_activations}
         dropped = sum(slot.nbytes for slot in trace.activations if slot.name not in kept)
@@ -139,8 +168,20 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
     again += (
         _operations((product_of(slot) for slot in recomputed_slots(trace, plan)), calibration) if trace.is_compiled else NO_TIME
     )
-    num_saved = sum(any(is_of(slot.name, layer) for layer in layers) for slot in trace.activations) if layers else 0
-    return again + StepTime(0.0, calibration.host.checkpointed_tensor * num_saved)
+    return again + StepTime(0.0, calibration.host.checkpointed_tensor * num_saved(trace, layers))
+
+
+def num_saved(trace: Trace, layers: Sequence[str]) -> int:
+    """Tensors that the layers save for backward: activations, weights, and casts of weights."""
+
+    def is_inside(name: str) -> bool:
+        return any(is_of(name, layer) for layer in layers)
+
+    if not layers:
+        return 0
+    activations = sum(len(slot.names) for slot in trace.activations if is_inside(slot.name))
+    weights = sum(bool(slot.parts) and is_inside(slot.name) for slot in trace.of(Role.WEIGHT))
+    return activations + weights + sum(is_inside(slot.recomputed_from) for slot in trace.of(Role.TEMPORARY))
 
 
 def product_of(slot: Slot) -> Operation:
@@ -150,8 +191,10 @@ def product_of(slot: Slot) -> Operation:
     return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)
 
 
-def _forward_of(trace: Trace, layer: str) -> Iterator[Operation]:
-    return (one for one in _forward_operations(trace) if is_of(one.module, layer))
+def _second_pass(trace: Trace, layer: str, calibration: Calibration) -> StepTime:
+    inside = (one for one in _forward_operations(trace) if is_of(one.module, layer))
+    num_modules = sum(is_of(path, layer) for path in called_modules(trace))
+    return _operations(inside, calibration) + StepTime(0.0, calibration.host.module_call * num_modules)
 
 
 @cached_on_trace

@@ -10,7 +10,7 @@ that is freed at a tick was still allocated while the operation of that tick ran
 
 It also counts what every operation computes and moves (`Operation`): floating point operations by torch's formulas, bytes of all tensors
 that it reads and writes, and its arguments as JSON, [positional, keywords]. In it a tensor is {"t": [dtype, shape, strides]} and a dtype,
-layout or memory format {"o": its name}; devices are left out.
+layout or memory format {"o": its name}; devices are left out. Views, which run no kernel, are only counted.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from paredown.roles import Role
 from paredown.trace.device_ops import UNKNOWN_SIZES, WORKSPACES
-from paredown.trace.trace import Operation
+from paredown.trace.trace import VIEW, Operation
 
 DEVICE, DETACH = torch.ops.prim.device.default, torch.ops.aten.detach.default  # these two are not counted as ticks
 ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
@@ -42,7 +42,8 @@ BERNOULLI, RANDOM_BITS = (
     "bernoulli_",
 )  # dropout on the CPU: the mask is allocated empty, then filled
 # beside views
-WITHOUT_KERNEL = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view"})
+ALLOCATES = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
+WITHOUT_KERNEL = ALLOCATES | {"_unsafe_view"}
 MOST_ARGUMENTS = 4096  # characters of JSON
 OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -159,6 +160,8 @@ class Timeline(TorchDispatchMode):
     def _record_operation(self, func: Any, args: Any, kwargs: Any, out: Any, module: str) -> None:
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or name in WITHOUT_KERNEL:
+            if name not in ALLOCATES:
+                self._count(Operation(VIEW, module, self.phase))
             return
         tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor)]
         self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
@@ -170,7 +173,9 @@ class Timeline(TorchDispatchMode):
     def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:
         nbytes = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
         dtype = next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()), "")
-        operation = Operation(op, module, self.phase, dtype, flops, nbytes, arguments)
+        self._count(Operation(op, module, self.phase, dtype, flops, nbytes, arguments))
+
+    def _count(self, operation: Operation) -> None:
         self._operations[operation] = self._operations.get(operation, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:

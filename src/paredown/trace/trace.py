@@ -40,6 +40,7 @@ from paredown.sizes import FLOAT_BYTES, say_bytes
 from paredown.trace.operations import Needs, Pin, Use
 
 INDEX_DTYPES = ((1 << 8, "uint8", 1), (1 << 15, "int16", 2), (1 << 31, "int32", 4))  # (exclusive bound, dtype, bytes of a value)
+VIEW = "view"  # name of operations without a kernel in `Trace.operations`
 VERSION = 2  # of the JSON file; version 2 added the times at which backward needs weights
 LARGEST = 10  # slots that repr shows
 DEVICES = ("cuda", "cpu")
@@ -180,7 +181,7 @@ class Operation:
     """`count` equal calls of one operation in a module and a phase; floating point operations and bytes moved are those of one call.
 
     `arguments`: JSON of tensors and numbers that a call can be repeated with (trace/timeline.py), "" where it cannot. Operations that
-    only make views or allocate memory are left out.
+    only make views run no kernel: those of a module and a phase are one row, whose `op` is VIEW. Allocations are left out.
     """
 
     op: str
