@@ -186,3 +186,5 @@ def test_a_chunked_loss(folder: Path) -> None:
     logits = 4096 * 40_000 * 2
     assert chunked["baseline"] == all_logits["baseline"] > 4 * logits
     assert chunked["activations8"] < all_logits["activations8"] - logits
+    notes = [note for note in asked_json(*step, "--chunked-loss")["notes"] if "output is assumed freed" in note]
+    assert sorted(note.partition(":")[0] for note in notes) == ["activations8", "baseline"], notes  # all logits, and their inputs

@@ -376,7 +376,12 @@ def _module_sizes(foot: Footprint) -> dict[str, int]:
 
 
 def _notes(feet: dict[str, Footprint]) -> list[str]:
-    return list(dict.fromkeys(note for foot in feet.values() for note in foot.notes))
+    """Notes of the footprints, each once; one that some plans do not have, with the names of those that do."""
+    owners: dict[str, list[str]] = {}
+    for name, foot in feet.items():
+        for note in foot.notes:
+            owners.setdefault(note, []).append(name)
+    return [note if len(names) == len(feet) else f"{', '.join(names)}: {note}" for note, names in owners.items()]
 
 
 def _head_lines(value: dict[str, Any], *, requested: bool) -> list[str]:
