@@ -256,7 +256,7 @@ class DecodedCopies:
 
     def hold(self, copy: DecodedCopy, values: Tensor) -> None:
         """Hold `values` until the last saved tensor that shares them is unpacked, if memory allows it."""
-        if not values.is_cuda:
+        if not values.is_cuda or values.nbytes < MIN_HELD_BYTES:
             return
         in_use, peak = memory_in_use(values.get_device())
         if in_use + FREE_COPIES * values.nbytes > peak:
@@ -270,6 +270,7 @@ class DecodedCopies:
 
 
 MAX_HELD = 4
+MIN_HELD_BYTES = 8 << 20  # to ask for the memory in use takes as long as to decode a smaller tensor
 FREE_COPIES = 3  # backward of the operations until the next use may need as much as a few tensors of the same size
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in builds of torch without CUDA
 
