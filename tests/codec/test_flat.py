@@ -155,8 +155,11 @@ def test_decoded_values_have_their_layout_at_once() -> None:
 class Launcher:
     """The launcher of a kernel in Triton 3.6, 3.9 or a later one: `launch` notes what it is called with."""
 
-    def __init__(self, version: str, scratch: object | None = None) -> None:
+    profile_scratch_size = 0
+
+    def __init__(self, version: str, scratch: str | None = None) -> None:
         self.version, self.scratch, self.calls = version, scratch, list[tuple[Any, ...]]()
+        self.global_scratch_size = len(scratch or "")
         self.launch: Any = lambda *args: self.calls.append(args)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *args: Any) -> None:
@@ -164,22 +167,25 @@ class Launcher:
             self.launch(x, y, z, stream, function, False, True, self.scratch, None, metadata, *args)
         elif self.version == "3.9":
             self.launch(x, y, z, stream, function, False, True, metadata, *args[:3], self.scratch, None, b"", b"", args[3:])
+        elif self.version == "more":
+            self.launch(x, y, z, stream, function, False, True, metadata, *args[:3], self.scratch, None, (*args[3:], 17))
         else:
             raise TypeError("it takes other arguments")
 
 
-@pytest.mark.parametrize(
-    ("version", "has_scratch", "is_direct"), [("3.6", False, True), ("3.6", True, False), ("3.9", False, False)]
-)
-def test_a_compiled_kernel_is_launched_with_the_arguments_of_triton(version: str, has_scratch: bool, is_direct: bool) -> None:
-    run = Launcher(version, object() if has_scratch else None)
+VERSIONS = [("3.6", None, True), ("3.6", "scratch", False), ("3.9", None, True), ("3.9", "scratch", False), ("more", None, False)]
+
+
+@pytest.mark.parametrize(("version", "scratch", "is_direct"), VERSIONS)
+def test_a_compiled_kernel_is_launched_with_the_arguments_of_triton(version: str, scratch: str | None, is_direct: bool) -> None:
+    run = Launcher(version, scratch)
     kernel = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1))
     function, before = launch.compiled_launch(kernel)
     assert not run.calls, "nothing is launched to find it out"
     function(20, 1, 1, 99, *before, 16, 32, 5)
     run(20, 1, 1, 99, 7, (4, 1), None, None, None, 16, 32, 5)
     assert len(run.calls) == 2 and run.calls[0] == run.calls[1]
-    assert (function is run.launch) is is_direct
+    assert (function is not run) is is_direct
 
 
 def test_a_launcher_that_takes_other_arguments_is_left_to_triton() -> None:

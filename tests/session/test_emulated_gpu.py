@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from paredown import Plan, apply
+from paredown import Plan, apply, trace_step
 from paredown.codec.recompute import pack_mask
 from paredown.session import activations, stored_tensors
 from paredown.session.stored_tensors import RecomputedValues, StoredMask, StoredValues
+from paredown.trace.operations import SMALL
 
 pytest.importorskip("triton")
 from paredown.codec.kernels.flat import BufferCodec
+from tests.support import emulated_gpu
 from tests.support.emulated_gpu import LAUNCHED, emulate_gpu
 
 pytestmark = [
@@ -146,6 +148,7 @@ def test_two_branches_decode_their_input_once_where_memory_allows(
 ) -> None:
     emulate_gpu(monkeypatch)
     monkeypatch.setattr(stored_tensors, "memory_in_use", lambda index: (0, room))
+    monkeypatch.setattr(stored_tensors, "MIN_HELD_BYTES", 0)
     decoded: list[tuple[int, weakref.ref[Tensor]]] = []
     decode = BufferCodec.decode
 
@@ -169,3 +172,44 @@ def test_two_branches_decode_their_input_once_where_memory_allows(
             assert all(values() is None for values in copies), "it is held until its last use alone"
     for again in found[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, found[0], strict=True))
+
+
+class Positions(nn.Module):
+    """Products with small tables beside large tensors, as rotary embeddings have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.table = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table(x[0]).sin()  # 4,096 values
+        for layer in self.layers:
+            x = layer(x).tanh() * table
+        return x
+
+
+def test_the_smallest_tensors_stay_unmodified_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate_gpu(monkeypatch)
+    kept = emulated_gpu.Compiled(None, {})  # no kernel runs, which would take minutes
+    monkeypatch.setattr(emulated_gpu.Emulated, "__getitem__", lambda *_: lambda *args, **constants: kept)
+    monkeypatch.setattr(emulated_gpu.Launcher, "launch", lambda *args: None)
+    model, plan = Positions(), Plan.uniform(activation="int8/64@bf16")
+
+    def step(size: int) -> tuple[int, set[str]]:
+        small = set(session._activations.small)
+        loss = model(torch.randn(size, 64, 64)).square().mean()
+        stored = session.stored_bytes
+        loss.backward()
+        return stored, small
+
+    with apply(plan, model) as session:
+        (first, nothing), (second, small), (third, same) = step(256), step(256), step(256)
+        assert not nothing and small == same and second == third < first
+        trace = trace_step(model, (torch.randn(256, 64, 64), torch.zeros(())), loss=lambda y, _: y.square().mean(), device="cuda")
+        assert small == {saver.name for slot in trace.activations if slot.stays == SMALL for saver in slot.savers}
+        assert {name for name in small if "mul.other" in name}
+        (row,) = [row for row in session.changes if row.reason == SMALL]
+        assert row.slot.startswith(f"{len(small)} of at most ")
+        larger = [step(512) for _ in range(4)]  # all are packed in the second pass
+        assert [names for _, names in larger] == [small, set(), small, small] and larger[1][0] > larger[0][0] == larger[2][0]

@@ -62,7 +62,7 @@ from paredown.session.stored_tensors import (
 )
 from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
-from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use
+from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use, max_left_bytes
 from paredown.trace.rematerialization import Rematerialization, rematerialization_of
 
 VALUE = Use.VALUE
@@ -94,6 +94,7 @@ class ForwardStorage:
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
+    left: dict[Any, int] = field(default_factory=dict)  # key of a piece that could be packed, but is not -> its bytes
     masks: dict[Any, tuple[StoredMask, SlotStorage]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
@@ -134,6 +135,10 @@ class Activations:
             None  # another form for some tensors
         )
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
+        # On a GPU, called with the slots of the smallest tensors and their largest bytes when these change; None: all are packed
+        self.on_small: Callable[[set[str], int], None] | None = None
+        self.small: set[str] = set()  # slots of tensors that are left unmodified, up to `max_left_bytes`
+        self.max_left_bytes = self._chosen_for = 0  # and the baseline bytes of the pass that they were chosen after
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
         self._slots: dict[str, SlotStorage] = {}
         self._plan_number = 0  # of the plan and seed that slots were decided for
@@ -242,15 +247,42 @@ class Activations:
             elif not has_expired(form.weak_storage):
                 alive.append(key)
         self.restored = frozenset(forms[key].name for key in restored)
-        self._count(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
+        baseline = self._count(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
+        if self._steps and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
+            self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
         self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
 
-    def _count(self, storage: ForwardStorage, unmodified: dict[int, int]) -> None:
-        """Update `largest`; `unmodified`: storage address -> bytes of the saved tensors whose original stays in memory."""
+    def _choose_small(
+        self, storage: ForwardStorage, held: set[Any], baseline: int, leave_out: Callable[[set[str], int], None]
+    ) -> None:
+        """Leave the smallest tensors unmodified from the next pass on; `held`: keys of pieces that stay in memory anyway.
+
+        If small tensors are left already, and now a pass saved more, all are packed in the next pass, so that their sizes are known.
+        """
+        has_changed = bool(self.small)
+        if has_changed:
+            self.max_left_bytes = 0
+        else:
+            packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in storage.forms.items()}
+            sizes = {**packed, **storage.left, **dict.fromkeys(held, 0)}
+            self.max_left_bytes, self._chosen_for = max_left_bytes([size for size in sizes.values() if size]), baseline
+        self.small = {name for name, slot in self._slots.items() if slot.nbytes <= self.max_left_bytes}
+        for name in self.small:
+            self.decisions.pop(name, None)
+            del self._slots[name]
+        if has_changed or self.small:
+            leave_out(self.small, self.max_left_bytes)
+
+    def _count(self, storage: ForwardStorage, unmodified: dict[int, int]) -> int:
+        """Update `largest`; `unmodified`: storage address -> bytes of the saved tensors whose original stays in memory.
+
+        Returns the bytes of the baseline.
+        """
         originals = {key[0]: form.original_bytes for key, form in storage.forms.items()}
         baseline = sum({**originals, **unmodified}.values())
         if baseline > self.largest.baseline:
             self.largest = ActivationBytes(sum(unmodified.values()) + sum(form.nbytes for form in storage.forms.values()), baseline)
+        return baseline
 
     def save(self, saved: Saved) -> None:
         """Replace one saved tensor by its stored form, if it can be packed."""
@@ -324,7 +356,7 @@ class Activations:
         elif previous is None:
             form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[found[0]](self, saved, piece, found[1])
         if form is None:
-            self._leave(piece, slot, storage)
+            self._leave(piece, slot, storage, is_packable=found[0] is VALUE)
             return
         base = tensor._base
         if form is not previous:
@@ -348,8 +380,9 @@ class Activations:
         if self.not_packed:
             self.not_packed.pop(saved.name, None)
 
-    def _leave(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage) -> None:
+    def _leave(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage, *, is_packable: bool) -> None:
         """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
+        storage.left[piece.key] = slot.nbytes if is_packable else 0
         storage.unpacked[piece.address] = unmodified = piece.tensor.detach()
         for form in storage.at_address.get(piece.address, ()):
             form.restore_original(unmodified)

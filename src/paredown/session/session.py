@@ -66,7 +66,7 @@ from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.sizes import say_bytes
 from paredown.trace.module_watch import Watch, is_wrapped_by_compile, unwrapped
-from paredown.trace.operations import MIN_PACKED_NUMEL
+from paredown.trace.operations import MIN_PACKED_NUMEL, SMALL
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import CHUNKED_LOSS
 
@@ -107,6 +107,7 @@ class Session:
         self._is_checked, self._modules = False, list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
         self._watch.on_saved_again = self._activations.save_again
+        self._activations.on_small = self._watch.leave_out
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
@@ -202,6 +203,9 @@ class Session:
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
             rows.append(Change(small, str(rest), UNMODIFIED, "packing them would save little"))
+        if rest is not None and packed.small:
+            small = f"{len(packed.small)} of at most {say_bytes(packed.max_left_bytes)}"
+            rows.append(Change(small, str(rest), UNMODIFIED, SMALL))
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         rows += [Change(path, str(rest), UNMODIFIED, IN_THREADS) for path in sorted(self._watch.in_threads) if rest is not None]
         if self._watch.was_compiled and self._packs_activations:

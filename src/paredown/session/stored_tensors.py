@@ -244,7 +244,7 @@ class DecodedCopy:
 class DecodedCopies:
     """Holds decoded values on a GPU from one use in backward to the next, as of the input of two branches: it is decoded once.
 
-    At most MAX_HELD copies exist, and none is held that could raise the peak: there must have been ROOM times its bytes more in use.
+    At most MAX_HELD copies exist, and none that could raise the peak: it must be above the memory in use by FREE_COPIES times the bytes.
     """
 
     def __init__(self) -> None:
@@ -252,10 +252,10 @@ class DecodedCopies:
 
     def hold(self, copy: DecodedCopy, values: Tensor) -> None:
         """Hold `values` until the last saved tensor that shares them is unpacked, if memory allows it."""
-        if not values.is_cuda:
+        if not values.is_cuda or values.nbytes < MIN_HELD_BYTES:
             return
         in_use, peak = memory_in_use(values.get_device())
-        if in_use + ROOM * values.nbytes > peak:
+        if in_use + FREE_COPIES * values.nbytes > peak:
             return
         copy.held, copy.stream = values, current_stream(values.get_device())
         self._held.append(weakref.ref(copy))
@@ -266,7 +266,8 @@ class DecodedCopies:
 
 
 MAX_HELD = 4
-ROOM = 3  # backward of the operations until the next use may need as much as a few tensors of the same size
+MIN_HELD_BYTES = 8 << 20  # to ask for the memory in use takes as long as to decode a smaller tensor
+FREE_COPIES = 3  # backward of the operations until the next use may need as much as a few tensors of the same size
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in builds of torch without CUDA
 
 
@@ -450,6 +451,7 @@ class SlotStorage:
         self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
         self.detail = detail  # use and detail of the stored form: part of its key
         self.known, self.plan_number = (piece.is_whole, piece.numel), plan_number
+        self.nbytes = piece.numel * tensor.itemsize  # that are packed
         self.is_fixed = saved.use in FIXED_USES or (tensor.is_cuda and saved.use is Use.MASK)
         if saved.use is Use.VALUE and saved.op == "mul" and not tensor.is_cuda:
             self.is_fixed = False  # its values decide

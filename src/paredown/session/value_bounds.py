@@ -152,7 +152,10 @@ def depends_on_values(saved: Saved) -> bool:
     assert tensor is not None
     if saved.pin in ATTENTION_PINS or saved.op in PERIODIC:
         return True
-    return saved.is_centered and not _lies_in_rows(tensor, saved.op)
+    if not saved.is_centered or _lies_in_rows(tensor, saved.op):
+        return False
+    rstd = getattr(saved.node, "_saved_result2", None)
+    return rstd is None or blocks_mix_groups(tensor, rstd.numel(), saved.op)
 
 
 def is_capturing() -> bool:

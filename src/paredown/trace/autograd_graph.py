@@ -147,6 +147,12 @@ def covers_storage(tensor: Tensor) -> bool:
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
+def packable_bytes(tensor: Tensor) -> int:
+    """Bytes of the values that are packed for a saved tensor."""
+    storage_bytes = tensor.untyped_storage().nbytes()
+    return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
+
+
 def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
     """`covers_storage` for a storage of known size.
 

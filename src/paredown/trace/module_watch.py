@@ -22,7 +22,7 @@ Not reported: nodes that no output of a module reaches, until one does; tensors 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -35,6 +35,7 @@ from paredown.trace.autograd_graph import (
     SAVES_NOTHING,
     GraphPart,
     ModuleCall,
+    Named,
     Pass,
     Saved,
     attributes,
@@ -44,6 +45,7 @@ from paredown.trace.autograd_graph import (
     kind_of,
     new_nodes,
     next_number,
+    packable_bytes,
     saved_of,
     tensors_in,
 )
@@ -63,7 +65,7 @@ from paredown.trace.checkpoints import (
     top_default_hooks,
 )
 from paredown.trace.hooks import Hook
-from paredown.trace.operations import CHECKPOINT, row_of
+from paredown.trace.operations import CHECKPOINT, OperationRow, row_of
 
 
 @dataclass(eq=False, slots=True)
@@ -130,6 +132,8 @@ class Watch:
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
         self.collects_small = True
+        self._left_out: frozenset[str] = frozenset()  # names of tensors that are not reported, if they are small
+        self._max_left_bytes = 0
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         self.reports_checkpoint_inputs = True
         self._checkpointed: set[str] = set()  # layers whose inside was reported once
@@ -175,6 +179,12 @@ class Watch:
         self._unfollowed = (self._called[True] - self._called[False]) & self._handles.keys()
         self._remove(list(self._unfollowed))
         self._called = {True: set(), False: set()}
+
+    def leave_out(self, names: Collection[str], max_bytes: int) -> None:
+        """From the next pass on, do not report tensors with these names for which at most `max_bytes` would be packed."""
+        self._left_out, self._max_left_bytes = frozenset(names), max_bytes
+        self._call_caches.clear()
+        self._segments.clear()
 
     def _remove(self, modules: list[nn.Module]) -> None:
         for module in modules:
@@ -409,17 +419,33 @@ class Watch:
         row = row_of(name)
         call.counts[row.op] = call.counts.get(row.op, 0) + 1
         for named in saved_of(node, name, self._min_numel > 0):
-            if current.saves is not None and self.collects_small:
-                self.in_second_passes.add(describe(node, row, named, current, call).name)
-            if named[2] is None or named[2].numel() >= self._min_numel:
-                saved = describe(node, row, named, current, call)
-                (current.saves or self._on_saved)(saved)
-                if saved.tensor is None and self.on_recomputation is not None and current.in_checkpoint:
-                    current.hooked.append(saved)
+            saved = self._report_saved(node, row, named, current, call)
+            if saved is not None:
                 yield saved
-            elif self.collects_small:
-                saved = describe(node, row, named, current, call)
-                self.small |= {saved.name} if saved.kind == "activation" else set()
+
+    def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
+        """Report one tensor that a node saved; None if it is too small, or left out."""
+        is_large = named[2] is None or named[2].numel() >= self._min_numel
+        if not is_large and not self.collects_small:
+            return None
+        saved = describe(node, row, named, current, call)
+        if current.saves is not None and self.collects_small:
+            self.in_second_passes.add(saved.name)
+        if not is_large:
+            self._collect_small(saved)
+        if not is_large or self._is_left_out(saved):
+            return None
+        (current.saves or self._on_saved)(saved)
+        if saved.tensor is None and self.on_recomputation is not None and current.in_checkpoint:
+            current.hooked.append(saved)
+        return saved
+
+    def _collect_small(self, saved: Saved) -> None:
+        if saved.kind == "activation":
+            self.small.add(saved.name)
+
+    def _is_left_out(self, saved: Saved) -> bool:
+        return saved.name in self._left_out and saved.tensor is not None and packable_bytes(saved.tensor) <= self._max_left_bytes
 
     # --- inputs of checkpoints ---
 
@@ -487,7 +513,7 @@ class Watch:
                     self._on_saved(saved)
                 reported.append(saved)
             elif self.collects_small:
-                self.small |= {saved.name} if saved.kind == "activation" else set()
+                self._collect_small(saved)
         return reported
 
     # --- repeated calls ---

@@ -25,7 +25,7 @@ from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.autograd_graph import Saved, covers_storage
 from paredown.trace.checkpoints import CapturedHooks, Store, stored_operand
-from paredown.trace.operations import CHECKPOINT, MIN_PACKED_NUMEL, Use, input_operand
+from paredown.trace.operations import CHECKPOINT, MIN_PACKED_NUMEL, SMALL, Use, input_operand, max_left_bytes
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.timeline import RANDOM_BITS, Allocation, Timeline
 from paredown.trace.trace import Part, Saver, Slot, index_bytes
@@ -63,6 +63,11 @@ class SavedStorage:
     stays: str = ""
     recomputed_from: SavedStorage | None = None
     in_second_pass: bool = False  # whether the second forward pass of a checkpointed layer saved it, in backward
+
+    @property
+    def packable_bytes(self) -> int:
+        """Bytes of the values that are packed."""
+        return self.numel * self.dtype.itemsize
 
     @property
     def becomes_result(self) -> bool:
@@ -173,6 +178,14 @@ class Recorder:
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
+
+    def leave_small(self) -> None:
+        """Mark the smallest saved tensors as not packable, as sessions on a GPU do after their first forward pass."""
+        units = [unit for unit in self.units if not unit.stays and not unit.in_second_pass]
+        largest = max_left_bytes([unit.packable_bytes for unit in units])
+        for unit in units:
+            if unit.packable_bytes <= largest:
+                unit.stays = SMALL
 
     def _unit(self, tensor: Tensor, allocation: Allocation) -> SavedStorage:
         is_whole = covers_storage(tensor)

@@ -163,6 +163,8 @@ class TraceBuilder:
         slots += [_state_slot(tensor, end) for tensor in state.states]
         names = {self.step.timeline.find(tensor): name for name, role, tensor in self.step.initial_tensors if role is Role.WEIGHT}
         names = {allocation: name for allocation, name in names.items() if allocation is not None}
+        if self.step.device == "cuda":
+            self.step.recorder.leave_small()
         activations = [*slots_of(self.step.recorder, names, end), *held_slots(self.step.held, end)]
         outputs = self._outputs(end)
         if state.transient_bytes:

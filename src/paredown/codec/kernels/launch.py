@@ -92,11 +92,12 @@ def compiled_launch(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """f, before: `f(grid, 1, 1, stream, *before, *arguments)` launches a compiled kernel, without launch hooks.
 
     `kernel.run` is a Python object that calls the C function `kernel.run.launch` with what it knows about the kernel, in an order that
-    depends on Triton's version. A copy of that object with another `launch` shows the order. f is `kernel.run` itself where a launch
-    needs scratch memory, which it allocates, or where the C function takes its arguments otherwise (as in Triton 3.9).
+    depends on Triton's version, and then the arguments, one by one (3.6) or in a tuple (3.9). A copy of that object with another `launch`
+    shows the order. f is `kernel.run` itself where a launch needs scratch memory, which it allocates, or does anything else.
     """
     run, before = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
-    if not callable(getattr(run, "launch", None)):
+    launch = getattr(run, "launch", None)
+    if launch is None or any(getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
         return run, before
     calls: list[tuple[Any, ...]] = []
     argument, witness = object(), copy(run)
@@ -105,10 +106,12 @@ def compiled_launch(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
         witness(1, 1, 1, 0, *before, argument)
     except TypeError:
         return run, before
-    is_plain = len(calls) == 1 and calls[0][:4] == (1, 1, 1, 0) and calls[0][-1] is argument
-    if not is_plain or not all(arg is None or isinstance(arg, int | tuple) for arg in calls[0][4:-1]):
+    if len(calls) != 1 or calls[0][:4] != (1, 1, 1, 0):
         return run, before
-    return run.launch, calls[0][4:-1]
+    *known, last = calls[0][4:]
+    if last is argument:
+        return launch, tuple(known)
+    return (lambda x, y, z, stream, *args: launch(x, y, z, stream, *known, args), ()) if last == (argument,) else (run, before)
 
 
 # function, grid, its arguments between the stream and the addresses, those after the addresses
