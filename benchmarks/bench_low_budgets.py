@@ -23,6 +23,7 @@ import numpy as np
 from bench_pick import SEED_DRAWS, Case, assigned, best_on_average, cases, coverage, hidden_seeds, picked, say_coverage, spreads
 from measure import RESULTS, machine
 
+from paredown.pick.candidates import BASELINE
 from paredown.pick.prior_collection import read_rows, row_of, template_row
 from paredown.pick.prior_data import PriorData, join_priors
 from paredown.pick.priors import load
@@ -40,7 +41,7 @@ WAYS: dict[str, tuple[Way, int]] = {
     "assign": (assigned, 0),
     "best on average": (best_on_average, 0),
 }
-RANDOM, BASELINE = "a random plan", "baseline"
+RANDOM = "a random plan"
 
 
 def with_all_seeds(prior_data: PriorData) -> PriorData:

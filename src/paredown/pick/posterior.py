@@ -15,7 +15,7 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
 from paredown.pick.mixture import NUM_STEPS, LevelSums, Mixture, Posterior, find_levels, offsets, renumbered
-from paredown.pick.pareto import quickest_of_ties, undominated
+from paredown.pick.pareto import at_least_exact, quickest_of_ties, undominated
 from paredown.pick.seed_effects import RunsWithoutSeeds, SeedRun, without_effects_of_seeds
 
 Array = NDArray[np.float64]
@@ -179,11 +179,14 @@ class Estimate:
         """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan."""
         return AS_ACCURATE * float(np.median(self.noise))
 
-    def best(self, budget: float, *, is_cautious: bool = True, times: Array | None = None) -> BudgetChoice:
+    def best(
+        self, budget: float, *, is_cautious: bool = True, times: Array | None = None, exact: Collection[int] = ()
+    ) -> BudgetChoice:
         """The plan with the least mean error within the budget; of equals the one with the least memory.
 
         With `is_cautious`, once plans within the budget are measured, one that is not is taken only if its mean plus its standard deviation
-        is less. With `times` (plans,), NaN where not known, the quickest of the plans that are as accurate is taken.
+        is less. With `times` (plans,), NaN where not known, the quickest of the plans that are as accurate is taken. `exact`: plans that
+        quantize nothing (`at_least_exact`).
         """
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
@@ -191,6 +194,7 @@ class Estimate:
             smallest = f"{self.memory[least]:.6g} (plan {least}, error {self._text(least)}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
         errors = self._cautious(fits) if is_cautious else self.means[fits]
+        errors = at_least_exact(errors, self.means[fits], np.isin(fits, list(exact)))
         known_times = np.full(len(fits), np.nan) if times is None else times[fits]
         plan = int(fits[quickest_of_ties(self.memory[fits], errors, known_times, self.tie_error)])
         chances = self.chance_below(plan)
