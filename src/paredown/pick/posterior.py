@@ -109,7 +109,6 @@ class BudgetChoice:
     error: float
     deviation: float
     ties: tuple[int, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,8 @@ class Estimate:
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
             least = int(self.memory.argmin())
-            smallest = f"{self.memory[least]:.6g} (plan {least}, error {self._text(least)}, standard deviation)"
+            error = f"{self.means[least]:.2f} +- {self.deviations[least]:.2f}"
+            smallest = f"{self.memory[least]:.6g} (plan {least}, error {error}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
         errors = self._cautious(fits) if is_cautious else self.means[fits]
         errors = at_least_exact(errors, self.means[fits], np.isin(fits, list(exact)))
@@ -199,21 +199,18 @@ class Estimate:
         plan = int(fits[quickest_of_ties(self.memory[fits], errors, known_times, self.tie_error)])
         chances = self.chance_below(plan)
         ties = tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY)
-        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties, self._reason(plan, ties, len(fits)))
+        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties)
 
     def smallest(self, budget: float, margin: ErrorMargin) -> BudgetChoice:
         """The plan of least memory within the budget whose error is within the margin; of equals the one with the least mean error."""
         chances = self.within_margin(margin)
         allowed = np.flatnonzero((self.memory <= budget) & (chances >= margin.confidence))
-        sure = f"with a probability of {100 * margin.confidence:g} % or more"
-        said = f"at most {margin.increase:.4g} above that of plan {margin.baseline} {sure}"
         if not len(allowed):
+            sure = f"with a probability of {100 * margin.confidence:g} % or more"
+            said = f"at most {margin.increase:.4g} above that of plan {margin.baseline} {sure}"
             raise BudgetError(f"no plan that fits {budget:.6g} has an error {said}.")
         plan = int(allowed[np.lexsort((self.means[allowed], self.memory[allowed]))[0]])
-        reason = (
-            f"the smallest plan whose mean error, {self._text(plan)} (standard deviation), is {said}: {100 * chances[plan]:.0f} %."
-        )
-        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), (), reason)
+        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ())
 
     def within_margin(self, margin: ErrorMargin) -> Array:
         """Probability that each plan's mean error is at most the margin above that of the baseline; 1 for the baseline, (plans,)."""
@@ -235,21 +232,6 @@ class Estimate:
         variance = variance + self.prior.doubt + self.prior.doubt[plan]
         difference = (means[:, own_level, None] - means)[:, levels] + self.prior.offsets[plan] - self.prior.offsets
         return self.posterior.weights[0] @ _normal_cdf((difference + increase) / np.sqrt(np.maximum(variance, 1e-18)))
-
-    def _text(self, plan: int) -> str:
-        return f"{self.means[plan]:.2f} +- {self.deviations[plan]:.2f}"
-
-    def _reason(self, plan: int, ties: tuple[int, ...], num_fits: int) -> str:
-        """Why this plan, and how certain the choice is."""
-        runs = f"{len(self.measured)} measurement{'s' * (len(self.measured) != 1)}"
-        certainty = (
-            f"{len(ties)} of the {num_fits} plans that fit may be as good"
-            if ties
-            else "no other plan that fits is likely to be better"
-        )
-        return (
-            f"mean error {self._text(plan)} (standard deviation) after {runs} and {self.prior.num_tasks} prior tasks; {certainty}."
-        )
 
 
 def _normal_cdf(values: Array) -> Array:
