@@ -35,7 +35,7 @@ from paredown.tasks.trial import Trial
 
 Array = np.ndarray
 Way = Callable[[Case, int, int], tuple[int, int]]
-BUDGETS = ("25%", "27%", "30%")
+BUDGETS = ("23%", "25%", "30%")
 FEWEST_PLANS = 3  # that fit and ran with all seeds: else there is nothing to choose
 WAYS: dict[str, tuple[Way, int]] = {
     "pick, 6 trials": (picked, 6),

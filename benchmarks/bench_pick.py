@@ -94,7 +94,7 @@ class Case:
     @property
     def fits(self) -> np.ndarray:
         """Those within the budget."""
-        return np.array([c for c in self.columns if self.earlier.memory[self.row, c] <= self.budget_bytes])
+        return np.array([c for c in self.columns if self.earlier.memory[self.row, c] <= self.budget_bytes], dtype=np.intp)
 
     @cached_property
     def exact(self) -> set[int]:

@@ -80,14 +80,15 @@ class Prior:
         return self.mixture.given(LevelSums.of(errors[None], self.levels[plans], self.mixture.means.shape[1], adjusted.weights))
 
     def with_divergence(self, runs: Sequence[SeedRun]) -> Prior:
-        """The prior after runs: a plan that diverged has the worst error, and one without a run diverges with its probability.
+        """The prior after runs: a plan that diverged has the worst error, and others diverge with their probabilities.
 
-        While all of n runs diverged, that is n / (n + 1) at least: the task may be at fault.
+        The probability p of an untried plan is p / (n + 1) after n runs that did not diverge: the prior counts as a run. While all of
+        n runs diverged, that of the others is n / (n + 1) at least: the task may be at fault.
         """
         plans, diverged = np.arange(len(self.levels)), [run.plan for run in runs if not np.isfinite(run.error)]
         least = len(runs) / (len(runs) + 1) if len(diverged) == len(runs) else 0.0
-        untried = np.where(np.isin(plans, [run.plan for run in runs]), 0.0, np.maximum(self.divergence, least))
-        chances = np.where(np.isin(plans, diverged), 1.0, untried)
+        num_runs = np.bincount([run.plan for run in runs], minlength=len(plans))
+        chances = np.where(np.isin(plans, diverged), 1.0, np.maximum(self.divergence, least) / (num_runs + 1))
         rise = np.maximum(self.worst - self.after(runs).levels()[0][self.levels] - self.offsets, 0.0)
         doubt = (1 - chances) * (self.doubt + chances * rise**2)
         return replace(self, offsets=self.offsets + chances * rise, doubt=doubt)
