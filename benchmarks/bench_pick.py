@@ -41,7 +41,7 @@ from looked import Looked, Row, find_twins
 from measure import RESULTS, machine
 
 from paredown.pick import priors
-from paredown.pick.candidates import NAMES, Candidate, Candidates, TaskStep, features_of
+from paredown.pick.candidates import BASELINE, NAMES, Candidate, Candidates, TaskStep, features_of
 from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
 from paredown.pick.seed_effects import runs_of_task, without_seed_effects
@@ -94,7 +94,24 @@ class Case:
     @property
     def fits(self) -> np.ndarray:
         """Those within the budget."""
-        return np.array([c for c in self.columns if self.earlier.memory[self.row, c] <= self.budget_bytes])
+        return np.array([c for c in self.columns if self.earlier.memory[self.row, c] <= self.budget_bytes], dtype=np.intp)
+
+    @cached_property
+    def exact(self) -> set[int]:
+        """Plans made for each task that checkpoint layers alone here: with two seeds or more, their runs are the baseline's to the bit."""
+        runs, labels = self.earlier.runs[self.row], [plan.label for plan in self.earlier.plans]
+        if BASELINE not in labels:
+            return set()
+        known = np.isfinite(runs) & np.isfinite(runs[labels.index(BASELINE)])
+        is_equal = (runs == runs[labels.index(BASELINE)]) | ~known
+        return {c for c in np.flatnonzero(is_equal.all(axis=1) & (known.sum(axis=1) > 1)) if self.earlier.plans[c].plan is None}
+
+    def plan(self, column: int) -> Plan:
+        """The plan of a column; one that is made for each task has a name of its own here, and a format unless it is exact."""
+        row = self.earlier.plans[column]
+        if row.plan is not None:
+            return Plan.from_json(row.plan)
+        return (Plan() if column in self.exact else Plan.preset("activations8")).recomputing(f"column {column}")
 
     @cached_property
     def task_prior(self) -> TaskPrior:
@@ -104,7 +121,7 @@ class Case:
     def picking(self) -> PickLoop:
         """A pick of this task that knows what was known before."""
         task, memory = self.earlier.tasks[self.row], self.earlier.memory[self.row]
-        plans = {c: _plan(self.earlier, c) for c in range(len(self.earlier.plans))}
+        plans = {c: self.plan(c) for c in range(len(self.earlier.plans))}
         points = np.array([features_of(plan) if not plan.recompute else np.full(len(NAMES), np.nan) for plan in plans.values()])
         rows = tuple(Candidate(self.earlier.plans[c].label, plans[c], int(memory[c]), c, points[c]) for c in self.columns)
         step = TaskStep(lambda plan: 0, None, int(task.full_bytes or 0))
@@ -115,12 +132,6 @@ class Case:
         """Where trials come from."""
         place = {row.plan.key: row.column for row in picking.candidates.rows}
         return Looked(self.earlier.tasks[self.row].name, self.runs, place, draw)
-
-
-def _plan(earlier: PriorData, column: int) -> Plan:
-    """The plan of a column; one that is made for each task has a name of its own here."""
-    row = earlier.plans[column]
-    return Plan.from_json(row.plan) if row.plan is not None else Plan(recompute=(f"column {column}",))
 
 
 # --- ways to pick ---------------------------------------------------------------------------------------------------------
@@ -146,7 +157,7 @@ def at_random_believed(case: Case, draw: int, num: int) -> tuple[int, int]:
     picking, dice = case.picking(), np.random.default_rng([draw, case.row])
     looked = case.looked(picking, draw)
     for column in dice.choice(case.fits, min(num, len(case.fits)), replace=False):
-        picking.learn(looked.measure(_plan(case.earlier, int(column)), 0))
+        picking.learn(looked.measure(case.plan(int(column)), 0))
     return int(picking.candidates.rows[picking.choice().plan].column), len(picking.trials)
 
 
@@ -381,7 +392,7 @@ def inside(case: Case, blind: Case, count: int, draw: int) -> tuple[float, float
     tried = dice.choice(columns, min(count, len(columns) - 1), replace=False)
     looked = case.looked(case.picking(), draw)
     for column in tried:
-        picking.learn(looked.measure(_plan(case.earlier, int(column)), 0))
+        picking.learn(looked.measure(case.plan(int(column)), 0))
     runs, has_names = unseen_runs(case, draw if count else None), any(plan.level for plan in case.earlier.plans)
     num_runs = _num_runs(case, runs)
     rest = np.flatnonzero(~np.isin(columns, tried) & (num_runs[columns] > 0))

@@ -378,15 +378,22 @@ def run(plans: Path, to: Path, done: Iterable[Path], num_workers: int, seconds: 
 
 
 def write_rows(files: Iterable[Path], to: Path) -> None:
-    """Rows as `paredown sweep export` writes them, with the step times of times.jsonl and without rates that were not chosen."""
-    lines = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
-    trials, times = [row["trial"] for row in lines if "trial" in row], [row for row in lines if "seconds" in row]
-    seconds = {(_network(row["how"]), _plan_text(row["plan"])): row["seconds"] for row in times}
+    """Rows as `paredown sweep export` writes them, with the step times of times.jsonl and without rates that were not chosen.
+
+    A step time and the baseline's are of one file: the last one that has both, since hosts differ.
+    """
+    by_file = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in files]
+    trials = [row["trial"] for lines in by_file for row in lines if "trial" in row]
+    seconds: dict[tuple[str, str], tuple[float, float]] = {}
+    for lines in by_file:
+        own_times = {(_network(row["how"]), _plan_text(row["plan"])): row["seconds"] for row in lines if "seconds" in row}
+        baselines = {network: time for (network, plan), time in own_times.items() if plan == _plan_text(Plan().to_json())}
+        seconds |= {key: (time, baselines[key[0]]) for key, time in own_times.items() if key[0] in baselines}
     chosen = {trial["task"] for trial in trials if trial["plan"]["rules"]}
     rows: list[dict[str, Any]] = []
     for trial in trials:
         network = _network(parse_options(trial["task"].partition("#")[2]))
-        own, baseline = (seconds.get((network, _plan_text(plan))) for plan in (trial["plan"], Plan().to_json()))
+        own, baseline = seconds.get((network, _plan_text(trial["plan"])), (None, None))
         timed = {**trial, "step_seconds": own, "baseline_step_seconds": baseline}
         rows.append({"sweep": SWEEP, "task": trial["task"], "mode": "store", "trial": timed, "propensity": None})
     to.write_text(json.dumps([row for row in rows if row["task"] in chosen]), encoding="utf-8")

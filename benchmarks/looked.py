@@ -2,7 +2,8 @@
 
     plans of a named level    differ by noise alone: the level's runs are dealt out to them anew, each once; then its mean and noise
     other plans               their own runs where they have several, with seeds in another order; else their mean, what the seed
-                              does to all plans of the task, and noise
+                              does to all plans of the task, and noise; a plan of which a share of the runs diverged diverges with
+                              that probability
 
 Twins, which are the same to the last bit, get the same.
 """
@@ -59,8 +60,8 @@ class Row:
 
     @cached_property
     def means(self) -> np.ndarray:
-        """Of each plan, (plans,), without what seeds do to all; of its level where that has a name."""
-        seen = np.isfinite(self.level)
+        """Of each plan, (plans,), without what seeds do to all and runs that diverged; of its level where that has a name."""
+        seen = np.isfinite(self.level) & (self.runs < self.worst)
         found = np.where(seen.any(axis=1), np.where(seen, self.level, 0.0).sum(axis=1) / np.maximum(seen.sum(axis=1), 1), np.nan)
         for name in self.named:
             found[self.levels == name] = self.of_level(name).mean() if len(self.of_level(name)) else np.nan
@@ -129,6 +130,9 @@ class Looked(Measurer):
             return float(runs[seed])
         shared = 0.0 if is_named else np.nan_to_num(self.row.parts.shared)
         lift = self.lifts[seed] if seed < len(runs) and not is_named else np.sqrt(shared) * _dice(self.draw, seed)
+        lost = np.mean(runs[np.isfinite(runs)] >= self.row.worst) if np.isfinite(runs).any() else 0.0
+        if np.random.default_rng([self.draw, column, seed]).random() < lost:
+            return self.row.worst
         noise = self.row.noises[column] * _dice(self.draw, int(self.row.twins[column]), seed)
         return max(0.0, float(self.row.means[column] + lift + noise))
 

@@ -281,6 +281,15 @@ def low_budget_errors() -> str:
 
 def low_budget_regrets() -> str:
     """Mean regret over tasks of each way to choose, its difference from `pick` with six trials, and the step time of its choices."""
+    return _regrets("regret")
+
+
+def low_budget_shrunken_regrets() -> str:
+    """The same with regrets of shrunken means."""
+    return _regrets("shrunken")
+
+
+def _regrets(score: str) -> str:
     cells: list[tuple[str, ...]] = []
     rows = [row for row in low_budgets()["rows"] if row["knows"] != "alone"]
     ways, budgets = (list(dict.fromkeys(row[word] for row in rows)) for word in ("way", "budget"))
@@ -289,8 +298,8 @@ def low_budget_regrets() -> str:
         line = [way]
         for budget in budgets:
             ours, own = ([row for row in rows if (row["way"], row["budget"]) == (one, budget)] for one in (ways[0], way))
-            apart = [1e3 * (a["regret"] - b["regret"]) for a, b in zip(ours, own, strict=True)]
-            mean = statistics.mean(1e3 * row["regret"] for row in own)
+            apart = [1e3 * (a[score] - b[score]) for a, b in zip(ours, own, strict=True)]
+            mean = statistics.mean(1e3 * row[score] for row in own)
             error = statistics.stdev(apart) / len(apart) ** 0.5
             line.append(f"{mean:.1f}" if way == ways[0] else f"{mean:.1f}; {statistics.mean(apart):+.1f} ({error:.1f})")
         timed = [row for row in rows if (row["way"], row["budget"]) == (way, budgets[-1]) and row["task"] not in untimed]
@@ -314,7 +323,9 @@ TABLES: dict[str, Callable[[], str]] = {
     )
 }  # the names that the marks of docs/benchmarks.md have
 README_TABLES: dict[str, Callable[[], str]] = {"headline": headline}
-PRIOR_TABLES: dict[str, Callable[[], str]] = {made.__name__: made for made in (low_budget_errors, low_budget_regrets)}
+PRIOR_TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made for made in (low_budget_errors, low_budget_regrets, low_budget_shrunken_regrets)
+}
 
 
 def filled(page: str) -> str:

@@ -12,9 +12,11 @@ import pytest
 
 from paredown.pick.prior_data import PriorData
 from paredown.pick.priors import made_up_prior
+from paredown.pick.seed_effects import without_seed_effects
 from paredown.tasks.trial import Status
 
 LOST = 2  # the plan that diverges on the first task
+NUM = 400  # plans: the share of noise is then estimated to 0.05
 
 
 @pytest.fixture
@@ -66,3 +68,24 @@ def test_a_trial_of_a_plan_that_diverged_says_so(bench: Any) -> None:
     (lost,), (done,) = (looked.measure(plans[column], 0) for column in (LOST, LOST + 1))
     assert (lost.status, lost.error) == (Status.DIVERGED, None)
     assert done.status is Status.DONE and done.error in case.earlier.runs[0, LOST + 1]
+
+
+@pytest.mark.parametrize(("spread", "noise", "kept"), [(0.0, 0.02, 0.0), (0.05, 1e-5, 1.0), (0.02, 0.02, 0.75)])
+def test_means_are_shrunk_by_the_share_of_noise(bench: Any, spread: float, noise: float, kept: float) -> None:
+    """Runs have the standard deviation r, true means s: the share s^2 / (s^2 + r^2 / 3) of a difference is kept."""
+    found, rng = made_up_prior(3, 4), np.random.default_rng(0)
+    truths, seeds = 0.5 + spread * rng.standard_normal(NUM), 0.1 * rng.standard_normal(3)
+    runs = (truths[:, None] + seeds + noise * rng.standard_normal((NUM, 3)))[None]
+    runs[0, LOST], diverged = 0.9, np.zeros((1, NUM))
+    diverged[0, LOST] = 1
+    plans = tuple(replace(found.plans[0], label=f"plan {i}", level="") for i in range(NUM))
+    earlier = PriorData.of_runs("made", "store", found.tasks[:1], plans, runs, diverged=diverged)
+    calm = np.arange(NUM)[None] != LOST
+    case = bench.Case(earlier, 0, 10**15, earlier, {"seeds": without_seed_effects(runs, calm)[0].mean(axis=1)})
+    fits = np.arange(NUM)
+    means, plain = bench.shrunken_means(case, fits), case.truths["seeds"]
+    assert means[LOST] == plain[LOST]
+    trained = np.delete(fits, LOST)
+    slope = np.polyfit(plain[trained], means[trained], 1)[0]
+    assert slope == pytest.approx(kept, abs=0.15)
+    assert means[trained].mean() == pytest.approx(plain[trained].mean())

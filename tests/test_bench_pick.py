@@ -61,6 +61,19 @@ def test_of_one_run_there_is_its_seed_and_noise_on_top(bench: Any) -> None:
     assert bench.seed_means(runs, row.calm)[3] == pytest.approx(runs[3, 0] + 0.1, abs=0.005)
 
 
+def test_further_runs_of_a_plan_diverge_as_often_as_its_known_ones(bench: Any) -> None:
+    """Of plan 1 one run of two diverged; the others of 400 further ones are near the one that did not. Of plan 0 none, of plan 2 all."""
+    runs = np.array([[0.5, 0.5, np.nan], [0.6, 1.0, np.nan], [1.0, 1.0, np.nan]])
+    calm = np.array([True, False, False])
+    row = bench.Row(runs, np.full(3, ""), np.arange(3), 0.01, calm, 1.0)
+    looked = bench.Looked("made", row, {}, draw=0)
+    further = [np.array([looked.error(column, seed) for seed in range(3, 403)]) for column in range(3)]
+    assert (further[0] < 0.6).all() and (further[2] == 1.0).all()
+    lost = (further[1] == 1.0).mean()
+    assert lost == pytest.approx(0.5, abs=0.1), "four standard errors"
+    assert further[1][further[1] < 1.0].mean() == pytest.approx(0.6, abs=0.01)
+
+
 def test_runs_of_a_level_are_dealt_out_anew(bench: Any) -> None:
     """Plans 0 and 1 are twins, and with 2 of one level, which has four runs; plan 3 has none."""
     runs = np.array([[0.1, 0.2], [0.1, 0.2], [0.3, 0.4], [0.7, 0.8]])

@@ -102,3 +102,12 @@ def test_steps_of_a_network_are_timed_once(collector: Any, tmp_path: Path, monke
         *(("vit", row["plan"]) for row in PLANS),
         ("gpt", PLANS[2]["plan"]),
     ]
+
+
+def test_a_group_of_tasks_has_all_seeds_before_the_next(collector: Any) -> None:
+    first, second = ({**task, "order": [1], "group": group} for task, group in zip(TASKS, (1, 0), strict=True))
+    again = {**second, "order": [2], "group": 2}  # the same task with other plans later
+    keys = ran(collector.Collection([first, second, again], []), best=0.001)
+    assert len(keys) == len(set(keys)) and all(" plan 0 seed 0" in key for key in keys[:6])
+    rest = [(key.partition("#")[0][-5], key.partition(" plan ")[2]) for key in keys[6:]]
+    assert rest == [(name, f"{plan} seed {seed}") for name, plan in (("b", 1), ("a", 1), ("b", 2)) for seed in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from paredown import Picked, Plan, Role, Trial, footprint, pick
 from paredown.errors import TaskError
 from paredown.pick.candidates import features_of
+from paredown.pick.prior_data import PriorData
 from paredown.pick.priors import made_up_prior
 from paredown.sweeps import measurement
 from paredown.tasks.task import OptimizerSettings, Task
@@ -29,6 +31,21 @@ def deep(seed: int) -> nn.Module:
     """A net whose activations take most of a step's memory."""
     layers = (part for _ in range(4) for part in (nn.Linear(96, 96), nn.GELU()))
     return nn.Sequential(nn.Linear(16, 96), nn.GELU(), *layers, nn.Linear(96, NUM_CLASSES))
+
+
+class DeepLayers(nn.Module):
+    """The same with layers that can be checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 96), nn.Linear(96, NUM_CLASSES)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
 
 
 def make_task(make_model: Any = deep, **changes: Any) -> Task:
@@ -240,3 +257,43 @@ def test_wrong_arguments_are_sentences(arguments: dict[str, Any], said: str) -> 
 def test_something_else_than_a_task_is_a_sentence() -> None:
     with pytest.raises(TaskError, match="pick takes a Task, or its name, and a budget, not Plan"):
         pick(Plan(), "60%", 0, prior=PRIOR)  # type: ignore[arg-type]
+
+
+# --- plans that quantize nothing ------------------------------------------------------------------------------------------
+
+
+def with_baseline() -> PriorData:
+    """The made-up prior, with the baseline as a plan of its own: the most accurate one."""
+    columns = [PRIOR.errors.min(axis=1), *PRIOR.errors.T]
+    plans = (replace(PRIOR.plans[0], label="baseline", plan=Plan().to_json(), level="baseline"), *PRIOR.plans)
+    return PriorData.of_runs("with baseline", "store", PRIOR.tasks, plans, np.stack(columns, axis=1)[..., None])
+
+
+def test_where_checkpointing_alone_fits_it_is_taken_after_one_trial(tried: Any) -> None:
+    """Others look better in their trials: by luck, since they follow the same training with rounding errors."""
+    ran = tried(lambda plan, seed: 0.3 if not plan.rules else 0.2)
+    task, exact = make_task(lambda seed: DeepLayers()), Plan().recomputing("layers.*")
+    budget = bytes_of(task, exact)
+    assert budget < 0.8 * bytes_of(task, Plan())
+    found = pick(task, budget, 6, prior=with_baseline(), device="cpu")
+    assert found.plan is not None and not found.plan.rules and found.plan.recompute
+    assert [plan for plan, _ in ran][-1] == found.plan and "nothing is quantized under this plan" in found.reason
+    assert found.frontier.best(budget) == found.point
+    others = [point.mean for point in found.frontier.points if point.plan.rules and point.fits]
+    assert others, "there was something else to take"
+
+
+def test_a_quicker_plan_that_is_as_accurate_is_still_taken(tried: Any) -> None:
+    tried(lambda plan, seed: 0.3)
+    task, exact = make_task(lambda seed: DeepLayers()), Plan().recomputing("layers.*")
+    budget, seconds = bytes_of(task, exact), lambda plan: 0.02 if plan.recompute else 0.01
+    found = pick(task, budget, 6, prior=with_baseline(), device="cpu", step_seconds=seconds)
+    assert found.plan is not None and found.plan.rules and not found.plan.recompute
+
+
+def test_runs_of_a_plan_that_quantizes_nothing_are_runs_of_the_baseline(tried: Any) -> None:
+    tried(lambda plan, seed: 0.15)
+    task = make_task(lambda seed: DeepLayers())
+    found = pick(task, bytes_of(task, Plan().recomputing("layers.*")), 1, prior=with_baseline(), device="cpu")
+    exact = {point.mean for point in found.frontier.points if not point.plan.rules}
+    assert len(exact) == 1 and len([point for point in found.frontier.points if not point.plan.rules]) > 1

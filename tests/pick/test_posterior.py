@@ -105,7 +105,7 @@ def test_poor_matrices_get_an_answer_with_bands(earlier: np.ndarray, levels: np.
     found = Pooled()(TaskKnowledge(earlier, earlier, memory, levels), lambda plan: 0.5, (3,))[3]
     assert np.isfinite(found.predicted).all() and found.deviations is not None and np.all(found.deviations > 0)
     choice = Estimate.of(Prior.of(earlier, levels), memory, {2: 0.5}).best(1.0)
-    assert np.isfinite(choice.error) and "prior task" in choice.reason
+    assert np.isfinite(choice.error)
 
 
 def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
@@ -246,7 +246,7 @@ def test_a_run_that_diverged_tells_of_its_own_plan() -> None:
 
 
 def test_an_untried_plan_diverges_with_its_probability() -> None:
-    """Its mean is that of both outcomes, and its variance has theirs; a run that ended settles it."""
+    """Its mean is that of both outcomes, and its variance has theirs; after n runs that ended it is 1 / (n + 1) of that."""
     prior, memory = diverging_prior(), np.arange(4.0)
     never = replace(prior, divergence=np.zeros(4))
     run = [SeedRun(0, 0.31)]
@@ -254,8 +254,10 @@ def test_an_untried_plan_diverges_with_its_probability() -> None:
     rise = 1.0 - other.means[3]
     assert one.means[3] == pytest.approx(other.means[3] + 0.25 * rise)
     assert one.deviations[3] ** 2 == pytest.approx(other.deviations[3] ** 2 + 0.25 * 0.75 * rise**2, rel=1e-6)
-    tried = [Estimate.after(of, memory, [*run, SeedRun(3, 0.32)]).means[3] for of in (prior, never)]
-    assert tried[0] == tried[1]
+    for num in (1, 2, 4):
+        runs = [*run, *(SeedRun(3, 0.32, seed) for seed in range(num))]
+        risky, safe = (Estimate.after(of, memory, runs).means[3] for of in (prior, never))
+        assert risky == pytest.approx(safe + 0.25 / (num + 1) * (1.0 - safe))
 
 
 def test_while_all_runs_diverged_the_others_may_too() -> None:

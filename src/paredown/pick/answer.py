@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
-from paredown.pick.pareto import quickest_of_ties
+from paredown.pick.pareto import at_least_exact, quickest_of_ties
 from paredown.plan.plan import Plan
 from paredown.serial import COUNT, SUMMED, TEXT, Check, brief, check_fields, is_count, object_parts, or_none
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
@@ -175,9 +175,13 @@ class Frontier:
 
 
 def cautious_errors(points: Sequence[Point]) -> Array:
-    """Mean errors, with a standard deviation added to those of points without a trial, if others have some, (points,)."""
-    has_trials = any(point.num_trials for point in points)
-    return np.array([point.mean + point.deviation * (has_trials and not point.num_trials) for point in points])
+    """Mean errors, with a standard deviation added to those of points without a trial, if others have some, (points,).
+
+    Where a plan quantizes nothing, no error is below its mean (`at_least_exact`).
+    """
+    has_trials, means = any(point.num_trials for point in points), np.array([point.mean for point in points])
+    added = np.array([point.deviation * (has_trials and not point.num_trials) for point in points])
+    return at_least_exact(means + added, means, np.array([not point.plan.rules for point in points], dtype=bool))
 
 
 def comparable_times(times: Iterable[StepTime]) -> Array:

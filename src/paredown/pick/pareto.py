@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+SMALL = 1e-9  # by which an exact plan is better than another one with the same mean
 SAME_TIME = 0.02  # step times that differ by this share at most are equal
 
 
@@ -46,6 +47,20 @@ def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
     is_below = (memory[:, None] < memory) | (errors[:, None] < errors)
     is_as_quick = np.isnan(times) | (times[:, None] <= (1 + SAME_TIME) * times)  # False where only the time of a is unknown
     return np.asarray(~(is_at_most & is_below & is_as_quick).any(axis=0))
+
+
+def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
+    """Errors by which one of some plans is chosen, where those of `is_exact` quantize nothing and have the baseline's errors.
+
+    Another plan is not more accurate than the baseline; where its mean is less, its runs were lucky. So no error is below the least of the
+    exact plans. Theirs are their `means`, tried or not.
+
+    >>> at_least_exact(np.array([0.1, 0.3, 0.5]), np.array([0.1, 0.2, 0.5]), np.array([False, True, False])).round(6).tolist()
+    [0.2, 0.2, 0.5]
+    """
+    if not is_exact.any():
+        return errors
+    return np.where(is_exact, means, np.maximum(errors, means[is_exact].min() + SMALL))
 
 
 def quickest_of_ties(memory: Array, errors: Array, times: Array, tolerance: float) -> int:

@@ -79,7 +79,7 @@ class PickLoop:
 
     def __post_init__(self) -> None:
         rows = self.candidates
-        self.prior = self.task_prior.covering(rows.columns, rows.features, rows.points)
+        self.prior = self.task_prior.covering(rows.error_columns, rows.features, rows.points)
         self._index_of = {row.plan.key: i for i, row in enumerate(rows.rows)}
 
     # --- the posterior ------------------------------------------------------------------------------------------------
@@ -103,6 +103,11 @@ class PickLoop:
     def known(self) -> list[tuple[int, Trial]]:
         """All trials of a candidate, each with the index of its plan."""
         return self._indexed((*self.trials, *self.others))
+
+    @property
+    def _exact(self) -> list[int]:
+        """Candidates whose errors are those of the baseline."""
+        return [i for i, row in enumerate(self.candidates.rows) if row.is_exact]
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
@@ -189,7 +194,10 @@ class PickLoop:
         times: list[StepTime] = []
         for i, row in enumerate(self.candidates.rows):
             predicted, ratios = predict(row.plan), self.task_prior.prior_data.step_ratio[:, row.column]
-            ratios = ratios[np.isfinite(ratios) & (row.column >= 0)]
+            is_known = row.column >= 0 and (
+                row.plan.changes_nothing or not row.is_exact
+            )  # a template that checkpoints here may pack there
+            ratios = ratios[np.isfinite(ratios) & is_known]
             if i in by_plan:
                 seconds = median(by_plan[i])
                 times.append(StepTime(seconds, seconds / baseline if baseline else None, "measured"))
@@ -244,11 +252,12 @@ class PickLoop:
         prior, posterior, memory = self.prior.with_divergence(runs), self.prior.after(runs), self.candidates.memory
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
         fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
-        best = (
-            self.estimate().best(self.budget_bytes, is_cautious=False, times=self._comparable_times()).plan
-        )  # it may be one that is picked only after a trial
+        times = self._comparable_times()
+        # it may be one that is picked only after a trial
+        best = self.estimate().best(self.budget_bytes, is_cautious=False, times=times, exact=self._exact).plan
         tried = {run.plan for run in runs}
-        if best in tried and is_settled(prior, posterior, fits):
+        is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
+        if best in tried and (is_least or is_settled(prior, posterior, fits)):
             self.is_settled = True
             return None
         if best not in tried and num_left == 1:
@@ -291,7 +300,7 @@ class PickLoop:
     def _choice(self, estimate: Estimate) -> BudgetChoice:
         margin = self.margin()
         if margin is None:
-            return estimate.best(self.budget_bytes, times=self._comparable_times())
+            return estimate.best(self.budget_bytes, times=self._comparable_times(), exact=self._exact)
         return estimate.smallest(self.budget_bytes, margin)
 
     def answer(self, seconds: float) -> Picked:
@@ -340,7 +349,7 @@ class PickLoop:
 
     def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...], certainty: str) -> Picked:
         text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
-        early = "" if not self.is_settled else stopped_early() if self.max_error_increase is None else DECIDED
+        early = "" if not self.is_settled else stopped_early(point) if self.max_error_increase is None else DECIDED
         time = say_time(answer.frontier, point, self.budget_bytes, is_by_error=self.max_error_increase is None)
         reason = text.reason(point, f"{certainty} {time}", early)
         notes = text.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)

@@ -15,7 +15,7 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
 from paredown.pick.mixture import NUM_STEPS, LevelSums, Mixture, Posterior, find_levels, offsets, renumbered
-from paredown.pick.pareto import quickest_of_ties, undominated
+from paredown.pick.pareto import at_least_exact, quickest_of_ties, undominated
 from paredown.pick.seed_effects import RunsWithoutSeeds, SeedRun, without_effects_of_seeds
 
 Array = NDArray[np.float64]
@@ -80,14 +80,15 @@ class Prior:
         return self.mixture.given(LevelSums.of(errors[None], self.levels[plans], self.mixture.means.shape[1], adjusted.weights))
 
     def with_divergence(self, runs: Sequence[SeedRun]) -> Prior:
-        """The prior after runs: a plan that diverged has the worst error, and one without a run diverges with its probability.
+        """The prior after runs: a plan that diverged has the worst error, and others diverge with their probabilities.
 
-        While all of n runs diverged, that is n / (n + 1) at least: the task may be at fault.
+        The probability p of an untried plan is p / (n + 1) after n runs that did not diverge: the prior counts as a run. While all of
+        n runs diverged, that of the others is n / (n + 1) at least: the task may be at fault.
         """
         plans, diverged = np.arange(len(self.levels)), [run.plan for run in runs if not np.isfinite(run.error)]
         least = len(runs) / (len(runs) + 1) if len(diverged) == len(runs) else 0.0
-        untried = np.where(np.isin(plans, [run.plan for run in runs]), 0.0, np.maximum(self.divergence, least))
-        chances = np.where(np.isin(plans, diverged), 1.0, untried)
+        num_runs = np.bincount([run.plan for run in runs], minlength=len(plans))
+        chances = np.where(np.isin(plans, diverged), 1.0, np.maximum(self.divergence, least) / (num_runs + 1))
         rise = np.maximum(self.worst - self.after(runs).levels()[0][self.levels] - self.offsets, 0.0)
         doubt = (1 - chances) * (self.doubt + chances * rise**2)
         return replace(self, offsets=self.offsets + chances * rise, doubt=doubt)
@@ -109,7 +110,6 @@ class BudgetChoice:
     error: float
     deviation: float
     ties: tuple[int, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -179,37 +179,39 @@ class Estimate:
         """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan."""
         return AS_ACCURATE * float(np.median(self.noise))
 
-    def best(self, budget: float, *, is_cautious: bool = True, times: Array | None = None) -> BudgetChoice:
+    def best(
+        self, budget: float, *, is_cautious: bool = True, times: Array | None = None, exact: Collection[int] = ()
+    ) -> BudgetChoice:
         """The plan with the least mean error within the budget; of equals the one with the least memory.
 
         With `is_cautious`, once plans within the budget are measured, one that is not is taken only if its mean plus its standard deviation
-        is less. With `times` (plans,), NaN where not known, the quickest of the plans that are as accurate is taken.
+        is less. With `times` (plans,), NaN where not known, the quickest of the plans that are as accurate is taken. `exact`: plans that
+        quantize nothing (`at_least_exact`).
         """
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
             least = int(self.memory.argmin())
-            smallest = f"{self.memory[least]:.6g} (plan {least}, error {self._text(least)}, standard deviation)"
+            error = f"{self.means[least]:.2f} +- {self.deviations[least]:.2f}"
+            smallest = f"{self.memory[least]:.6g} (plan {least}, error {error}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
         errors = self._cautious(fits) if is_cautious else self.means[fits]
+        errors = at_least_exact(errors, self.means[fits], np.isin(fits, list(exact)))
         known_times = np.full(len(fits), np.nan) if times is None else times[fits]
         plan = int(fits[quickest_of_ties(self.memory[fits], errors, known_times, self.tie_error)])
         chances = self.chance_below(plan)
         ties = tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY)
-        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties, self._reason(plan, ties, len(fits)))
+        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties)
 
     def smallest(self, budget: float, margin: ErrorMargin) -> BudgetChoice:
         """The plan of least memory within the budget whose error is within the margin; of equals the one with the least mean error."""
         chances = self.within_margin(margin)
         allowed = np.flatnonzero((self.memory <= budget) & (chances >= margin.confidence))
-        sure = f"with a probability of {100 * margin.confidence:g} % or more"
-        said = f"at most {margin.increase:.4g} above that of plan {margin.baseline} {sure}"
         if not len(allowed):
+            sure = f"with a probability of {100 * margin.confidence:g} % or more"
+            said = f"at most {margin.increase:.4g} above that of plan {margin.baseline} {sure}"
             raise BudgetError(f"no plan that fits {budget:.6g} has an error {said}.")
         plan = int(allowed[np.lexsort((self.means[allowed], self.memory[allowed]))[0]])
-        reason = (
-            f"the smallest plan whose mean error, {self._text(plan)} (standard deviation), is {said}: {100 * chances[plan]:.0f} %."
-        )
-        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), (), reason)
+        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ())
 
     def within_margin(self, margin: ErrorMargin) -> Array:
         """Probability that each plan's mean error is at most the margin above that of the baseline; 1 for the baseline, (plans,)."""
@@ -231,21 +233,6 @@ class Estimate:
         variance = variance + self.prior.doubt + self.prior.doubt[plan]
         difference = (means[:, own_level, None] - means)[:, levels] + self.prior.offsets[plan] - self.prior.offsets
         return self.posterior.weights[0] @ _normal_cdf((difference + increase) / np.sqrt(np.maximum(variance, 1e-18)))
-
-    def _text(self, plan: int) -> str:
-        return f"{self.means[plan]:.2f} +- {self.deviations[plan]:.2f}"
-
-    def _reason(self, plan: int, ties: tuple[int, ...], num_fits: int) -> str:
-        """Why this plan, and how certain the choice is."""
-        runs = f"{len(self.measured)} measurement{'s' * (len(self.measured) != 1)}"
-        certainty = (
-            f"{len(ties)} of the {num_fits} plans that fit may be as good"
-            if ties
-            else "no other plan that fits is likely to be better"
-        )
-        return (
-            f"mean error {self._text(plan)} (standard deviation) after {runs} and {self.prior.num_tasks} prior tasks; {certainty}."
-        )
 
 
 def _normal_cdf(values: Array) -> Array:

@@ -76,8 +76,10 @@ class AnswerText:
         return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
 
 
-def stopped_early() -> str:
-    """Why trials ended before the last one."""
+def stopped_early(point: Point) -> str:
+    """Why trials ended before the last one, with this plan as the choice."""
+    if not point.plan.rules:
+        return "Stopped early: nothing is quantized under this plan, so that its errors are the baseline's."
     return (
         f"Stopped early: more trials are not expected to lower the error by more than {ENOUGH:.0%} of one run's standard deviation."
     )
