@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -74,9 +77,13 @@ def trl_function() -> Any:
     """TRL's autograd function."""
     if not TRL_FILE.exists():
         return import_module("trl.kernels").ChunkedLogProbFunction
-    spec = importlib.util.spec_from_file_location("trl_chunked_logprob", TRL_FILE)
+    spec = importlib.util.spec_from_file_location("trl_alone.kernels.chunked_logprob", TRL_FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    for name in ("trl_alone", "trl_alone.trainer", "trl_alone.trainer.utils"):
+        sys.modules[name] = ModuleType(name)
+    # backward imports it; for a weight that is not sharded it does nothing
+    sys.modules["trl_alone.trainer.utils"].maybe_gather_lm_head_ctx = lambda *weights: nullcontext()  # type: ignore[attr-defined]
     spec.loader.exec_module(module)
     return module.ChunkedLogProbFunction
 

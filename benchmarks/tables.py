@@ -176,11 +176,14 @@ def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
 def language() -> str:
     """Peaks, stored bytes, times and largest lengths of steps of language models."""
     cells: list[tuple[str, ...]] = []
+    tried = newest("language", ("job", "way", "largest_length")).values() if (RESULTS / "language.json").exists() else ()
+    lengths = {(row["job"], row["way"]): row for row in tried if row.get("largest_length")}
     for (job, _, _), row in language_rows(has_seed=False).items():
         names = ("peak_bytes", "predicted_bytes", "base_bytes", "model_bytes")
         sizes = (f"{row[name] / GIB:.2f}" if row[name] else "" for name in names)
         times = (f"{1e3 * row[name]:.1f}" if row[name] else "" for name in ("median_seconds", "p20_seconds", "p80_seconds"))
-        largest = str(row["largest_length"]) if row["largest_length"] else ""
+        other = row if row["largest_length"] else lengths.get((row["job"], row["way"]), row)  # the newest row that has one
+        largest = str(other["largest_length"] or "") + (f" ({other['commit']})" if other is not row else "")
         cells.append((job, row["way"], *sizes, *times, largest, row["commit"]))
     head = ("step", "way", "peak, GiB", "predicted", "base", "model", "ms", "p20", "p80", "largest length in 24 GiB", "commit")
     return titled("Training steps of language models, ours and those of other libraries:", head, cells)
