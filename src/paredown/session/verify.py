@@ -45,7 +45,7 @@ from paredown.session.session import Session, apply, session_of
 from paredown.session.stored_tensors import RecomputedValues, StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
 from paredown.session.verification import EXACT, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.fake_step import Arguments, _loss_of, signature_errors
+from paredown.trace.fake.fake_step import Arguments, _loss_of, signature_errors
 from paredown.trace.module_watch import is_wrapped_by_compile, unwrapped
 
 FP32 = Format.parse("fp32")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from paredown.roles import Role
 from paredown.simulate.forward_calls import PRODUCTS, ForwardCalls, Operation, OperationListener, mark
 from paredown.trace.autograd_graph import Saved, tensors_in
-from paredown.trace.fake_tensors import FakeTensors, check_model, with_fake_tensors
+from paredown.trace.fake.fake_tensors import FakeTensors, check_model, with_fake_tensors
 from paredown.trace.module_watch import Watch
 
 LOSS = "loss"

@@ -1,6 +1,6 @@
 """`FakeStep`: runs forward, loss and backward of a model on fake tensors and records what happens.
 
-The step runs on the CPU with the operations of the target device (trace/fake_tensors.py). A `Timeline` gives each operation a tick and
+The step runs on the CPU with the operations of the target device (trace/fake/fake_tensors.py). A `Timeline` gives each operation a tick and
 records every allocation (trace/timeline.py); a `Recorder` packs every saved tensor that can be packed (trace/saved_lifetimes.py).
 
 `ModuleRunTimes` records when a weight that is stored packed must be decoded: while a module that owns it runs. A checkpoint calls its
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.fake_tensors import DeviceForms, FakeTensors, inner_tensors
+from paredown.trace.fake.fake_tensors import DeviceForms, FakeTensors, inner_tensors
 from paredown.trace.module_watch import Watch
 from paredown.trace.saved_lifetimes import Recorder
 from paredown.trace.timeline import Allocation, Timeline
