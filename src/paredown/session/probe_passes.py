@@ -96,7 +96,7 @@ class HeldForward:
         self._activations.min_numel = 1
         self._activations.on_packed = self._note
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._activations.end, min_numel=1)
-        self._watch.reports_checkpoint_inputs = False  # nodes are called one by one, and no node reads them
+        self._watch.checkpoints.reports_inputs = False  # nodes are called one by one, and no node reads them
 
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
         """The loss that `run()` returns, which calls the model; afterwards all slots are exact."""

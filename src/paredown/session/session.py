@@ -112,7 +112,7 @@ class Session:
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
         self._watch.passed_over = frozenset(self._checkpointed.modules)
-        self._watch.on_recomputation = SecondPasses(self._activations).begin
+        self._watch.checkpoints.on_recomputation = SecondPasses(self._activations).begin
         self._offloaded = OffloadedInputs(self._activations) if plan.offload else None
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
@@ -345,8 +345,8 @@ class Session:
 
     def _end(self, output: Any) -> None:
         self._activations.end(output)
-        if output is not None and not self._is_checked and not self._watch.lacks_second_passes:
-            seen = self._activations.names | self._watch.small | self._watch.in_second_passes | self._head.slots
+        if output is not None and not self._is_checked and not self._watch.checkpoints.lacks_second_passes:
+            seen = self._activations.names | self._watch.small | self._watch.checkpoints.in_second_passes | self._head.slots
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked = True
             self._watch.end_first_pass()

@@ -103,7 +103,7 @@ def of_call(
         listener = OutlineListener(names)
         calls = ForwardCalls(model, listener)
         watch = Watch(model, listener.saved)
-        watch.reports_checkpoint_inputs = False
+        watch.checkpoints.reports_inputs = False
         with fakes.mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
             args, kwargs = listener.inputs(fakes.batch((args, kwargs)))
             calls.attach()

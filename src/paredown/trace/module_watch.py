@@ -38,32 +38,17 @@ from paredown.trace.autograd_graph import (
     Saved,
     attributes,
     describe,
-    has_storage,
-    kind_of,
     new_nodes,
     next_number,
     packable_bytes,
     saved_of,
     tensors_in,
 )
-from paredown.trace.checkpoints import (
-    HIDDEN,
-    REENTRANT,
-    HiddenLayer,
-    RecomputedLayer,
-    ReentrantSaves,
-    Store,
-    describe_input,
-    inputs_of,
-    key_of,
-    reason_exact,
-    running_backward,
-    running_checkpoint,
-    top_default_hooks,
-)
+from paredown.trace.checkpoints import REENTRANT, Checkpoints, HiddenLayer, running_checkpoint
 from paredown.trace.graph_parts import CallCache, FoundAgain, Segment, is_plain, needs_of, point_of
 from paredown.trace.hooks import Hook
-from paredown.trace.operations import CHECKPOINT, OperationRow, row_of
+from paredown.trace.operations import OperationRow, row_of
+from paredown.trace.second_passes import ReentrantSaves, running_backward, top_default_hooks
 
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
@@ -109,13 +94,7 @@ class Watch:
         self._left_out: frozenset[str] = frozenset()  # names of tensors that are not reported, if they are small
         self._max_left_bytes = 0
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
-        self.reports_checkpoint_inputs = True
-        self._checkpointed: set[str] = set()  # layers whose inside was reported once
-        self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
-        self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
-        self._reentrant: dict[nn.Module, bool] = {}  # layers of reentrant checkpoints -> whether to follow their second passes
-        self.in_second_passes: set[str] = set()  # names of what they saved in the first step
-        self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
+        self.checkpoints = Checkpoints()
         # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
         self._unfollowed: set[nn.Module] = (
@@ -164,11 +143,6 @@ class Watch:
         for module in modules:
             for handle in self._handles.pop(module):
                 handle.remove()
-
-    @property
-    def lacks_second_passes(self) -> bool:
-        """Whether names of slots in layers of reentrant checkpoints are not known yet: backward has not run."""
-        return bool(self._reentrant) and not self.in_second_passes
 
     def where(self) -> str:
         """Path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
@@ -229,11 +203,13 @@ class Watch:
         current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
         current.is_repeated = False
         if top_default_hooks(True) is not None and current.saves is None:
-            self._find_checkpoint(current, args)
-            current.is_repeated = self._repeats_checkpoint(call)
+            self.checkpoints.find(current, args)
+            # The inside of a checkpointed layer is reported once: hooks of torch.utils.checkpoint hold all that is saved there
+            current.is_repeated = call.is_checkpointed and self._min_numel > 0 and path in self.checkpoints.reported
         if current.is_repeated or (self.passed_over and not self.collects_small and module in self.passed_over):
             current.over = module
-        elif self._unfollowed and path.partition("@")[0] in self._checkpointed:  # it runs without the checkpoint of the first pass
+        elif self._unfollowed and path.partition("@")[0] in self.checkpoints.reported:
+            # it runs without the checkpoint of the first pass
             self._follow_again(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
@@ -293,11 +269,13 @@ class Watch:
         if current.is_branch and len(calls) == 1:
             self._running.current = None
             if current.saves is not None and current.saves.num_large and not current.saves.num_stored:
-                self._reentrant[module] = False  # the plan stores none of them
+                self.checkpoints.reentrant[module] = False  # the plan stores none of them
 
     def _end_call(self, current: Pass, call: ModuleCall, output: Any) -> None:
         if call.checkpoint is not None:
-            self._report_checkpoint(current, call, output)
+            for saved in self.checkpoints.inputs(current, call, output):
+                self._report_input(saved)
+            self.checkpoints.follow(current, call)
         if current.hidden is not None and current.hidden.module is call.module:
             current.hidden = None
         current.calls.pop()
@@ -324,16 +302,16 @@ class Watch:
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
         """The second forward pass of the layer of a reentrant checkpoint, which backward begins by calling `module`."""
         if (
-            not self._reentrant.get(module)
+            not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
             or not is_grad_enabled()
             or top_default_hooks(True) is not None
         ):
             return None
-        assert self.on_recomputation is not None
+        assert self.checkpoints.on_recomputation is not None
         held = frozenset(t.untyped_storage()._cdata for t in tensors_in(args))
         current = Pass(held, self._paths, [ModuleCall(self.model, "", False, next_number())], is_branch=True)
-        current.saves = ReentrantSaves(self.on_recomputation())
+        current.saves = ReentrantSaves(self.checkpoints.on_recomputation())
         self._running.current = current
         return current
 
@@ -413,8 +391,9 @@ class Watch:
             return
         if name == IN_PLACE_ON_VIEW and prod(node._input_metadata[0].shape) >= self._min_numel:
             self.in_place_on_views.add(call.path)
-        if name == REENTRANT and self.reports_checkpoint_inputs:
-            yield from self._report_reentrant(node, current, call) if current.saves is None else ()
+        if name == REENTRANT and self.checkpoints.reports_inputs:
+            inputs = self.checkpoints.reentrant_inputs(node, current, call) if current.saves is None else ()
+            yield from (saved for saved in inputs if self._report_input(saved))
             return
         name = getattr(node, "stands_for", (name,))[0]
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -434,13 +413,13 @@ class Watch:
             return None
         saved = describe(node, row, named, current, call)
         if current.saves is not None and self.collects_small:
-            self.in_second_passes.add(saved.name)
+            self.checkpoints.in_second_passes.add(saved.name)
         if not is_large:
             self._collect_small(saved)
         if not is_large or self._is_left_out(saved):
             return None
         (current.saves or self._on_saved)(saved)
-        if saved.tensor is None and self.on_recomputation is not None and current.in_checkpoint:
+        if saved.tensor is None and self.checkpoints.on_recomputation is not None and current.in_checkpoint:
             current.hooked.append(saved)
         return saved
 
@@ -453,37 +432,6 @@ class Watch:
 
     # --- inputs of checkpoints ---
 
-    def _find_checkpoint(self, current: Pass, args: Any) -> None:
-        """Note the checkpoint in which the module that was just entered is the first one."""
-        frame = running_checkpoint()
-        if frame is None or frame in current.checkpoints or not self.reports_checkpoint_inputs:
-            return
-        current.checkpoints.add(frame)
-        call, parent = current.calls[-1], current.calls[-2]
-        keys = {key_of(tensor) for tensor in args if isinstance(tensor, Tensor) and has_storage(tensor)}
-        is_passed_on = any(key_of(tensor) in keys for _, tensor in inputs_of(frame) if has_storage(tensor))
-        call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
-
-    def _repeats_checkpoint(self, call: ModuleCall) -> bool:
-        """Whether a checkpointed layer was reported in an earlier pass: its inside needs no second report.
-
-        Hooks of torch.utils.checkpoint hold all that is saved there; calls of modules inside are counted.
-        """
-        return call.is_checkpointed and self._min_numel > 0 and call.path in self._checkpointed
-
-    def _report_checkpoint(self, current: Pass, call: ModuleCall, output: Any) -> None:
-        """Report the inputs of the checkpoint in which `call` was the first module."""
-        assert call.checkpoint is not None
-        frame, place = call.checkpoint
-        inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
-        self._report_inputs(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
-        if self.on_recomputation is not None and call.is_checkpointed:
-            if call.path not in self._recomputed or current.hooked:
-                self._recomputed[call.path] = RecomputedLayer(frame, call.module, current.hooked, self.on_recomputation)
-            self._recomputed[call.path].follow(frame)
-        current.hooked.clear()
-        self._checkpointed.add(call.path)
-
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
         """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""
         if current.hidden is not None:
@@ -494,37 +442,16 @@ class Watch:
         if current.hidden is not None:
             current.hidden_layers[next_number() - 1] = current.hidden
 
-    def _report_reentrant(self, node: Any, current: Pass, call: ModuleCall) -> Iterator[Saved]:
-        """Report the inputs that the node of a reentrant checkpoint saved."""
-        layer = current.hidden_layers.get(node._sequence_nr())
-        place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
-        if layer is not None and self.on_recomputation is not None:
-            self._reentrant.setdefault(layer.module, True)
-        saved = [(raw, tensor) for _, raw, tensor in saved_of(node, REENTRANT, False) if tensor is not None and has_storage(tensor)]
-        yield from self._report_inputs(current, place, saved, layer.reason_exact if layer is not None else lambda tensor: HIDDEN)
-
-    def _report_inputs(
-        self, current: Pass, place: str, inputs: list[tuple[Any, Tensor]], reason_of: Callable[[Tensor], str]
-    ) -> list[Saved]:
-        reported: list[Saved] = []
-        for number, (raw, tensor) in enumerate(inputs):
-            key = f"{place}{number}", tensor.requires_grad
-            if key not in self._reasons_exact:
-                self._reasons_exact[key] = reason_of(tensor)
-            saved = describe_input(place, number, raw, tensor, kind_of(tensor, CHECKPOINT, current), self._reasons_exact[key])
-            if tensor.numel() >= self._min_numel:
-                with torch.no_grad():
-                    self._on_saved(saved)
-                reported.append(saved)
-            elif self.collects_small:
+    def _report_input(self, saved: Saved) -> bool:
+        """Report an input of a checkpoint; False if it is too small."""
+        assert saved.tensor is not None
+        if saved.tensor.numel() < self._min_numel:
+            if self.collects_small:
                 self._collect_small(saved)
-        return reported
-
-
-def _place_in(call: ModuleCall) -> str:
-    """The name, up to the operand, of the inputs of the next checkpoint in the forward of a module."""
-    call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
-    return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."
+            return False
+        with torch.no_grad():
+            self._on_saved(saved)
+        return True
 
 
 def is_plain_leaf(module: nn.Module) -> bool:

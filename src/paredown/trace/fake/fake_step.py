@@ -246,7 +246,7 @@ class FakeStep:
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
         """Record what `module` saves; hooks stay until `backward` ends where that runs layers of reentrant checkpoints again."""
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
-        watch.on_recomputation = self.recorder.second_pass
+        watch.checkpoints.on_recomputation = self.recorder.second_pass
         self.watches.append(watch)
         watch.attach()
         hooks = [part for part in (self.view_outputs, None if outside else self.head) if part is not None]
@@ -257,7 +257,7 @@ class FakeStep:
                 yield
         finally:
             self.watches.remove(watch)
-            if backward is not None and watch.lacks_second_passes:
+            if backward is not None and watch.checkpoints.lacks_second_passes:
                 backward.callback(watch.detach)
             else:
                 watch.detach()
