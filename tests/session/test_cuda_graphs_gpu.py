@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paredown import Guard, Plan, apply, trace_step
 from paredown.errors import ApplyError
-from paredown.session.activations import Activations
+from paredown.session.eager.activations import Activations
 from paredown.session.session import Session
 
 WARM_UP, NUM_STEPS = 4, 6

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from paredown import Plan, apply
 from paredown.codec import recompute
 from paredown.codec.recompute import NO_BOUND, ReluOutput, pack_mask
-from paredown.session import activations, stored_tensors
-from paredown.session.stored_tensors import StoragePiece, StoredMask, StoredView
+from paredown.session.eager import activations, stored_tensors
+from paredown.session.eager.stored_tensors import StoragePiece, StoredMask, StoredView
 
 pytest.importorskip("triton")
 from tests.support.emulated_gpu import emulate_gpu

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from paredown.codec.kernels import flat, launch, masks
-from paredown.session import stored_tensors, value_bounds
+from paredown.session import value_bounds
+from paredown.session.eager import stored_tensors
 
 CACHES = {
     launch: ("encodes", "decodes", "round_trips"),

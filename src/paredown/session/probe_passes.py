@@ -38,8 +38,8 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import PINNED, Assignment, resolve_format
-from paredown.session.activations import Activations
-from paredown.session.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, as_flat
+from paredown.session.eager.activations import Activations
+from paredown.session.eager.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, as_flat
 from paredown.trace.autograd_graph import ACCUMULATE, Saved
 from paredown.trace.module_watch import Watch
 from paredown.trace.operations import Needs, Pin, Use

@@ -35,7 +35,6 @@ from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, s
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role, weight_role
-from paredown.session.activations import Activations
 from paredown.session.changes import (
     CHECKPOINTED,
     QUANTIZED,
@@ -58,6 +57,7 @@ from paredown.session.changes import (
     stored_bytes,
 )
 from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs, SecondPasses
+from paredown.session.eager.activations import Activations
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed

@@ -22,7 +22,7 @@ when the forward pass ends.
 On a GPU the backward of a ReLU reads the stored bits (`codec.recompute.ReluOutput`). A ReLU's output that the next operation encodes is
 read once for both: from the second pass on its mask is packed by the kernel that encodes it (`StoredMask.delayed`).
 
-Where the values of a tensor decide that it is not packed after all (large logits, constant channels): `value_bounds.py`.
+Where the values of a tensor decide that it is not packed after all (large logits, constant channels): `session/value_bounds.py`.
 """
 
 # pyright: reportPrivateUsage=false
@@ -45,7 +45,7 @@ from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
-from paredown.session.stored_tensors import (
+from paredown.session.eager.stored_tensors import (
     DecodedCopies,
     PackingTime,
     RecomputedValues,
