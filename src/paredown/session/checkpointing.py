@@ -39,8 +39,10 @@ from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
 from paredown.session.changes import Change
-from paredown.session.eager.activations import Activations, ForwardStorage
-from paredown.session.eager.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, StoredView
+from paredown.session.eager.activations import Activations
+from paredown.session.eager.forward_passes import ForwardStorage
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredValues, StoredView
 from paredown.session.value_bounds import is_capturing
 from paredown.trace.autograd_graph import Saved
 from paredown.trace.hooks import Hook

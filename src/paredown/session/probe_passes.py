@@ -39,7 +39,8 @@ from paredown.formats.rounding import Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import PINNED, Assignment, resolve_format
 from paredown.session.eager.activations import Activations
-from paredown.session.eager.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, as_flat
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredValues, as_flat
 from paredown.trace.autograd_graph import ACCUMULATE, Saved
 from paredown.trace.module_watch import Watch
 from paredown.trace.operations import Needs, Pin, Use

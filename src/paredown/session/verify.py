@@ -37,15 +37,9 @@ from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import Selector
 from paredown.roles import Role, weight_role
-from paredown.session.eager.activations import StorageDecision
-from paredown.session.eager.stored_tensors import (
-    RecomputedValues,
-    StoredForm,
-    StoredIntegers,
-    StoredMask,
-    StoredShape,
-    StoredValues,
-)
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.slot_decisions import StorageDecision
+from paredown.session.eager.stored_tensors import StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
 from paredown.session.guard_steps import count_examples, first_examples
 from paredown.session.probe import restored_state
 from paredown.session.probe_passes import nodes_behind
