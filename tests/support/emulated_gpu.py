@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paredown.codec.kernels import flat, launch, masks
+from paredown.codec.kernels import flat, launch, masks, rows
 from paredown.session import value_bounds
 from paredown.session.eager import slot_decisions, stored_tensors
 
 CACHES = {
-    launch: ("encodes", "decodes", "round_trips"),
+    rows: ("encodes", "decodes", "round_trips"),
     flat: ("encodes", "decodes", "_decoder", "_flat", "_recomputes"),
     masks: ("_mask_launch",),
 }  # of launches
