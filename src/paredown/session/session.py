@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.loss.output_head import LOSS_SLOTS, OutputHead
-from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
+from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, request_formats, withdraw_requests
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role, weight_role
@@ -491,18 +491,3 @@ def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Paramete
                 checked.add(owner)
                 owner.check_request(parameter, rows[-1][1])
     return rows
-
-
-def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
-    """Record the plan's formats for optimizers that are made later, and pass them on to those that were made before."""
-    for parameter, request in rows:
-        set_request(parameter, request)
-    for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
-        if not owner.has_started:
-            owner.follow_requests()
-
-
-def withdraw_requests(model: nn.Module) -> None:
-    """Remove the requested formats from the parameters."""
-    for parameter in model.parameters():
-        set_request(parameter, None)
