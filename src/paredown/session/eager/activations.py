@@ -60,11 +60,10 @@ from paredown.session.eager.stored_tensors import (
 )
 from paredown.session.value_bounds import Bounds, ValueBounds, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
-from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use, max_left_bytes
+from paredown.trace.operations import MIN_PACKED_NUMEL, Use, max_left_bytes
 from paredown.trace.rematerialization import Rematerialization, rematerialization_of
 
 VALUE = Use.VALUE
-LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
 REASONS = {
     "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
     "weight": "it is a weight",
