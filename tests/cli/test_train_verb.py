@@ -15,7 +15,7 @@ import paredown as pare
 from paredown.cli.train_verb import TrainingRun, runs_table
 from paredown.pick.answer import Picked
 from paredown.pick.priors import made_up_prior, write_prior
-from paredown.session.stored_tensors import StoredValues
+from paredown.session.eager.stored_tensors import StoredValues
 from paredown.tasks.evaluate import device_name
 from paredown.tasks.lookup import find_task
 from paredown.tasks.trial import Status, Trial

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, OptimError, VerificationError
-from paredown.session.stored_tensors import StoredValues
+from paredown.session.eager.stored_tensors import StoredValues
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")

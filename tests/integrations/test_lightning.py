@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paredown as pare
 from paredown.errors import ApplyError, VerificationError
-from paredown.session.stored_tensors import StoredValues
+from paredown.session.eager.stored_tensors import StoredValues
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from paredown.loss import chunked_loss
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES
-from paredown.loss.deferred_logits import DeferredLogits, keeps_last
+from paredown.loss.deferred_logits import DeferredLogits
+from paredown.loss.recorded_calls import keeps_last
 from tests.loss.largest import LargestTensor
 
 NUM_CLASSES, SIZE, BATCH, LENGTH = 8192, 4, 3, 5

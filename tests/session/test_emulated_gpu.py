@@ -14,8 +14,9 @@ from torch.nn.functional import silu
 
 from paredown import Plan, apply, trace_step
 from paredown.codec.recompute import pack_mask
-from paredown.session import activations, stored_tensors
-from paredown.session.stored_tensors import RecomputedValues, StoredMask, StoredValues
+from paredown.session.eager import activations, stored_tensors
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.stored_tensors import StoredMask, StoredValues
 from paredown.trace.operations import SMALL
 
 pytest.importorskip("triton")

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from paredown import apply
 from paredown.codec.recompute import pack_mask
-from paredown.session import activations as stored
-from paredown.session.stored_tensors import StoredMask
+from paredown.session.eager import activations as stored
+from paredown.session.eager.stored_tensors import StoredMask
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, both, error_of, pictures, relative_error, rows
 
 INF = float("inf")

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.formats.format import Format
-from paredown.session import stored_tensors
+from paredown.session.eager import stored_tensors
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, assert_same, both, error_of, pictures, rows, step
 from tests.trace.steps import peak_bytes
 

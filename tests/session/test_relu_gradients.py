@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from paredown import Plan, apply
 from paredown.codec import recompute
 from paredown.codec.recompute import NO_BOUND, ReluOutput, pack_mask
-from paredown.session import activations, stored_tensors
-from paredown.session.stored_tensors import StoragePiece, StoredMask, StoredView
+from paredown.session.eager import activations, slot_decisions
+from paredown.session.eager.stored_tensors import StoragePiece, StoredMask, StoredView
 
 pytest.importorskip("triton")
 from tests.support.emulated_gpu import emulate_gpu
@@ -129,7 +129,7 @@ class Run:
         self.num_packed = 0
         if device == "cpu":
             emulate_gpu(monkeypatch)
-        monkeypatch.setattr(stored_tensors, "IN_ONE_PASS", devices)
+        monkeypatch.setattr(slot_decisions, "IN_ONE_PASS", devices)
         monkeypatch.setattr(activations, "pack_mask", self._pack)
         torch.manual_seed(0)
         self.model = Layers().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -22,7 +22,7 @@ from paredown import Plan, Trace, apply, footprint, trace_step
 from paredown.errors import PlanError
 from paredown.session.checkpointing import Factor
 from paredown.trace import operations
-from paredown.trace.checkpoints import ReentrantSaves
+from paredown.trace.second_passes import ReentrantSaves
 from tests.session.nets import INT4, INT8
 from tests.support.memory import peak_bytes
 

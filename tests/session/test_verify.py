@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 import paredown as pare
 from paredown.errors import ApplyError, VerificationError
 from paredown.plan import storage
-from paredown.session.activations import Activations
+from paredown.session.eager.activations import Activations
+from paredown.session.eager.stored_tensors import StoredMask, StoredValues
 from paredown.session.saved_weights import DeferredWeight
-from paredown.session.stored_tensors import StoredMask, StoredValues
 from paredown.session.verify import OUTSIDE
 from paredown.trace.autograd_graph import IS_WEIGHT
 from tests.session.nets import INT4, INT8, ROWS, WIDTH, Net, activations, pictures, rows

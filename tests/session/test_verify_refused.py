@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paredown as pare
 from paredown.errors import ApplyError, ParedownError, PlanError, TraceError, VerificationError
-from paredown.session.stored_tensors import StoredValues
+from paredown.session.eager.stored_tensors import StoredValues
 from tests.session.nets import INT8, Net, activations, rows
 from tests.session.test_verify import perceptron
 

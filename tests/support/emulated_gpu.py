@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paredown.codec.kernels import flat, launch, masks
-from paredown.session import stored_tensors, value_bounds
+from paredown.codec.kernels import flat, launch, masks, rows
+from paredown.session import value_bounds
+from paredown.session.eager import slot_decisions, stored_tensors
 
 CACHES = {
-    launch: ("encodes", "decodes", "round_trips"),
+    rows: ("encodes", "decodes", "round_trips"),
     flat: ("encodes", "decodes", "_decoder", "_flat", "_recomputes"),
     masks: ("_mask_launch",),
 }  # of launches
@@ -100,7 +101,7 @@ def emulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(stored_tensors, "IN_ONE_PASS", ("cpu",))
+    monkeypatch.setattr(slot_decisions, "IN_ONE_PASS", ("cpu",))
     monkeypatch.setattr(stored_tensors, "memory_in_use", lambda index: (0, 1 << 40))
     monkeypatch.setattr(stored_tensors, "current_stream", lambda index: 0)
     monkeypatch.setattr(value_bounds, "READ_INTERVAL", 1 << 30)  # later values are copied to pinned memory

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paredown import Trace, footprint, trace_step
 from paredown.plan.checkpointed_trace import checkpointed_trace
-from paredown.trace.device_ops import PROCESSORS, THREADS, sum_workspace, transposed_bytes
+from paredown.trace.fake.device_ops import PROCESSORS, THREADS, sum_workspace, transposed_bytes
 
 MEASURED = (  # rows, columns, bytes: blocks of gpu_reduce_kernel in memory snapshots on one H200, torch 2.11
     (16384, 1024, 134217728),

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from paredown.errors import TraceError
 from paredown.plan.footprint import footprint
 from paredown.roles import Role
-from paredown.trace.device_ops import Flash
-from paredown.trace.fake_tensors import BANNED, CAST, FORMS, LOWER, PROMOTE, SET_DTYPE
+from paredown.trace.fake.device_ops import Flash
+from paredown.trace.fake.fake_tensors import BANNED, CAST, FORMS, LOWER, PROMOTE, SET_DTYPE
 from paredown.trace.operations import Use
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from paredown.calibrate.device_time import device_seconds, empty_operation
 from paredown.plan.calibration import Calibration, interpolated, kind_of, operation_key
-from paredown.trace.device_ops import ATTENTION, ATTENTION_BACKWARD, RNN_BACKWARD
+from paredown.trace.fake.device_ops import ATTENTION, ATTENTION_BACKWARD, RNN_BACKWARD
 from paredown.trace.trace import Operation, Trace
 
 MOST_OPERATIONS = 2000  # of all traces together

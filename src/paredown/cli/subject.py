@@ -56,7 +56,7 @@ from paredown.tasks.lookup import (
 )
 from paredown.tasks.task import RULES, Task
 from paredown.tasks.task_trace import formats_state, resized, trace_task
-from paredown.trace.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
+from paredown.trace.fake.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import CHUNKED_LOSS, trace_step
 

@@ -35,19 +35,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paredown.loss.chunked_cross_entropy import (
-    CASTS,
-    SCALES,
-    ChunkSettings,
-    CrossEntropy,
-    Elementwise,
-    chunked_cross_entropy,
-    elementwise_call,
-    product_dtype,
-    without_last_casts,
+from paredown.loss.chunked_cross_entropy import CASTS, SCALES, ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype
+from paredown.loss.recorded_calls import (
+    ELEMENTWISE,
+    SWAPS,
+    VIEWS,
+    Call,
+    Layout,
+    is_elementwise,
+    keeps_last,
+    transform_of,
+    without_device,
 )
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES, Decoded, PackedParameter
 from paredown.optim.packed_weight import weight_of
@@ -55,9 +55,6 @@ from paredown.optim.parameter_state import owner_of
 
 ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
 NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do
-ELEMENTWISE = CASTS | SCALES | {"tanh"}
-VIEWS = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"))
-SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"))
 SUMS = frozenset(("add", "__add__", "__radd__"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 CHANGED = (
@@ -81,50 +78,6 @@ class HeadUse:
     num_losses: int = 0
     num_graphs: int = 0
     requests: Counter[str] = field(default_factory=Counter[str])
-
-
-@dataclass(frozen=True)
-class Call:
-    """A recorded function call on logits."""
-
-    name: str
-    func: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """The result for these logits."""
-        return self.func(logits, *self.args, **self.kwargs)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Size, strides and dtype of logits."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def after(self, call: Call) -> Layout:
-        """The layout of a call's result; torch's own errors if the call is not possible."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
-            return Layout(tuple(result.size()), result.stride(), result.dtype)
-
-    def class_first(self) -> Layout | None:
-        """That of a view with the last dimension as dimension 1; None with fewer than three dimensions."""
-        if len(self.size) < 3:
-            return None
-        size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))
-        return Layout(size, stride, self.dtype)
-
-    @staticmethod
-    def contiguous(*size: int, dtype: torch.dtype) -> Layout:
-        """That of a new tensor."""
-        strides = [1]
-        for length in reversed(size[1:]):
-            strides.insert(0, strides[0] * max(1, length))
-        return Layout(size, tuple(strides), dtype)
 
 
 class LogitsFamily:
@@ -318,7 +271,7 @@ def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
         return derived(logits, call, layout) if layout == logits.form.class_first() else None
     call = without_device(logits, call) if call.name == "to" else call
     if call.name in ELEMENTWISE:
-        is_recorded = is_elementwise(logits, call)
+        is_recorded = is_elementwise(call)
     else:
         is_recorded = call.name in VIEWS or (call.name == "__getitem__" and keeps_last(call.args[0], logits.dim()))
     if not is_recorded:
@@ -385,44 +338,6 @@ def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogit
         return made
 
     return Recorded.apply(logits, call, make)  # type: ignore[return-value]
-
-
-def is_elementwise(logits: DeferredLogits, call: Call) -> bool:
-    """Whether a call casts, scales by a Python number, or takes tanh."""
-    if call.name in SCALES:
-        return len(call.args) == 1 and type(call.args[0]) in (int, float) and not call.kwargs
-    if call.name != "to":
-        return not call.args and not call.kwargs
-    if "copy" in call.kwargs:
-        return False
-    device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
-    return device is None and dtype is not None and dtype.is_floating_point
-
-
-def without_device(logits: DeferredLogits, call: Call) -> Call:
-    """A call of `to` without its device if that is the device of the logits."""
-    if "copy" in call.kwargs:
-        return call
-    device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
-    here = logits.device
-    if device is None or device.type != here.type or device.index not in (None, here.index):
-        return call
-    return Call(call.name, call.func, (dtype or logits.dtype,), {})
-
-
-def keeps_last(index: Any, num_dims: int) -> bool:
-    """Whether an index of slices, integers, None and an ellipsis leaves the last dimension whole.
-
-    >>> keeps_last((..., slice(None, -1), slice(None)), 3), keeps_last(0, 3), keeps_last((..., 0), 3), keeps_last((0, 0, 0), 3)
-    (True, True, False, False)
-    """
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is None or item is ... or type(item) in (int, slice) for item in items):
-        return False
-    num_indexed = sum(item is not None and item is not ... for item in items)
-    if items[-1:] == (...,) or (num_indexed < num_dims and ... not in items):
-        return num_indexed < num_dims
-    return items[-1:] == (slice(None),)
 
 
 def defer(use: HeadUse, module: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> DeferredLogits:
@@ -508,15 +423,6 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     family.use.num_losses += 1
     with family.use.around():
         return chunked_cross_entropy(logits.rows, weight, target, bias=bias, adapter=adapter, options=options, settings=settings)
-
-
-def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | None:
-    """The recorded elementwise calls as one function."""
-    found, layout = list[tuple[str, Any]](), Layout.contiguous(1, dtype=dtype)
-    for call in calls:
-        layout = layout.after(call)
-        found.append(elementwise_call(call.name, call.args[0] if call.args else None, layout.dtype))
-    return without_last_casts(found, dtype)
 
 
 def parameter_values(parameter: nn.Parameter) -> Tensor:

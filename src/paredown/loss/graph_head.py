@@ -26,8 +26,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from paredown.loss.chunked_cross_entropy import CASTS, SCALES, elementwise_call, without_last_casts
-from paredown.loss.deferred_logits import SWAPS, VIEWS, HeadUse, defer, keeps_last
+from paredown.loss.deferred_logits import HeadUse, defer
 from paredown.loss.loss_operator import OperatorSettings, chunked_loss
+from paredown.loss.recorded_calls import SWAPS, VIEWS, keeps_last
 
 LINEARS = (functional.linear, torch._C._nn.linear)
 DYNAMIC = "{} with dynamic sizes"

@@ -40,7 +40,7 @@ from paredown.loss.chunked_cross_entropy import (
     rows_of_chunk,
     run_chunks,
 )
-from paredown.trace.fake_tensors import DeviceForms, FakeTensors
+from paredown.trace.fake.fake_tensors import DeviceForms, FakeTensors
 from paredown.trace.timeline import Timeline
 
 NAME = "chunked_loss"

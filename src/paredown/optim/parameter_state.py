@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -60,17 +60,24 @@ _REQUESTS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Requested
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to the optimizer that has it
 
 
-def set_request(parameter: Tensor, request: RequestedFormats | None) -> None:
-    """Record the formats that a session requests for a parameter; None removes them."""
-    if request is None:
-        _REQUESTS.pop(parameter, None)
-    else:
-        _REQUESTS[parameter] = request
-
-
 def request_of(parameter: Tensor) -> RequestedFormats | None:
     """The formats that a session requests for this parameter; None without a session."""
     return _REQUESTS.get(parameter)
+
+
+def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
+    """Record the plan's formats for optimizers that are made later, and pass them on to those that were made before."""
+    for parameter, request in rows:
+        _REQUESTS[parameter] = request
+    for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
+        if not owner.has_started:
+            owner.follow_requests()
+
+
+def withdraw_requests(model: nn.Module) -> None:
+    """Remove the requested formats from the parameters."""
+    for parameter in model.parameters():
+        _REQUESTS.pop(parameter, None)
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:

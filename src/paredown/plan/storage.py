@@ -1,9 +1,9 @@
 """How a slot is stored: `Assignment`, what a plan requests for it, and `resolve_format`, the format in which it is stored.
 
 This module alone decides the format of a saved tensor's values. Prediction (plan/replay.py, and through it footprints, `explain_slots`
-and `assign`), execution (session/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough` where
-several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the use
-of each operand and MIN_PACKED_NUMEL (trace/operations.py), `is_packed_whole` (trace/autograd_graph.py), `rematerialization_of`
+and `assign`), execution (session/eager/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough`
+where several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the
+use of each operand and MIN_PACKED_NUMEL (trace/operations.py), `is_packed_whole` (trace/autograd_graph.py), `rematerialization_of`
 (trace/rematerialization.py), and INDEX_DTYPES, the dtypes of packed indices (trace/trace.py). Compiled graphs call `resolve_format` as well
 (session/compiled/graph_packing.py). Some decisions depend on values and are made by the session alone (session/value_bounds.py):
 operands of attention, inputs of norms and of sin and cos are stored unmodified where values are too large for the format.

@@ -8,7 +8,7 @@ placeholders alone: hooks that it registered on them would replace those of chec
 Batch norms update their running statistics once per batch: not in the second call.
 
 `SecondPasses` packs what the second forward passes save, of these modules and of those that the model checkpoints itself: the large tensors
-that `trace/checkpoints.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside the
+that `trace/second_passes.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside the
 operation that reads them: each decoded copy is multiplied in place and becomes the result.
 
 `OffloadedInputs` moves packed inputs of checkpointed layers to host memory, if the plan says so: a stream of its own copies codes and
@@ -38,14 +38,16 @@ from paredown.codec.packed import FlatCodec, PackedTensor
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
-from paredown.session.activations import Activations, ForwardStorage
 from paredown.session.changes import Change
-from paredown.session.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, StoredView
+from paredown.session.eager.activations import Activations
+from paredown.session.eager.forward_passes import ForwardStorage
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredValues, StoredView
 from paredown.session.value_bounds import is_capturing
 from paredown.trace.autograd_graph import Saved
-from paredown.trace.checkpoints import CapturedHooks, Store, stored_operand
 from paredown.trace.hooks import Hook
 from paredown.trace.operations import CHECKPOINT, is_checkpoint_input
+from paredown.trace.second_passes import CapturedHooks, Store, stored_operand
 
 DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, True
 

@@ -41,8 +41,8 @@ from paredown.formats.rounding import Seed
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session.activations import Activations
-from paredown.session.stored_tensors import StoragePiece, StoredForm, StoredValues
+from paredown.session.eager.activations import Activations
+from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredValues
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.trace.autograd_graph import Saved
 from paredown.trace.trace import Trace

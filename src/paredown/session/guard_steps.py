@@ -46,8 +46,8 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step
 from paredown.roles import Role
-from paredown.session.activations import Activations
 from paredown.session.changes import THE_PROBE, THE_STEP, UNMODIFIED, Action
+from paredown.session.eager.activations import Activations
 from paredown.session.guard import UNSEEN, Guard, GuardState, OptimizerSteps, Signals, SlotSignal, check_model, total_norm
 from paredown.session.probe import probe
 from paredown.session.value_bounds import is_capturing

@@ -32,7 +32,7 @@ from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.plan.storage import significant_bits
 from paredown.session.probe_passes import HeldForward, HeldSlot, NoiseMeasurement, SlotRounding, energy_of
-from paredown.trace.fake_step import Arguments, _loss_of, signature_errors
+from paredown.trace.fake.fake_step import Arguments, _loss_of, signature_errors
 from paredown.trace.trace import Slot, Trace
 
 FORMATS = ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")

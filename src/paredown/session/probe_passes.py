@@ -38,8 +38,9 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import PINNED, Assignment, resolve_format
-from paredown.session.activations import Activations
-from paredown.session.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, as_flat
+from paredown.session.eager.activations import Activations
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredValues, as_flat
 from paredown.trace.autograd_graph import ACCUMULATE, Saved
 from paredown.trace.module_watch import Watch
 from paredown.trace.operations import Needs, Pin, Use
@@ -96,7 +97,7 @@ class HeldForward:
         self._activations.min_numel = 1
         self._activations.on_packed = self._note
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._activations.end, min_numel=1)
-        self._watch.reports_checkpoint_inputs = False  # nodes are called one by one, and no node reads them
+        self._watch.checkpoints.reports_inputs = False  # nodes are called one by one, and no node reads them
 
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
         """The loss that `run()` returns, which calls the model; afterwards all slots are exact."""

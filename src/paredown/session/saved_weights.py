@@ -41,8 +41,8 @@ from paredown.trace.autograd_graph import (
     next_number,
     tensors_in,
 )
-from paredown.trace.checkpoints import SecondPass
 from paredown.trace.rematerialization import SAME_MEMORY_ORDER
+from paredown.trace.second_passes import SecondPass
 
 DECODED = f"{Decoded.__name__}Backward"
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks

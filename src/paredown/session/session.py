@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.loss.output_head import LOSS_SLOTS, OutputHead
-from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
+from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, request_formats, withdraw_requests
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role, weight_role
-from paredown.session.activations import Activations
 from paredown.session.changes import (
     CHECKPOINTED,
     QUANTIZED,
@@ -58,6 +57,7 @@ from paredown.session.changes import (
     stored_bytes,
 )
 from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs, SecondPasses
+from paredown.session.eager.activations import Activations
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
@@ -112,7 +112,7 @@ class Session:
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
         self._watch.passed_over = frozenset(self._checkpointed.modules)
-        self._watch.on_recomputation = SecondPasses(self._activations).begin
+        self._watch.checkpoints.on_recomputation = SecondPasses(self._activations).begin
         self._offloaded = OffloadedInputs(self._activations) if plan.offload else None
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
@@ -345,8 +345,8 @@ class Session:
 
     def _end(self, output: Any) -> None:
         self._activations.end(output)
-        if output is not None and not self._is_checked and not self._watch.lacks_second_passes:
-            seen = self._activations.names | self._watch.small | self._watch.in_second_passes | self._head.slots
+        if output is not None and not self._is_checked and not self._watch.checkpoints.lacks_second_passes:
+            seen = self._activations.names | self._watch.small | self._watch.checkpoints.in_second_passes | self._head.slots
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked = True
             self._watch.end_first_pass()
@@ -491,18 +491,3 @@ def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Paramete
                 checked.add(owner)
                 owner.check_request(parameter, rows[-1][1])
     return rows
-
-
-def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
-    """Record the plan's formats for optimizers that are made later, and pass them on to those that were made before."""
-    for parameter, request in rows:
-        set_request(parameter, request)
-    for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
-        if not owner.has_started:
-            owner.follow_requests()
-
-
-def withdraw_requests(model: nn.Module) -> None:
-    """Remove the requested formats from the parameters."""
-    for parameter in model.parameters():
-        set_request(parameter, None)

@@ -37,15 +37,16 @@ from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import Selector
 from paredown.roles import Role, weight_role
-from paredown.session.activations import StorageDecision
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.slot_decisions import StorageDecision
+from paredown.session.eager.stored_tensors import StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
 from paredown.session.guard_steps import count_examples, first_examples
 from paredown.session.probe import restored_state
 from paredown.session.probe_passes import nodes_behind
 from paredown.session.session import Session, apply, session_of
-from paredown.session.stored_tensors import RecomputedValues, StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
 from paredown.session.verification import EXACT, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.fake_step import Arguments, _loss_of, signature_errors
+from paredown.trace.fake.fake_step import Arguments, _loss_of, signature_errors
 from paredown.trace.module_watch import is_wrapped_by_compile, unwrapped
 
 FP32 = Format.parse("fp32")

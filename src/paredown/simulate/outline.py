@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from paredown.roles import Role
 from paredown.simulate.forward_calls import PRODUCTS, ForwardCalls, Operation, OperationListener, mark
 from paredown.trace.autograd_graph import Saved, tensors_in
-from paredown.trace.fake_tensors import FakeTensors, check_model, with_fake_tensors
+from paredown.trace.fake.fake_tensors import FakeTensors, check_model, with_fake_tensors
 from paredown.trace.module_watch import Watch
 
 LOSS = "loss"
@@ -103,7 +103,7 @@ def of_call(
         listener = OutlineListener(names)
         calls = ForwardCalls(model, listener)
         watch = Watch(model, listener.saved)
-        watch.reports_checkpoint_inputs = False
+        watch.checkpoints.reports_inputs = False
         with fakes.mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
             args, kwargs = listener.inputs(fakes.batch((args, kwargs)))
             calls.attach()

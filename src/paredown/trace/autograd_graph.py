@@ -10,12 +10,12 @@ after autograd's check that it was not modified in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class ModuleCall:
     def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int, cache: Any = None) -> None:
         """`path`: with @2 for a second call. `first`: sequence number of the first node created in it.
 
-        `cache`: what the last call of a module without children saved (`module_watch.CallCache`).
+        `cache`: what the last call of a module without children saved (`graph_parts.CallCache`).
         """
         self.module, self.path, self.is_plain_leaf, self.first, self.cache = module, path, is_plain_leaf, first, cache
         self.counts: dict[str, int] = {}  # operation -> number of nodes that saved tensors
@@ -326,127 +326,3 @@ def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
 def has_storage(tensor: Tensor) -> bool:
     """Whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
     return type(tensor) in PLAIN_TYPES or hasattr(tensor, "fake_mode")
-
-
-# --- reading the same part of the graph again --------------------------------------------------------------------------------------
-
-
-class SavedTrail(NamedTuple):
-    """One saved tensor of a `GraphPart`: the index of its node in the walk, and its last description."""
-
-    node_index: int
-    raw: str
-    tensor: str
-    saved: Saved
-    operand: Operand | None  # set where the use of the tensor depends on the node
-
-
-@dataclass(eq=False, slots=True)
-class GraphPart:
-    """A part of the graph that was read once: `follow` finds the nodes that saved activations in the same part of a later graph.
-
-    `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
-    """
-
-    roots: tuple[tuple[int, str], ...]  # index among the tensors that the part was read from, name of the node
-    walk: list[tuple[int, tuple[tuple[int, str], ...]]]
-    trails: list[SavedTrail]
-
-    @staticmethod
-    def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """The part with the nodes `created` (by number) that is reached from `starts`; `saved`: (number of its node, description)."""
-        kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
-        found, edges = _reach(starts, created)
-        kept = [(number, one) for number, one in kept if number in found]
-        needed = _ancestors([number for number, _ in kept], found)
-        # all starts of the part, also those behind which nothing was saved: their names distinguish other passes
-        order = [number for number, (parent, _) in found.items() if parent is None]
-        roots = tuple((found[number][1], created[number].name()) for number in order)
-        walk: list[tuple[int, tuple[tuple[int, str], ...]]] = []
-        for index, number in enumerate(order):  # grows as nodes are added
-            behind = [(edge, after) for edge, after in edges.get(number, ()) if after in needed]
-            if behind:
-                walk.append((index, tuple((edge, created[after].name()) for edge, after in behind)))
-                order.extend(after for _, after in behind)
-        places = {number: index for index, number in enumerate(order)}
-        return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
-
-    def follow(self, starts: Sequence[Any]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
-        """(description, node, handle, tensor) of each saved tensor behind the nodes `starts`; None if one node differs or is hooked."""
-        nodes: list[Any] = []
-        for index, name in self.roots:
-            node = starts[index]
-            if node is None or node.name() != name:
-                return None
-            nodes.append(node)
-        for index, behind in self.walk:
-            edges = nodes[index].next_functions
-            for edge, name in behind:
-                node = edges[edge][0] if edge < len(edges) else None
-                if node is None or node.name() != name:
-                    return None
-                nodes.append(node)
-        tensors: list[tuple[Saved, Any, Any, Tensor]] = []
-        try:
-            for index, raw_name, tensor_name, saved, operand in self.trails:
-                node = nodes[index]
-                raw = getattr(node, raw_name)
-                if raw.unpack_hook is not None or (operand is not None and operand.at(node).use is not saved.use):
-                    return None
-                tensor = getattr(node, tensor_name)
-                if tensor is None:
-                    return None
-                tensors.append((saved, node, raw, tensor))
-        except RuntimeError:  # modified in place since it was saved: backward raises the error
-            return None
-        return tensors
-
-
-def _can_be_followed(node: Any, saved: Saved) -> bool:
-    """Whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
-    return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
-
-
-def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Whether the saved tensors of these nodes can be read from later nodes in the same place: none is of a custom function."""
-    if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
-        return False
-    return all(number in created and _can_be_followed(created[number], saved) for number, saved in reported)
-
-
-def _trail(index: int, node: Any, saved: Saved) -> SavedTrail:
-    operand = row_of(node.name()).operands.get(saved.attribute)
-    conditional = operand if operand is not None and operand.exact_if is not None else None
-    template = replace(saved, node=None, raw=None, tensor=None)
-    return SavedTrail(index, f"_raw_saved_{saved.attribute}", f"_saved_{saved.attribute}", template, conditional)
-
-
-Found = dict[int, tuple[int | None, int]]
-
-
-def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
-    """Number of a node -> (number of the node before it or None, index of the start or edge); number -> (edge, number) behind it."""
-    found, edges = Found(), dict[int, list[tuple[int, int]]]()
-    queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]
-    for node, parent, edge in queue:  # grows as nodes are found
-        if node is None:
-            continue
-        number = node._sequence_nr()
-        if number not in created or number in found:
-            continue
-        found[number] = parent, edge
-        if parent is not None:
-            edges.setdefault(parent, []).append((edge, number))
-        queue.extend((behind, number, i) for i, (behind, _) in enumerate(node.next_functions))
-    return found, edges
-
-
-def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
-    """The nodes on the way from the starts to the nodes `numbers`, these included."""
-    needed: set[int] = set()
-    for number in numbers:
-        at: int | None = number
-        while at is not None and at not in needed:
-            needed.add(at)
-            at = found[at][0]
-    return needed

@@ -3,9 +3,9 @@
 When a module returns, the autograd graph is read backward from its outputs (trace/autograd_graph.py), over the nodes that are new since
 the last time, in the order in which they were created. Autograd numbers its nodes; a node belongs to the innermost module that was running
 when its number was assigned. A module without children that creates as many nodes as in its last call is assumed to have saved the same
-tensors, and so are the nodes between calls (`Segment`): the graph is not searched again. Nothing is intercepted: the model runs unmodified.
-Saved tensors that hooks of other code hold (as checkpointing does) are reported without their values, and are not read; of a checkpoint its
-inputs are reported.
+tensors, and so are the nodes between calls: the graph is not searched again (trace/graph_parts.py). Nothing is intercepted: the model runs
+unmodified. Saved tensors that hooks of other code hold (as checkpointing does) are reported without their values, and are not read; of a
+checkpoint its inputs are reported (trace/checkpoints.py).
 
     layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
     encoder.3:mul.other      an operand of a multiplication in the forward of `encoder.3`; of a second one, `encoder.3:mul#2.other`
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -33,65 +32,25 @@ from torch import Tensor, nn
 from paredown.trace.autograd_graph import (
     IN_PLACE_ON_VIEW,
     SAVES_NOTHING,
-    GraphPart,
     ModuleCall,
     Named,
     Pass,
     Saved,
     attributes,
     describe,
-    has_storage,
-    is_plain,
-    kind_of,
     new_nodes,
     next_number,
     packable_bytes,
     saved_of,
     tensors_in,
 )
-from paredown.trace.checkpoints import (
-    HIDDEN,
-    REENTRANT,
-    HiddenLayer,
-    RecomputedLayer,
-    ReentrantSaves,
-    Store,
-    describe_input,
-    inputs_of,
-    key_of,
-    reason_exact,
-    running_backward,
-    running_checkpoint,
-    top_default_hooks,
-)
+from paredown.trace.checkpoints import REENTRANT, Checkpoints, HiddenLayer, running_checkpoint
+from paredown.trace.graph_parts import CallCache, FoundAgain, Segment, is_plain, needs_of, point_of
 from paredown.trace.hooks import Hook
-from paredown.trace.operations import CHECKPOINT, OperationRow, row_of
-
-
-@dataclass(eq=False, slots=True)
-class CallCache:
-    """What the last call of a module without children saved; while calls create as many nodes, the graph is not searched again."""
-
-    num_nodes: int
-    layout: tuple[torch.Size, torch.dtype]  # of the output
-    needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
-    part: GraphPart
-
-
-@dataclass(eq=False, slots=True)
-class Segment:
-    """What the nodes between the calls of modules saved, in the last pass: replayed at the same point of a pass with as many nodes."""
-
-    point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
-    layouts: list[tuple[torch.Size, torch.dtype]]  # of the tensors that it was read from
-    reached: list[int]  # numbers of its nodes, counted from the first node of the pass
-    unreached: int  # afterwards
-    counts: list[tuple[int, dict[str, int]]]  # index of a running call, its counts of operations afterwards
-    part: GraphPart
-
+from paredown.trace.operations import OperationRow, row_of
+from paredown.trace.second_passes import ReentrantSaves, running_backward, top_default_hooks
 
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
-NEEDED, NOT_NEEDED = (True,), (False,)
 SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
@@ -135,13 +94,7 @@ class Watch:
         self._left_out: frozenset[str] = frozenset()  # names of tensors that are not reported, if they are small
         self._max_left_bytes = 0
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
-        self.reports_checkpoint_inputs = True
-        self._checkpointed: set[str] = set()  # layers whose inside was reported once
-        self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
-        self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
-        self._reentrant: dict[nn.Module, bool] = {}  # layers of reentrant checkpoints -> whether to follow their second passes
-        self.in_second_passes: set[str] = set()  # names of what they saved in the first step
-        self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
+        self.checkpoints = Checkpoints()
         # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
         self._unfollowed: set[nn.Module] = (
@@ -190,11 +143,6 @@ class Watch:
         for module in modules:
             for handle in self._handles.pop(module):
                 handle.remove()
-
-    @property
-    def lacks_second_passes(self) -> bool:
-        """Whether names of slots in layers of reentrant checkpoints are not known yet: backward has not run."""
-        return bool(self._reentrant) and not self.in_second_passes
 
     def where(self) -> str:
         """Path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
@@ -255,11 +203,13 @@ class Watch:
         current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
         current.is_repeated = False
         if top_default_hooks(True) is not None and current.saves is None:
-            self._find_checkpoint(current, args)
-            current.is_repeated = self._repeats_checkpoint(call)
+            self.checkpoints.find(current, args)
+            # The inside of a checkpointed layer is reported once: hooks of torch.utils.checkpoint hold all that is saved there
+            current.is_repeated = call.is_checkpointed and self._min_numel > 0 and path in self.checkpoints.reported
         if current.is_repeated or (self.passed_over and not self.collects_small and module in self.passed_over):
             current.over = module
-        elif self._unfollowed and path.partition("@")[0] in self._checkpointed:  # it runs without the checkpoint of the first pass
+        elif self._unfollowed and path.partition("@")[0] in self.checkpoints.reported:
+            # it runs without the checkpoint of the first pass
             self._follow_again(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
@@ -283,14 +233,20 @@ class Watch:
         current: Pass | None = getattr(self._running, "current", None)
         if current is None:
             return
-        call = current.calls[-1]
-        if call.cache is not None and call.module is module and current.over is None and self._repeat(current, call, args, output):
-            if call.checkpoint is None and current.hidden is None:
-                current.calls.pop()
-            else:
-                self._end_call(current, call, output)
-        elif current.over is None or current.over is module:
-            self._read_call(current, module, args, output)
+        call, over = current.calls[-1], current.over
+        tensors = None
+        if call.cache is not None and call.module is module and over is None:
+            tensors = call.cache.read_again(current, call, args, output)
+        if tensors is None:
+            if over is None or over is module:
+                self._read_call(current, module, args, output)
+            return
+        if tensors:
+            self._report_tensors(current, tensors)
+        if call.checkpoint is None and current.hidden is None:
+            current.calls.pop()
+        else:
+            self._end_call(current, call, output)
 
     def _read_call(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
         """Report what a call saved, by reading the graph behind its output."""
@@ -299,23 +255,27 @@ class Watch:
             calls.pop()
         if len(calls) > 1:
             call = calls[-1]
-            call.needs = _needs_of(args)
+            call.needs = needs_of(args)
             if (call.cache or current.over) is not None and call.first - calls[0].first - len(current.seen) != current.unreached:
                 self._report_again(current, args, before=call.first)  # nodes that the parents created before this call
             if current.over is not None:
                 current.seen.update(range(call.first, next_number()))
                 current.over = None
-            elif call.cache is None or not self._repeat(current, call, args, output):
+            elif call.cache is None or (tensors := call.cache.read_again(current, call, args, output)) is None:
                 self._report_again(current, output)
+            elif tensors:
+                self._report_tensors(current, tensors)
             self._end_call(current, call, output)
         if current.is_branch and len(calls) == 1:
             self._running.current = None
             if current.saves is not None and current.saves.num_large and not current.saves.num_stored:
-                self._reentrant[module] = False  # the plan stores none of them
+                self.checkpoints.reentrant[module] = False  # the plan stores none of them
 
     def _end_call(self, current: Pass, call: ModuleCall, output: Any) -> None:
         if call.checkpoint is not None:
-            self._report_checkpoint(current, call, output)
+            for saved in self.checkpoints.inputs(current, call, output):
+                self._report_input(saved)
+            self.checkpoints.follow(current, call)
         if current.hidden is not None and current.hidden.module is call.module:
             current.hidden = None
         current.calls.pop()
@@ -342,16 +302,16 @@ class Watch:
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
         """The second forward pass of the layer of a reentrant checkpoint, which backward begins by calling `module`."""
         if (
-            not self._reentrant.get(module)
+            not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
             or not is_grad_enabled()
             or top_default_hooks(True) is not None
         ):
             return None
-        assert self.on_recomputation is not None
+        assert self.checkpoints.on_recomputation is not None
         held = frozenset(t.untyped_storage()._cdata for t in tensors_in(args))
         current = Pass(held, self._paths, [ModuleCall(self.model, "", False, next_number())], is_branch=True)
-        current.saves = ReentrantSaves(self.on_recomputation())
+        current.saves = ReentrantSaves(self.checkpoints.on_recomputation())
         self._running.current = current
         return current
 
@@ -367,16 +327,34 @@ class Watch:
         """`_report`; from the segment of the last pass where this one came to the same point."""
         key = current.calls[-1].path, before is not None
         segment = self._segments.get(key)
-        if segment is None or current.is_branch or not self._replay(current, values, before, segment):
+        tensors = segment.read_again(current, values, before) if segment is not None and not current.is_branch else None
+        if tensors is None:
             self._segments.pop(key, None)
             self._report(current, values, before)
+        elif tensors:
+            self._report_tensors(current, tensors)
+
+    def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
+        """Report tensors in places that an earlier pass reported."""
+        is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
+        set_grad_enabled(False)
+        try:
+            if save_again is not None:
+                for t, node, raw, tensor in tensors:
+                    save_again(t, node, raw, tensor, inputs)
+                return
+            for t, node, raw, tensor in tensors:
+                kind = "input" if tensor.untyped_storage()._cdata in current.inputs else "activation"
+                self._on_saved(t.again(kind, node, raw, tensor))
+        finally:
+            set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
         """Report the new nodes behind `values`, each under the innermost running call that created it.
 
         `before`: the first sequence number of the call whose arguments `values` are; None where they are outputs.
         """
-        point, counts = _point_of(current, before), [dict(call.counts) for call in current.calls]
+        point, counts = point_of(current, before), [dict(call.counts) for call in current.calls]
         nodes = new_nodes(values, current)
         current.unreached = (next_number() if before is None else before) - current.calls[0].first - len(current.seen)
         if current.is_branch:
@@ -387,9 +365,13 @@ class Watch:
         innermost = current.calls[-1]
         is_leaf = innermost.path.partition("@")[0] in self._leaves
         if is_leaf and before is None and nodes and isinstance(values, Tensor):
-            self._cache_call(innermost, nodes, reported, values)
+            cache = CallCache.of(innermost, (nodes, reported), values)
+            if cache is not None:
+                self._call_caches[innermost.path] = cache
+            else:
+                self._call_caches.pop(innermost.path, None)
         elif (not is_leaf or before is not None) and current.hidden is None and is_plain(dict(nodes), reported):
-            self._segments[innermost.path, before is not None] = _segment(point, counts, current, (nodes, reported), values)
+            self._segments[innermost.path, before is not None] = Segment.of(point, counts, current, (nodes, reported), values)
 
     def _report_nodes(self, current: Pass, nodes: list[tuple[int, Any]]) -> list[tuple[int, Saved]]:
         innermost, reported = current.calls[-1], list[tuple[int, Saved]]()
@@ -409,8 +391,9 @@ class Watch:
             return
         if name == IN_PLACE_ON_VIEW and prod(node._input_metadata[0].shape) >= self._min_numel:
             self.in_place_on_views.add(call.path)
-        if name == REENTRANT and self.reports_checkpoint_inputs:
-            yield from self._report_reentrant(node, current, call) if current.saves is None else ()
+        if name == REENTRANT and self.checkpoints.reports_inputs:
+            inputs = self.checkpoints.reentrant_inputs(node, current, call) if current.saves is None else ()
+            yield from (saved for saved in inputs if self._report_input(saved))
             return
         name = getattr(node, "stands_for", (name,))[0]
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -430,13 +413,13 @@ class Watch:
             return None
         saved = describe(node, row, named, current, call)
         if current.saves is not None and self.collects_small:
-            self.in_second_passes.add(saved.name)
+            self.checkpoints.in_second_passes.add(saved.name)
         if not is_large:
             self._collect_small(saved)
         if not is_large or self._is_left_out(saved):
             return None
         (current.saves or self._on_saved)(saved)
-        if saved.tensor is None and self.on_recomputation is not None and current.in_checkpoint:
+        if saved.tensor is None and self.checkpoints.on_recomputation is not None and current.in_checkpoint:
             current.hooked.append(saved)
         return saved
 
@@ -449,37 +432,6 @@ class Watch:
 
     # --- inputs of checkpoints ---
 
-    def _find_checkpoint(self, current: Pass, args: Any) -> None:
-        """Note the checkpoint in which the module that was just entered is the first one."""
-        frame = running_checkpoint()
-        if frame is None or frame in current.checkpoints or not self.reports_checkpoint_inputs:
-            return
-        current.checkpoints.add(frame)
-        call, parent = current.calls[-1], current.calls[-2]
-        keys = {key_of(tensor) for tensor in args if isinstance(tensor, Tensor) and has_storage(tensor)}
-        is_passed_on = any(key_of(tensor) in keys for _, tensor in inputs_of(frame) if has_storage(tensor))
-        call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
-
-    def _repeats_checkpoint(self, call: ModuleCall) -> bool:
-        """Whether a checkpointed layer was reported in an earlier pass: its inside needs no second report.
-
-        Hooks of torch.utils.checkpoint hold all that is saved there; calls of modules inside are counted.
-        """
-        return call.is_checkpointed and self._min_numel > 0 and call.path in self._checkpointed
-
-    def _report_checkpoint(self, current: Pass, call: ModuleCall, output: Any) -> None:
-        """Report the inputs of the checkpoint in which `call` was the first module."""
-        assert call.checkpoint is not None
-        frame, place = call.checkpoint
-        inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
-        self._report_inputs(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
-        if self.on_recomputation is not None and call.is_checkpointed:
-            if call.path not in self._recomputed or current.hooked:
-                self._recomputed[call.path] = RecomputedLayer(frame, call.module, current.hooked, self.on_recomputation)
-            self._recomputed[call.path].follow(frame)
-        current.hooked.clear()
-        self._checkpointed.add(call.path)
-
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
         """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""
         if current.hidden is not None:
@@ -490,130 +442,16 @@ class Watch:
         if current.hidden is not None:
             current.hidden_layers[next_number() - 1] = current.hidden
 
-    def _report_reentrant(self, node: Any, current: Pass, call: ModuleCall) -> Iterator[Saved]:
-        """Report the inputs that the node of a reentrant checkpoint saved."""
-        layer = current.hidden_layers.get(node._sequence_nr())
-        place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
-        if layer is not None and self.on_recomputation is not None:
-            self._reentrant.setdefault(layer.module, True)
-        saved = [(raw, tensor) for _, raw, tensor in saved_of(node, REENTRANT, False) if tensor is not None and has_storage(tensor)]
-        yield from self._report_inputs(current, place, saved, layer.reason_exact if layer is not None else lambda tensor: HIDDEN)
-
-    def _report_inputs(
-        self, current: Pass, place: str, inputs: list[tuple[Any, Tensor]], reason_of: Callable[[Tensor], str]
-    ) -> list[Saved]:
-        reported: list[Saved] = []
-        for number, (raw, tensor) in enumerate(inputs):
-            key = f"{place}{number}", tensor.requires_grad
-            if key not in self._reasons_exact:
-                self._reasons_exact[key] = reason_of(tensor)
-            saved = describe_input(place, number, raw, tensor, kind_of(tensor, CHECKPOINT, current), self._reasons_exact[key])
-            if tensor.numel() >= self._min_numel:
-                with torch.no_grad():
-                    self._on_saved(saved)
-                reported.append(saved)
-            elif self.collects_small:
+    def _report_input(self, saved: Saved) -> bool:
+        """Report an input of a checkpoint; False if it is too small."""
+        assert saved.tensor is not None
+        if saved.tensor.numel() < self._min_numel:
+            if self.collects_small:
                 self._collect_small(saved)
-        return reported
-
-    # --- repeated calls ---
-
-    def _cache_call(
-        self, call: ModuleCall, nodes: list[tuple[int, Any]], reported: list[tuple[int, Saved]], output: Tensor
-    ) -> None:
-        """Cache what this call of a module without children saved, if all of its nodes were reached and none is a custom function."""
-        created = {number: node for number, node in nodes if number >= call.first}
-        saved_here = [(number, saved) for number, saved in reported if number >= call.first]
-        if len(created) != next_number() - call.first or not is_plain(created, saved_here):
-            self._call_caches.pop(call.path, None)
-            return
-        part = GraphPart.of([output.grad_fn], created, saved_here)
-        self._call_caches[call.path] = CallCache(len(created), (output.size(), output.dtype), call.needs, part)
-
-    def _repeat(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> bool:
-        """Report what this call saved from the cache of the last one; False, and no report, if the calls differ."""
-        cache, first, end, seen = call.cache, call.first, next_number(), current.seen
-        if (
-            end - first != cache.num_nodes
-            or first - current.calls[0].first - len(seen) != current.unreached  # nodes of the parents come first
-            or not isinstance(output, Tensor)
-            or (output.size(), output.dtype) != cache.layout
-            or _needs_of(args) != cache.needs
-        ):
             return False
-        tensors = cache.part.follow((output.grad_fn,))
-        if tensors is None:
-            return False
-        seen.update(range(first, end))
-        if tensors:
-            self._report_tensors(current, tensors)
+        with torch.no_grad():
+            self._on_saved(saved)
         return True
-
-    def _replay(self, current: Pass, values: Any, before: int | None, segment: Segment) -> bool:
-        """Report what a segment saved in the last pass; False, and no report, if this pass differs."""
-        if _point_of(current, before) != segment.point:
-            return False
-        tensors = [values] if type(values) is Tensor else list(tensors_in(values))
-        if [(tensor.size(), tensor.dtype) for tensor in tensors] != segment.layouts:
-            return False
-        found = segment.part.follow([tensor.grad_fn for tensor in tensors])
-        if found is None:
-            return False
-        first = current.calls[0].first
-        current.seen.update([first + number for number in segment.reached])
-        current.unreached = segment.unreached
-        for index, counts in segment.counts:
-            current.calls[index].counts.update(counts)
-        if found:
-            self._report_tensors(current, found)
-        return True
-
-    def _report_tensors(self, current: Pass, tensors: list[tuple[Saved, Any, Any, Tensor]]) -> None:
-        is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
-        set_grad_enabled(False)
-        try:
-            if save_again is not None:
-                for t, node, raw, tensor in tensors:
-                    save_again(t, node, raw, tensor, inputs)
-                return
-            for t, node, raw, tensor in tensors:
-                kind = "input" if tensor.untyped_storage()._cdata in current.inputs else "activation"
-                self._on_saved(t.again(kind, node, raw, tensor))
-        finally:
-            set_grad_enabled(is_enabled)
-
-
-def _needs_of(args: Any) -> tuple[bool, ...]:
-    """Which of the tensors among the arguments of a call require a gradient."""
-    if len(args) == 1 and type(args[0]) is Tensor:
-        return NEEDED if args[0].requires_grad else NOT_NEEDED
-    return tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
-
-
-def _point_of(current: Pass, before: int | None) -> tuple[int, ...]:
-    calls = current.calls
-    created = (next_number() if before is None else before) - calls[0].first
-    return created, len(current.seen), current.unreached, len(calls)
-
-
-Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]
-
-
-def _segment(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
-    """What was read behind `values`; `counts`: of the running calls before. `found`: the nodes, and the saved tensors."""
-    nodes, reported = found
-    tensors = list(tensors_in(values))
-    changed = [(i, dict(call.counts)) for i, call in enumerate(current.calls) if call.counts != counts[i]]
-    part = GraphPart.of([tensor.grad_fn for tensor in tensors], dict(nodes), reported)
-    layouts = [(tensor.size(), tensor.dtype) for tensor in tensors]
-    first = current.calls[0].first
-    return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
-
-
-def _place_in(call: ModuleCall) -> str:
-    """The name, up to the operand, of the inputs of the next checkpoint in the forward of a module."""
-    call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
-    return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."
 
 
 def is_plain_leaf(module: nn.Module) -> bool:

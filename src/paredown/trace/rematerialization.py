@@ -5,7 +5,7 @@
     gelu(x), silu(x)        from x
 
 Of a convolution, norm and ReLU, the input of the norm is stored and the input of the next convolution is not. The result may have been
-cast and viewed in between. Traces (trace/saved_lifetimes.py) and sessions (session/activations.py) both call `rematerialization_of`.
+cast and viewed in between. Traces (trace/saved_lifetimes.py) and sessions (session/eager/activations.py) both call `rematerialization_of`.
 """
 
 from __future__ import annotations

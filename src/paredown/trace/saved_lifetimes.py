@@ -24,9 +24,9 @@ from torch import Tensor
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.autograd_graph import Saved, covers_storage
-from paredown.trace.checkpoints import CapturedHooks, Store, stored_operand
 from paredown.trace.operations import CHECKPOINT, MIN_PACKED_NUMEL, SMALL, Use, input_operand, max_left_bytes
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
+from paredown.trace.second_passes import CapturedHooks, Store, stored_operand
 from paredown.trace.timeline import RANDOM_BITS, Allocation, Timeline
 from paredown.trace.trace import Part, Saver, Slot, index_bytes
 

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from paredown.roles import Role
-from paredown.trace.device_ops import UNKNOWN_SIZES, WORKSPACES
+from paredown.trace.fake.device_ops import UNKNOWN_SIZES, WORKSPACES
 from paredown.trace.trace import VIEW, Operation
 
 DEVICE, DETACH = torch.ops.prim.device.default, torch.ops.aten.detach.default  # these two are not counted as ticks

@@ -1,7 +1,7 @@
 """`trace_step`: every tensor that one training step stores, from a step on fake tensors that needs neither data nor memory for weights.
 
 Every tensor that autograd saves is a slot with a name, and so are parameters, gradients, optimizer state, buffers and inputs. One step on
-fake tensors (trace/fake_step.py) records the lifetime of each; `footprint(trace, plan)` is arithmetic on the result.
+fake tensors (trace/fake/fake_step.py) records the lifetime of each; `footprint(trace, plan)` is arithmetic on the result.
 
 >>> trace = trace_step(torch.nn.Linear(8, 4), (torch.empty(2, 8), torch.empty(2, 4)), loss=torch.nn.functional.mse_loss, device="cpu")
 >>> [(slot.name, slot.role.value, slot.nbytes) for slot in trace.slots[:2]]
@@ -25,8 +25,8 @@ from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.sizes import say_bytes
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.fake_step import LOSS, Arguments, FakeStep, merged
-from paredown.trace.fake_tensors import FakeTensors, check_model, with_fake_tensors
+from paredown.trace.fake.fake_step import LOSS, Arguments, FakeStep, merged
+from paredown.trace.fake.fake_tensors import FakeTensors, check_model, with_fake_tensors
 from paredown.trace.optimizer_state import OptimizerState, StateTensor, state_of_optimizer
 from paredown.trace.saved_lifetimes import OUTSIDE, held_slots, slots_of
 from paredown.trace.timeline import Allocation

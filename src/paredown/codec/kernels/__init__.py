@@ -8,12 +8,13 @@ from paredown.codec.kernels.flat import (  # noqa: F401
     encode_flat,
     recompute,
 )
-from paredown.codec.kernels.launch import (  # noqa: F401
+from paredown.codec.kernels.launch import empty_strided  # noqa: F401
+from paredown.codec.kernels.masks import apply_mask, pack_mask, unpack_mask  # noqa: F401
+from paredown.codec.kernels.rows import (  # noqa: F401
     covers,
     decode_rows,
     decoder,
     device_spec,
-    empty_strided,
     encode_rows,
     largest_finite,
     round_many,
@@ -21,4 +22,3 @@ from paredown.codec.kernels.launch import (  # noqa: F401
     round_trip_by_row,
     round_trip_rows,
 )
-from paredown.codec.kernels.masks import apply_mask, pack_mask, unpack_mask  # noqa: F401

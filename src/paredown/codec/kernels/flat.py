@@ -19,23 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paredown.codec.kernels.launch import (
+from paredown.codec.kernels.launch import Direct, Launch, empty_strided
+from paredown.codec.kernels.masks import load_bits
+from paredown.codec.kernels.pack import NONE, decode_blocks, load_codes, load_shared, store_values
+from paredown.codec.kernels.rows import (
     AS_INTEGERS,
     NOT_RANDOM,
-    Direct,
-    Launch,
     Random,
     block_constants,
     covers,
     decodes,
     element_constants,
-    empty_strided,
     encodes,
     random_of,
     shared_of,
 )
-from paredown.codec.kernels.masks import load_bits
-from paredown.codec.kernels.pack import NONE, decode_blocks, load_codes, load_shared, store_values
 from paredown.codec.packed import FLAT, FlatCodec, PackedTensor
 from paredown.codec.recompute import DecodeSteps, Layout
 from paredown.codec.reference import COVER, Encoding, PackedParts

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paredown.codec.kernels.launch import Direct, Launch, bf16_as_integers
+from paredown.codec.kernels.launch import Direct, Launch
 from paredown.codec.kernels.pack import load_tile, load_values, store_tile, store_values
+from paredown.codec.kernels.rows import bf16_as_integers
 
 
 @triton.jit

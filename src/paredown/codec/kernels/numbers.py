@@ -2,7 +2,7 @@
 
 Random bits are an argument wherever they are used, so each function can be compared with the reference bit for bit. Encoding
 is integer arithmetic on the bits of a float32, since a cast to an 8-bit float is wrong in Triton's interpreter; division is the correctly
-rounded one. ELEMENT is a compile-time tuple, made in `launch.py` from an `Element`:
+rounded one. ELEMENT is a compile-time tuple, made in `rows.py` from an `Element`:
 
     0 kind  1 width  2 mantissa_bits  3 min_exponent  4 subnormals  5 max_code  6 code for overflow, or -1 to saturate
     7 inf_code or -1  8 nan_code or -1  9 whether -0.0 exists  10 floor(log2 max_value)

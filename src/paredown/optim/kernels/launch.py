@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paredown.codec.kernels.launch import ROUNDINGS, SCALES, Launch, element_constants
+from paredown.codec.kernels.launch import Launch
 from paredown.codec.kernels.numbers import BF16, FP32, decode_values, load_scale
 from paredown.codec.kernels.pack import load_codes, load_shared
+from paredown.codec.kernels.rows import ROUNDINGS, SCALES, element_constants
 from paredown.codec.packed import PackedTensor
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format

@@ -40,8 +40,8 @@ from paredown.session.compiled.graph_memory import GraphMemory
 from paredown.session.compiled.graph_packing import chains_to_save, joint_graph, partition
 from paredown.session.compiled.graph_slots import JointGraph, aten_name, module_path
 from paredown.session.compiled.recomputed_tensors import is_tensor, save_recomputed
-from paredown.trace.fake_step import Arguments, FakeStep
-from paredown.trace.fake_tensors import DeviceForms
+from paredown.trace.fake.fake_step import Arguments, FakeStep
+from paredown.trace.fake.fake_tensors import DeviceForms
 from paredown.trace.timeline import Allocation
 
 PADDED_BYTES = 1 << 20  # matrix products whose output is larger are padded

@@ -32,7 +32,7 @@ from torch import Tensor, fx
 
 from paredown.loss.loss_operator import SCRATCH, scratch_bytes
 from paredown.session.compiled.graph_slots import hint
-from paredown.trace.device_ops import FLASH_COLUMNS, FLASH_ROWS, round_up
+from paredown.trace.fake.device_ops import FLASH_COLUMNS, FLASH_ROWS, round_up
 
 CONVOLUTIONS = ("convolution", "convolution_backward")
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default

@@ -1,41 +1,31 @@
 """The forms in which a saved tensor is stored between forward and backward; each form can unpack its values.
 
-    StoredValues        codes and scales in a format                  RecomputedValues    nothing: recomputed from StoredValues
-    StoredMask          one bit per value                             StoredIntegers      integers of a smaller width
-    StoredShape         nothing: only the shape matters
+    StoredValues        codes and scales in a format                  StoredMask          one bit per value
+    StoredIntegers      integers of a smaller width                   StoredShape         nothing: only the shape matters
+    RecomputedValues    nothing: recomputed from StoredValues (recomputed_values.py)
 
 A `StoredForm` covers a flat `StoragePiece`: a whole storage in memory order, or a copy of a view that is a small part of its storage.
 A `StoredView` has the size, strides and offset of the saved tensor in that piece. If the original storage turns out to stay alive anyway,
 `restore_original` drops the packed data and refers to the original.
-
-`decode_steps_of` collects the tensors that recomputing needs, from the autograd nodes that a `Rematerialization` names.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from paredown.codec.packed import FlatCodec, PackedTensor
-from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
-from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding
+from paredown.codec.recompute import NO_BOUND, ReluOutput, unpack_mask
 from paredown.optim.packed_weight import MODIFIED
-from paredown.session.value_bounds import depends_on_values
-from paredown.trace.autograd_graph import Saved, is_packed_whole
-from paredown.trace.operations import Use
-from paredown.trace.rematerialization import SOURCE_OPS, Rematerialization
+from paredown.trace.autograd_graph import is_packed_whole
 
 
 class StoragePiece:
@@ -281,38 +271,6 @@ def memory_in_use(index: int) -> tuple[int, int]:
 
 
 @final
-class RecomputedValues(StoredForm):
-    """Values that are recomputed from stored ones; stores no values, only references to a norm's parameters and statistics."""
-
-    __slots__ = ("source", "steps")
-
-    def __init__(self, piece: StoragePiece, source: StoredValues, steps: DecodeSteps) -> None:
-        super().__init__(piece)
-        self.source, self.steps = source, steps
-
-    def _packed_bytes(self) -> int:
-        return 0
-
-    def _unpacked(self) -> Tensor:
-        return self._recomputed((self.numel,), (1,))
-
-    def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The same without a flat tensor in between."""
-        return self._recomputed(size, stride) if self.plain_values is None else self.values().as_strided(size, stride)
-
-    def _recomputed(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        source, steps = self.source, self.steps
-        if source.stored is None or not source.codec.takes_address:
-            return recompute(source.packed or source.values(), steps, self.dtype, (size, stride))
-        if steps.norm is not None:
-            steps.norm.check()
-        return source.codec.recompute(source.stored, steps, self.dtype, (size, stride))
-
-    def _drop(self) -> None:
-        pass
-
-
-@final
 class StoredMask(StoredForm):
     """One exact bit for each value, decoded as one of two values.
 
@@ -425,101 +383,6 @@ class StoredView:
         return self.tensor()
 
 
-@dataclass(frozen=True)
-class StorageDecision:
-    """How a slot is stored. `asked`: the plan's format; `format`: the one used, None if unmodified; `reason`: why they differ."""
-
-    asked: Format | None
-    format: Format | None
-    rounding: Rounding
-    overflow: Overflow | None
-    reason: str
-    tensor_id: int
-
-
-IN_ONE_PASS = ("cuda",)  # devices with a kernel that encodes a tensor and packs its mask
-FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of the others may differ from call to call
-
-
-class SlotStorage:
-    """What is decided once for the saved tensors of a slot, and replayed while they have this layout and the plan does not change."""
-
-    def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
-        tensor = piece.tensor
-        self.offset, self.numel, self.is_whole, self.layout = tensor.storage_offset(), piece.numel, piece.is_whole, piece.layout()
-        self.memory = memory_of(tensor, piece.storage)
-        self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
-        self.detail = detail  # use and detail of the stored form: part of its key
-        self.known, self.plan_number = (piece.is_whole, piece.numel), plan_number
-        self.nbytes = piece.numel * tensor.itemsize  # that are packed
-        self.is_fixed = saved.use in FIXED_USES or (tensor.is_cuda and saved.use is Use.MASK)
-        if saved.use is Use.VALUE and saved.op == "mul" and not tensor.is_cuda:
-            self.is_fixed = False  # its values decide
-        self.checks_values = depends_on_values(saved)
-        self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
-        is_relu = saved.op == "relu" and saved.use is Use.SIGN
-        is_in_order = tensor.device.type in IN_ONE_PASS and piece.is_whole and self.offset == 0 and tensor.numel() == piece.numel
-        self.can_be_delayed = is_relu and is_in_order  # a mask that can be packed by the kernel that encodes the same tensor
-        self.is_delayed = False  # whether a later operation encodes the tensor, and packs its mask too
-        self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # on a GPU
-        self.decision: StorageDecision | None = None
-        self.codec: FlatCodec | None = None
-        self.sufficient: Format | None = None  # a format that is precise enough for the operation
-        self.by_address = False  # whether `codec` takes the saved tensor itself
-        self.is_cuda = tensor.is_cuda
-
-    def fits(self, saved: Saved, tensor: Tensor) -> bool:
-        """Whether the decisions hold for this saved tensor."""
-        is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
-        return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
-
-
-def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """All that decisions depend on: device, dtype, bytes of the storage, size, strides and offset."""
-    return tensor.get_device(), tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()
-
-
-class PackingTime:
-    """The seconds that encoding and decoding took on a CPU, and those of the steps around them, by `clock`.
-
-    A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
-    GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step
-    down. The time in which saved tensors are found is not counted as packing.
-    """
-
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self.clock = clock
-        self._steps = [0.0, 0.0]  # seconds of packing, and all seconds, of the steps that count
-        self._started, self._packing, self._has_decoded = 0.0, 0.0, False  # of the current step
-        self._lock = threading.Lock()  # backward may decode in several threads
-
-    @property
-    def share(self) -> float | None:
-        """Packing's share of the time of the steps that count; None if there is none."""
-        packing, whole = self._steps
-        return packing / whole if whole > 0 else None
-
-    def begin_step(self) -> None:
-        """Start of a forward pass, which ends the step before."""
-        now = self.clock()
-        if self._has_decoded:
-            self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]
-        self._started, self._packing, self._has_decoded = now, 0.0, False
-
-    def add_since(self, start: float) -> None:
-        """Count the time since `start` as packing."""
-        with self._lock:
-            self._packing += self.clock() - start
-
-    def unpacked(self, view: StoredView) -> Tensor:
-        """The unpacked saved tensor of a view on the CPU, its time counted."""
-        start = self.clock()
-        tensor = view.tensor()
-        self.add_since(start)
-        self._has_decoded = True
-        return tensor
-
-
 def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether a tensor has every place of its memory once, in some order of its dimensions."""
     expected = 1
@@ -534,71 +397,3 @@ def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
     """The whole storage as a 1-D tensor."""
     numel = storage.nbytes() // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
-
-
-# --- recomputing a saved tensor from a stored one ---------------------------------------------------------------------------------
-
-
-def decode_steps_of(
-    rule: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
-) -> DecodeSteps | None:
-    """The steps that compute `result` from the values of `source`; None if their memory layouts differ or an operand is missing.
-
-    `keeps_parameters`: the model keeps its parameters until backward, so they are referenced; otherwise they are copied.
-    """
-    form, (size, stride, *_) = source.form, source.layout
-    if not form.is_whole or form.numel != result.numel or form.numel != size.numel():
-        return None
-    if rule.is_copy and not _is_contiguous(source):
-        return None
-    if rule.op == "layer_norm":
-        return _after_layer_norm(rule.source, source, keeps_parameters)
-    if rule.op == "batch_norm":
-        bits = signs.form if signs is not None else None
-        if (
-            not isinstance(bits, StoredMask)
-            or bits.bits is None
-            or (size, stride) != (result.tensor.size(), result.tensor.stride())
-        ):
-            return None
-        return _after_batch_norm(rule.source, source, bits.bits, keeps_parameters)
-    return DecodeSteps(activation="gelu_tanh" if rule.op == "gelu" and rule.source._saved_approximate == "tanh" else rule.op)
-
-
-def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> DecodeSteps | None:
-    mean, rstd = node._saved_result1, node._saved_result2
-    channels = source.layout.size.numel() // max(mean.numel(), 1)
-    if mean.dtype is not torch.float32 or not _is_contiguous(source):
-        return None
-    weight, bias = _vector(node._saved_weight, keeps_parameters), _vector(node._saved_bias, keeps_parameters)
-    return DecodeSteps(Norm(channels, 1, weight, bias, mean, rstd, by_row=True))
-
-
-def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_parameters: bool) -> DecodeSteps | None:
-    size, stride, *_ = source.layout
-    weight, bias = node._saved_weight, getattr(node.next_functions[2][0], "variable", None)
-    mean, rstd = node._saved_result1, node._saved_result2
-    channels = size[1]
-    if (weight is None) != (bias is None) or mean is None or mean.numel() != channels or mean.dtype is not torch.float32:
-        return None
-    channels_last = len(size) > 2 and stride[1] == 1
-    if not channels_last and not _is_contiguous(source):
-        return None
-    weight, bias = _vector(weight, keeps_parameters), _vector(bias, keeps_parameters)
-    return DecodeSteps(Norm(channels, 1 if channels_last else size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
-
-
-def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """A norm's parameter as a 1-D float32 tensor; the parameter itself, not a copy, where it is one and is kept until backward."""
-    if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
-        return parameter
-    return parameter.detach().float().reshape(-1).clone()
-
-
-def _is_contiguous(view: StoredView) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(view.layout.size), reversed(view.layout.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -22,7 +22,7 @@ when the forward pass ends.
 On a GPU the backward of a ReLU reads the stored bits (`codec.recompute.ReluOutput`). A ReLU's output that the next operation encodes is
 read once for both: from the second pass on its mask is packed by the kernel that encodes it (`StoredMask.delayed`).
 
-Where the values of a tensor decide that it is not packed after all (large logits, constant channels): `value_bounds.py`.
+Where the values of a tensor decide that it is not packed after all (large logits, constant channels): `session/value_bounds.py`.
 """
 
 # pyright: reportPrivateUsage=false
@@ -32,8 +32,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -45,12 +45,11 @@ from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
-from paredown.session.stored_tensors import (
+from paredown.session.eager.forward_passes import ActivationBytes, ForwardCount, ForwardStorage, PackingTime
+from paredown.session.eager.recomputed_values import RecomputedValues, decode_steps_of
+from paredown.session.eager.slot_decisions import SlotDecisions, StorageDecision
+from paredown.session.eager.stored_tensors import (
     DecodedCopies,
-    PackingTime,
-    RecomputedValues,
-    SlotStorage,
-    StorageDecision,
     StoragePiece,
     StoredForm,
     StoredIntegers,
@@ -58,15 +57,13 @@ from paredown.session.stored_tensors import (
     StoredShape,
     StoredValues,
     StoredView,
-    decode_steps_of,
 )
-from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, use_and_detail
+from paredown.session.value_bounds import Bounds, ValueBounds, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
-from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use, max_left_bytes
+from paredown.trace.operations import MIN_PACKED_NUMEL, Use, max_left_bytes
 from paredown.trace.rematerialization import Rematerialization, rematerialization_of
 
 VALUE = Use.VALUE
-LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
 REASONS = {
     "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
     "weight": "it is a weight",
@@ -87,41 +84,12 @@ has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
-@dataclass
-class ForwardStorage:
-    """State of one running forward pass: the stored forms so far, and the storages that are not packed."""
-
-    forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
-    at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
-    unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
-    left: dict[Any, int] = field(default_factory=dict)  # key of a piece that could be packed, but is not -> its bytes
-    masks: dict[Any, tuple[StoredMask, SlotStorage]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
-    in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
-    # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
-    # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
-    # saved tensor is packed, and the entry lives as long as the forward pass.
-    sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
-
-    def source(self, node: Any) -> StoredView | None:
-        """The stored operand of `node` from which other tensors can be recomputed; None if there is none."""
-        entry = self.sources.get(node._sequence_nr()) if node is not None else None
-        return entry[1] if entry is not None and entry[0] is node else None
-
-
-class ActivationBytes(NamedTuple):
-    """Bytes of the activations that one forward pass saved: as stored, and as the unmodified model saves them."""
-
-    stored: int = 0
-    baseline: int = 0
-
-
 class Activations:
     """Packs the tensors that one model saves for backward."""
 
     def __init__(self, plan: Plan, seed: int) -> None:
         self.plan, self.seed = plan, seed
-        self._forwards, self._steps = 0, dict[int, Tensor]()  # by device: the number of forward passes, which kernels read
-        self._is_captured = False  # whether a CUDA graph counts forward passes on the device
+        self._count = ForwardCount()
         self.is_sharded = False  # whether parameters are freed between forward and backward
         self.names: set[str] = set()  # of all slots reported so far
         self.decisions: dict[str, StorageDecision] = {}
@@ -140,7 +108,7 @@ class Activations:
         self.small: set[str] = set()  # slots of tensors that are left unmodified, up to `max_left_bytes`
         self.max_left_bytes = self._chosen_for = 0  # and the baseline bytes of the pass that they were chosen after
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
-        self._slots: dict[str, SlotStorage] = {}
+        self._slots: dict[str, SlotDecisions] = {}
         self._plan_number = 0  # of the plan and seed that slots were decided for
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
         self._local = threading.local()
@@ -150,16 +118,12 @@ class Activations:
 
     @property
     def forwards(self) -> int:
-        """Number of forward passes so far; if a CUDA graph was captured, it is read from the device."""
-        if self._is_captured:
-            self._forwards = max(self._forwards, *(int(step) for step in self._steps.values()))
-        return self._forwards
+        """Number of forward passes so far."""
+        return self._count.value
 
     @forwards.setter
     def forwards(self, count: int) -> None:
-        self._forwards = count
-        for step in self._steps.values():
-            step.fill_(count)
+        self._count.value = count
 
     @property
     def stored_bytes(self) -> int:
@@ -189,34 +153,12 @@ class Activations:
 
     def begin(self, *, is_sharded: bool) -> None:
         """Start of a forward pass."""
-        self._count_forward()
+        self._count.add()
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
         self.stored_forms()  # drops dead references
         self._local.storage = ForwardStorage()
         self._running.append(self._local.storage)
-
-    def _count_forward(self) -> None:
-        """Count a forward pass: on the host and on the devices, or, while a CUDA graph is captured, in the graph alone."""
-        if self._steps and torch.cuda.is_current_stream_capturing():
-            self._is_captured = True
-            for step in self._steps.values():
-                step.add_(1)
-            return
-        self._forwards = self.forwards + 1
-        for step in self._steps.values():
-            step.fill_(self._forwards)
-
-    def _step(self, tensor: Tensor) -> Any:
-        """The number of forward passes as the codec takes it: on a GPU one int32 in its memory, so that replayed graphs draw new bits."""
-        if not tensor.is_cuda:
-            return self._forwards
-        step = self._steps.get(tensor.get_device())
-        if step is None:
-            check_is_warm("packs a tensor on this device")
-            step = torch.full((1,), self._forwards, dtype=torch.int32, device=tensor.device)
-            self._steps[tensor.get_device()] = step
-        return step
 
     def end(self, output: Any) -> None:
         """End of a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
@@ -247,8 +189,8 @@ class Activations:
             elif not has_expired(form.weak_storage):
                 alive.append(key)
         self.restored = frozenset(forms[key].name for key in restored)
-        baseline = self._count(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
-        if self._steps and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
+        baseline = self._count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
+        if self._count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
             self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
         self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
 
@@ -273,7 +215,7 @@ class Activations:
         if has_changed or self.small:
             leave_out(self.small, self.max_left_bytes)
 
-    def _count(self, storage: ForwardStorage, unmodified: dict[int, int]) -> int:
+    def _count_bytes(self, storage: ForwardStorage, unmodified: dict[int, int]) -> int:
         """Update `largest`; `unmodified`: storage address -> bytes of the saved tensors whose original stays in memory.
 
         Returns the bytes of the baseline.
@@ -309,7 +251,7 @@ class Activations:
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
         """`save` for a tensor in the same place of the model as one of an earlier pass, which `seen` describes: its slot is replayed."""
-        slot: SlotStorage | None = seen.slot
+        slot: SlotDecisions | None = seen.slot
         if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
             piece = StoragePiece(tensor, slot.known)
             place = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -329,14 +271,14 @@ class Activations:
         slot = None if is_input else self._slots.get(seen.name)
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
-    def _slot(self, saved: Saved, piece: StoragePiece) -> SlotStorage:
+    def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
         """Decide how the saved tensors of a slot are stored."""
-        slot = SlotStorage(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
+        slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
         self._slots[saved.name] = slot
         return slot
 
     def _store(
-        self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage, node: Any, raw: Any
+        self, saved: Saved, piece: StoragePiece, slot: SlotDecisions | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
         """Store a piece, and measure the time on a CPU; `node`, `raw`: those of the saved tensor."""
         start = self.packing_time.clock()
@@ -345,7 +287,9 @@ class Activations:
         if not piece.tensor.is_cuda:
             self.packing_time.add_since(start)
 
-    def _replace(self, saved: Saved, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage, node: Any, raw: Any) -> None:
+    def _replace(
+        self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, node: Any, raw: Any
+    ) -> None:
         """Find or make the stored form of a piece, and register it in place of the saved tensor."""
         tensor, forms = piece.tensor, storage.forms
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
@@ -380,7 +324,7 @@ class Activations:
         if self.not_packed:
             self.not_packed.pop(saved.name, None)
 
-    def _leave(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage, *, is_packable: bool) -> None:
+    def _leave(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, *, is_packable: bool) -> None:
         """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
         storage.left[piece.key] = slot.nbytes if is_packable else 0
         storage.unpacked[piece.address] = unmodified = piece.tensor.detach()
@@ -417,7 +361,7 @@ class Activations:
         saved: Saved,
         piece: StoragePiece,
         previous: StoredForm | None,
-        slot: SlotStorage,
+        slot: SlotDecisions,
         storage: ForwardStorage,
         node: Any,
     ) -> StoredForm | None:
@@ -428,10 +372,10 @@ class Activations:
         if decision.format is None:
             return previous if previous is not None and self._keeps_enough(previous, saved) else None
         if slot.checks_values:
-            reason = self._bounds.known_reason(saved.name, decision.format, self._forwards)
+            reason = self._bounds.known_reason(saved.name, decision.format, self._count.on_host)
             if reason is None:
                 whole = saved if saved.tensor is not None else saved.again(saved.kind, node, None, piece.tensor)
-                reason = self._bounds.reason_to_keep(whole, decision.format, self._forwards)
+                reason = self._bounds.reason_to_keep(whole, decision.format, self._count.on_host)
             if reason:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
@@ -451,16 +395,16 @@ class Activations:
         form = self.form_of(saved, piece, codec, stored) if self.form_of is not None else None
         return form or StoredValues(piece, codec, stored, self._copies)
 
-    def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece, storage: ForwardStorage) -> Any:
+    def _encoded(self, slot: SlotDecisions, decision: StorageDecision, piece: StoragePiece, storage: ForwardStorage) -> Any:
         codec, tensor = slot.codec, piece.tensor
         if codec is None:
             assert decision.format is not None
             how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
             codec = slot.codec = flat_codec(tensor, piece.numel, decision.format, how, seed)
             slot.by_address = codec.takes_address and piece.is_whole and slot.offset == 0
-        step = self._steps.get(slot.memory[0])  # by device
+        step = self._count.on_device.get(slot.memory[0])
         if step is None:
-            step = self._step(tensor)
+            step = self._count.at(tensor)
         if not slot.by_address:
             return codec.encode(piece.flat(), step)
         found = storage.masks.get(piece.key) if storage.masks else None
@@ -501,7 +445,7 @@ class Activations:
             slot.sufficient = format
         return True
 
-    def _sign(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage) -> StoredForm:
+    def _sign(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm:
         """The mask of a ReLU: packed now, or delayed if the slot of another operation encoded the same tensor in the last pass."""
         x = piece.tensor
         if slot.is_delayed and self.on_packed is None:

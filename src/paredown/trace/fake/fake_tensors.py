@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map, tree_map_only
 
 from paredown.errors import TraceError
-from paredown.trace import device_ops
-from paredown.trace.cuda_autocast import cuda_autocast
+from paredown.trace.fake import device_ops
+from paredown.trace.fake.cuda_autocast import cuda_autocast
 from paredown.trace.hooks import Hook
 
 IS_DEFERRED = "is_deferred"  # attribute of tensor classes that record operations (loss/deferred_logits.py)

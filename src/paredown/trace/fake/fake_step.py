@@ -1,6 +1,6 @@
 """`FakeStep`: runs forward, loss and backward of a model on fake tensors and records what happens.
 
-The step runs on the CPU with the operations of the target device (trace/fake_tensors.py). A `Timeline` gives each operation a tick and
+The step runs on the CPU with the operations of the target device (trace/fake/fake_tensors.py). A `Timeline` gives each operation a tick and
 records every allocation (trace/timeline.py); a `Recorder` packs every saved tensor that can be packed (trace/saved_lifetimes.py).
 
 `ModuleRunTimes` records when a weight that is stored packed must be decoded: while a module that owns it runs. A checkpoint calls its
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.fake_tensors import DeviceForms, FakeTensors, inner_tensors
+from paredown.trace.fake.fake_tensors import DeviceForms, FakeTensors, inner_tensors
 from paredown.trace.module_watch import Watch
 from paredown.trace.saved_lifetimes import Recorder
 from paredown.trace.timeline import Allocation, Timeline
@@ -246,7 +246,7 @@ class FakeStep:
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
         """Record what `module` saves; hooks stay until `backward` ends where that runs layers of reentrant checkpoints again."""
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
-        watch.on_recomputation = self.recorder.second_pass
+        watch.checkpoints.on_recomputation = self.recorder.second_pass
         self.watches.append(watch)
         watch.attach()
         hooks = [part for part in (self.view_outputs, None if outside else self.head) if part is not None]
@@ -257,7 +257,7 @@ class FakeStep:
                 yield
         finally:
             self.watches.remove(watch)
-            if backward is not None and watch.lacks_second_passes:
+            if backward is not None and watch.checkpoints.lacks_second_passes:
                 backward.callback(watch.detach)
             else:
                 watch.detach()

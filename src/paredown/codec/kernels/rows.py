@@ -1,0 +1,317 @@
+"""The host's side of the kernels that encode, decode and round rows: what they cover, their constants, arguments and tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from math import frexp
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from paredown.codec.kernels import numbers, pack, runtime_formats
+from paredown.codec.kernels.launch import Launch, Repeated
+from paredown.codec.reference import Encoding, PackedParts, table_limits
+from paredown.formats.element import TABLES, Element, ElementKind
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding, Seed
+
+FP32 = Format.parse("fp32")
+WIDTHS = (1, 2, 4, 6, 8, 16)
+MAX_BLOCK_LEN = 4096
+KINDS = {
+    ElementKind.FLOAT: numbers.FLOAT,
+    ElementKind.INT: numbers.INT,
+    ElementKind.UINT: numbers.UINT,
+    ElementKind.TABLE: numbers.TABLE,
+}
+ROUNDINGS = {
+    Rounding.NEAREST_EVEN: numbers.NEAREST_EVEN,
+    Rounding.TOWARD_ZERO: numbers.TOWARD_ZERO,
+    Rounding.NEAREST_AWAY: numbers.NEAREST_AWAY,
+    Rounding.STOCHASTIC: numbers.STOCHASTIC,
+}
+SCALES = {"fp32": numbers.FP32, "bf16": numbers.BF16, "e8m0": numbers.E8M0, "e4m3fn": numbers.E4M3}
+RULES = {"cover": pack.COVER, "ocp": pack.OCP, "given": pack.GIVEN}
+AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.uint8: torch.uint8}
+
+
+def covers(encoding: Encoding, job: str) -> bool:
+    """Whether there is a kernel to "encode" or "decode" (packed widths), or to "round_trip" (any width without a block).
+
+    Elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), tables of users and scales other than SCALES go
+    through plain torch.
+    """
+    element, block, scale = encoding.format.element, encoding.format.block, encoding.format.scale
+    is_own_table = element.kind is ElementKind.TABLE and element.name not in TABLES
+    if element.min_exponent < -126 or is_own_table or (scale is not None and scale.name not in SCALES):
+        return False
+    if job == "round_trip" and block is None:
+        return True
+    pow2_block = block is None or (block <= MAX_BLOCK_LEN and block & (block - 1) == 0)
+    return element.width in WIDTHS and pow2_block and element.name != "int1"
+
+
+def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
+    """`x` (rows, cols) encoded; `given` holds scales to use."""
+    parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
+    if encoding.rule == "given":
+        assert given is not None
+        for mine, theirs in ((parts.scales, given.scales), (parts.minimums, given.minimums)):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+    assert parts.codes is not None
+    _launch_encode(x, parts.codes, encoding, parts, stores_codes=True)
+    return parts
+
+
+def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
+    """`out` (rows, cols), filled with the decoded values."""
+    element = encoding.format.element
+    pointers = (parts.codes, out, *shared_of(parts, out), _table(element, Rounding.NEAREST_EVEN, out.device))
+    for launch in decodes(*out.shape, encoding.format):
+        launch(pointers)
+    return out
+
+
+def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
+    """A function decode(out) that decodes `parts` into `out`; all else is prepared once, so that repeated calls are cheap."""
+    assert parts.codes is not None
+    shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
+    table = _table(encoding.format.element, Rounding.NEAREST_EVEN, parts.codes.device)
+    pointers = (parts.codes, None, *shared, parts.tensor_scale, table)
+    launch = Repeated(decodes(rows, cols, encoding.format), pointers)
+
+    def decode(out: Tensor) -> Tensor:
+        launch(out)
+        return out
+
+    return decode
+
+
+def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
+    """`out`, filled with decode(encode(x))."""
+    element = encoding.format.element
+    if encoding.format.block is None and element.kind is not ElementKind.TABLE:
+        return round_trip_at_run_time(x, device_spec(element, encoding.overflow, x.device), encoding.rounding, encoding.seed, out)
+    _launch_encode(x, out, encoding, given or PackedParts(), stores_codes=False)
+    return out
+
+
+def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
+    """`x` rounded to the element that `spec` describes when the kernel runs; see `runtime_formats.describe`."""
+    random = random_of(seed, x.numel(), rounding)
+    for launch in round_trips(x.numel(), rounding, random.step_in_memory, random.wide):
+        launch((bf16_as_integers(x), out, spec, random.step), random.scalars)
+    return out
+
+
+def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, out: Tensor) -> Tensor:
+    """The same; `row` holds the element and then the keys of the random bits, `step` the step."""
+    wide = x.numel() > 1 << 32
+    for launch in round_trips(x.numel(), rounding, step_in_memory=True, wide=wide, keys_in_memory=True):
+        launch((bf16_as_integers(x), out, row, step), (0, 0, 0))
+    return out
+
+
+def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
+    """Round many tensors in one launch; `runtime_formats.round_many_kernel` describes the contents of the first two arguments."""
+    constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": tile, "num_warps": 4, "enable_fp_fusion": False}
+    runtime_formats.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
+
+
+@lru_cache(maxsize=4096)
+def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
+    """The launch for this number of values."""
+    where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
+    constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
+    launches: list[Launch] = []
+    for tiles in _tiles(1, numel, FP32, "round_trip"):
+        first_tile, _, cols, _, _ = tiles.offsets
+        own = {name: tiles.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
+        launches.append(Launch(runtime_formats.round_trip_kernel, tiles.count, (cols, first_tile), {**constants, **own}))
+    return launches
+
+
+def largest_finite(x: Tensor) -> Tensor:
+    """The largest finite magnitude of `x`, a float32 scalar tensor."""
+    out = torch.zeros((), dtype=torch.int32, device=x.device)
+    tile = 4096
+    if x.numel():
+        pack.largest_finite_kernel[(triton.cdiv(x.numel(), tile),)](bf16_as_integers(x), out, x.numel(), TILE=tile)
+    return out.view(torch.float32)
+
+
+def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: PackedParts, *, stores_codes: bool) -> None:
+    element, random = encoding.format.element, random_of(encoding.seed, x.numel(), encoding.rounding)
+    pointers = (bf16_as_integers(x), out, *shared_of(parts, x), _table(element, encoding.rounding, x.device), random.step, x)
+    how = (encoding.format, encoding.rounding, encoding.overflow, encoding.rule)
+    for launch in encodes(*x.shape, how, stores_codes, random.step_in_memory, random.wide):
+        launch(pointers, random.scalars)
+
+
+@lru_cache(maxsize=4096)
+def encodes(
+    rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool, stores_bits: bool = False
+) -> list[Launch]:
+    """Launches for (rows, cols); `how`: format, rounding, overflow and the rule of scales."""
+    format, rounding, overflow, rule = how
+    lowest, highest = table_limits(format.element, rounding) if format.element.kind is ElementKind.TABLE else (0.0, 0.0)
+    limits = (lowest, highest, format.element.max_value)
+    constants = {
+        "ELEMENT": element_constants(format.element, overflow),
+        "ROUNDING": ROUNDINGS[rounding].value,
+        "RULE": RULES[rule].value,
+        "SAYS_NAN": overflow is Overflow.SATURATE or format.element.nan_code is not None,
+        "STORES_CODES": stores_codes,
+        "STORES_BITS": stores_bits,
+        "STEP_IN_MEMORY": step_in_memory,
+        "WIDE": wide,
+        **block_constants(format),
+    }
+    tiles = _tiles(rows, cols, format, "encode")
+    return [Launch(pack.encode_kernel, t.count, (*limits, *t.offsets), {**constants, **t.constants}) for t in tiles]
+
+
+@lru_cache(maxsize=4096)
+def decodes(rows: int, cols: int, format: Format) -> list[Launch]:
+    """Launches for (rows, cols)."""
+    constants = {"ELEMENT": element_constants(format.element, Overflow.SATURATE), **block_constants(format)}
+    tiles = _tiles(rows, cols, format, "decode")
+    return [Launch(pack.decode_kernel, t.count, t.offsets, {**constants, **t.constants}) for t in tiles]
+
+
+# --- what the kernels are compiled with -------------------------------------------------------------------------------
+
+
+@cache
+def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
+    """The tuple that `numbers.py` documents."""
+    inf_code, nan_code = (-1 if code is None else code for code in (element.inf_code, element.nan_code))
+    special = (inf_code if inf_code >= 0 else nan_code) if overflow is Overflow.NONFINITE else -1
+    has_minus_zero = element.kind is ElementKind.FLOAT and element.value(element.sign_code) == 0
+    fields = (
+        KINDS[element.kind].value,
+        element.width,
+        element.mantissa_bits,
+        element.min_exponent,
+        element.subnormals,
+        element.max_code,
+    )
+    return tuple(int(v) for v in (*fields, special, inf_code, nan_code, has_minus_zero, frexp(element.max_value)[1] - 1))
+
+
+@cache
+def block_constants(format: Format) -> dict[str, int]:
+    return {
+        "BLOCK_LEN": format.block or 0,
+        "SCALE": SCALES[format.scale.name].value if format.scale else 0,
+        "MINIMUM": SCALES[format.minimum.name].value if format.minimum else -1,
+        "HAS_TENSOR_SCALE": int(format.has_tensor_scale),
+    }
+
+
+@cache
+def device_spec(element: Element, overflow: Overflow, device: torch.device) -> Tensor:
+    """The result of `runtime_formats.describe` on the device. It is cached: clone it before writing to it."""
+    return torch.tensor(runtime_formats.describe(element, overflow), dtype=torch.int32, device=device)
+
+
+@cache
+def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
+    """For a table: the float32 from which on the next code is used, in 2^width entries, then the value of every code."""
+    if element.kind is not ElementKind.TABLE:
+        return torch.zeros(1, device=device)
+    pairs = zip(element.table, element.table[1:], strict=False)
+    thresholds = [_threshold(code, low, high, element, rounding) for code, (low, high) in enumerate(pairs)]
+    num_unused = (1 << element.width) - len(thresholds)
+    return torch.tensor([*thresholds, *[0.0] * num_unused, *element.values()], dtype=torch.float32, device=device)
+
+
+def _threshold(code: int, low: float, high: float, element: Element, rounding: Rounding) -> float:
+    """The smallest float32 that becomes `high` rather than `low`, the value of `code`; stochastic rounding starts from `low`."""
+    if rounding is Rounding.STOCHASTIC or (rounding is Rounding.TOWARD_ZERO and low >= 0):
+        return high
+    at, ties_go_up = (low, False) if rounding is Rounding.TOWARD_ZERO else ((low + high) / 2, code % 2 == 1)
+    if rounding is Rounding.NEAREST_AWAY or (rounding is Rounding.NEAREST_EVEN and element.name == "e8m0"):
+        ties_go_up = at > 0
+    nearest = np.float32(at)
+    if float(nearest) > at or (float(nearest) == at and ties_go_up):
+        return float(nearest)
+    return float(np.nextafter(nearest, np.float32(np.inf)))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+class Random(NamedTuple):
+    """Arguments of a kernel that draws random bits."""
+
+    step: Any
+    scalars: tuple[int, int, int]  # first_index, k0, k1
+    step_in_memory: bool
+    wide: bool
+
+
+NOT_RANDOM = Random(None, (0, 0, 0), False, False)
+
+
+def random_of(seed: Seed, numel: int, rounding: Rounding) -> Random:
+    if rounding is not Rounding.STOCHASTIC:
+        return NOT_RANDOM
+    in_memory = isinstance(seed.step, Tensor)
+    k0, k1 = (k - (1 << 32) if k >> 31 else k for k in (seed.base_keys() if in_memory else seed.keys()))
+    wide = seed.first_index + numel > 1 << 32
+    return Random(seed.step if in_memory else None, (seed.first_index, k0, k1), in_memory, wide)
+
+
+def bf16_as_integers(x: Tensor) -> Tensor:
+    return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+
+
+def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales and minimums as integers, and the tensor scale; `like` in place of missing ones."""
+    scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
+    return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
+
+
+class RowTiles(NamedTuple):
+    """The tiles that one launch covers."""
+
+    count: int
+    offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row
+    constants: dict[str, int]
+
+
+def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
+    """(values per tile, warps per program); `cols` is the length of a row, 0 if all rows form one long row.
+
+    With a block, 32 values per thread share what is computed once per thread, such as the division for the scale: on one H200 encoding bf16
+    to int8/64@bf16 ran at 95 % of copy with 1024 values per warp and at 82 % with 256 (docs/log.md, 2026-11-15).
+    """
+    tile, per_warp = {"encode": (1024, 1024), "decode": (2048, 1024)}[job] if format.block else (1024, 256)
+    if cols:
+        tile = min(tile, max(triton.next_power_of_2(cols), 128))
+    tile = max(tile, format.block or 0)
+    return tile, max(1, tile // per_warp)
+
+
+def _tiles(rows: int, cols: int, format: Format, job: str) -> list[RowTiles]:
+    """For one long row: full tiles without a mask, and the rest with one; otherwise all tiles with a mask."""
+    if rows * cols == 0:
+        return []
+    ends_evenly = cols * format.element.width % 8 == 0 and cols % (format.block or 1) == 0
+    one_row = rows == 1 or ends_evenly
+    if one_row:
+        rows, cols = 1, rows * cols
+    tile, num_warps = tiling(format, job, cols if not one_row else 0)
+    constants = {"TILE": tile, "num_warps": num_warps, "ONE_ROW": one_row, "enable_fp_fusion": False}
+    tiles, full = triton.cdiv(cols, tile), cols // tile
+    sizes = (tiles, cols, format.row_bytes(cols), format.blocks_per_row(cols))
+    if not one_row:
+        return [RowTiles(rows * tiles, (0, *sizes), {**constants, "MASKED": cols % tile != 0})]
+    whole = [RowTiles(full, (0, *sizes), {**constants, "MASKED": False})] if full else []
+    return whole + ([RowTiles(1, (full, *sizes), {**constants, "MASKED": True})] if tiles > full else [])

@@ -1,0 +1,136 @@
+"""What a session knows of its forward passes: what each one stores, how many there were, and the time that packing took.
+
+ForwardStorage      the stored forms of a running forward pass, and the storages that it leaves unmodified
+ActivationBytes     the bytes of one that ended
+ForwardCount        their number, on the host and in the memory of devices
+PackingTime         the share of encoding and decoding in the time of steps on a CPU
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paredown.session.eager.slot_decisions import SlotDecisions
+from paredown.session.eager.stored_tensors import StoredForm, StoredMask, StoredView
+from paredown.session.value_bounds import check_is_warm
+
+
+@dataclass
+class ForwardStorage:
+    """State of one running forward pass: the stored forms so far, and the storages that are not packed."""
+
+    forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
+    at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
+    unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
+    left: dict[Any, int] = field(default_factory=dict)  # key of a piece that could be packed, but is not -> its bytes
+    masks: dict[Any, tuple[StoredMask, SlotDecisions]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
+    in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
+    # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
+    # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
+    # saved tensor is packed, and the entry lives as long as the forward pass.
+    sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
+
+    def source(self, node: Any) -> StoredView | None:
+        """The stored operand of `node` from which other tensors can be recomputed; None if there is none."""
+        entry = self.sources.get(node._sequence_nr()) if node is not None else None
+        return entry[1] if entry is not None and entry[0] is node else None
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes of the activations that one forward pass saved: as stored, and as the unmodified model saves them."""
+
+    stored: int = 0
+    baseline: int = 0
+
+
+class ForwardCount:
+    """The number of forward passes so far, which is the step in the random bits of stochastic rounding.
+
+    Kernels read it in the memory of their device, so that replayed CUDA graphs draw new bits: a captured pass counts there alone.
+    """
+
+    def __init__(self) -> None:
+        self.on_host = 0
+        self.on_device: dict[int, Tensor] = {}  # by index of the device: one int32
+        self._is_captured = False  # whether a CUDA graph counts forward passes on the device
+
+    @property
+    def value(self) -> int:
+        """The number; if a CUDA graph was captured, it is read from the device."""
+        if self._is_captured:
+            self.on_host = max(self.on_host, *(int(step) for step in self.on_device.values()))
+        return self.on_host
+
+    @value.setter
+    def value(self, count: int) -> None:
+        self.on_host = count
+        for step in self.on_device.values():
+            step.fill_(count)
+
+    def add(self) -> None:
+        """Count a forward pass: on the host and on the devices, or, while a CUDA graph is captured, in the graph alone."""
+        if self.on_device and torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
+            for step in self.on_device.values():
+                step.add_(1)
+            return
+        self.value += 1
+
+    def at(self, tensor: Tensor) -> Any:
+        """The number as the codec takes it for `tensor`: on a GPU one int32 in its memory."""
+        if not tensor.is_cuda:
+            return self.on_host
+        step = self.on_device.get(tensor.get_device())
+        if step is None:
+            check_is_warm("packs a tensor on this device")
+            step = torch.full((1,), self.on_host, dtype=torch.int32, device=tensor.device)
+            self.on_device[tensor.get_device()] = step
+        return step
+
+
+class PackingTime:
+    """The seconds that encoding and decoding took on a CPU, and those of the steps around them, by `clock`.
+
+    A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
+    GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step
+    down. The time in which saved tensors are found is not counted as packing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
+        self._steps = [0.0, 0.0]  # seconds of packing, and all seconds, of the steps that count
+        self._started, self._packing, self._has_decoded = 0.0, 0.0, False  # of the current step
+        self._lock = threading.Lock()  # backward may decode in several threads
+
+    @property
+    def share(self) -> float | None:
+        """Packing's share of the time of the steps that count; None if there is none."""
+        packing, whole = self._steps
+        return packing / whole if whole > 0 else None
+
+    def begin_step(self) -> None:
+        """Start of a forward pass, which ends the step before."""
+        now = self.clock()
+        if self._has_decoded:
+            self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]
+        self._started, self._packing, self._has_decoded = now, 0.0, False
+
+    def add_since(self, start: float) -> None:
+        """Count the time since `start` as packing."""
+        with self._lock:
+            self._packing += self.clock() - start
+
+    def unpacked(self, view: StoredView) -> Tensor:
+        """The unpacked saved tensor of a view on the CPU, its time counted."""
+        start = self.clock()
+        tensor = view.tensor()
+        self.add_since(start)
+        self._has_decoded = True
+        return tensor

@@ -1,0 +1,115 @@
+"""Saved tensors that are not stored: backward recomputes them from another stored tensor (trace/rematerialization.py names it).
+
+`RecomputedValues` is the form in the place of such a tensor. `decode_steps_of` collects the tensors that recomputing needs, such as the
+statistics of a norm, from the autograd nodes that a `Rematerialization` names.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paredown.codec.recompute import DecodeSteps, Norm, recompute
+from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredMask, StoredValues, StoredView
+from paredown.trace.rematerialization import Rematerialization
+
+
+@final
+class RecomputedValues(StoredForm):
+    """Values that are recomputed from stored ones; stores no values, only references to a norm's parameters and statistics."""
+
+    __slots__ = ("source", "steps")
+
+    def __init__(self, piece: StoragePiece, source: StoredValues, steps: DecodeSteps) -> None:
+        super().__init__(piece)
+        self.source, self.steps = source, steps
+
+    def _packed_bytes(self) -> int:
+        return 0
+
+    def _unpacked(self) -> Tensor:
+        return self._recomputed((self.numel,), (1,))
+
+    def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """The same without a flat tensor in between."""
+        return self._recomputed(size, stride) if self.plain_values is None else self.values().as_strided(size, stride)
+
+    def _recomputed(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        source, steps = self.source, self.steps
+        if source.stored is None or not source.codec.takes_address:
+            return recompute(source.packed or source.values(), steps, self.dtype, (size, stride))
+        if steps.norm is not None:
+            steps.norm.check()
+        return source.codec.recompute(source.stored, steps, self.dtype, (size, stride))
+
+    def _drop(self) -> None:
+        pass
+
+
+def decode_steps_of(
+    rule: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
+) -> DecodeSteps | None:
+    """The steps that compute `result` from the values of `source`; None if their memory layouts differ or an operand is missing.
+
+    `keeps_parameters`: the model keeps its parameters until backward, so they are referenced; otherwise they are copied.
+    """
+    form, (size, stride, *_) = source.form, source.layout
+    if not form.is_whole or form.numel != result.numel or form.numel != size.numel():
+        return None
+    if rule.is_copy and not _is_contiguous(source):
+        return None
+    if rule.op == "layer_norm":
+        return _after_layer_norm(rule.source, source, keeps_parameters)
+    if rule.op == "batch_norm":
+        bits = signs.form if signs is not None else None
+        if (
+            not isinstance(bits, StoredMask)
+            or bits.bits is None
+            or (size, stride) != (result.tensor.size(), result.tensor.stride())
+        ):
+            return None
+        return _after_batch_norm(rule.source, source, bits.bits, keeps_parameters)
+    return DecodeSteps(activation="gelu_tanh" if rule.op == "gelu" and rule.source._saved_approximate == "tanh" else rule.op)
+
+
+def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> DecodeSteps | None:
+    mean, rstd = node._saved_result1, node._saved_result2
+    channels = source.layout.size.numel() // max(mean.numel(), 1)
+    if mean.dtype is not torch.float32 or not _is_contiguous(source):
+        return None
+    weight, bias = _vector(node._saved_weight, keeps_parameters), _vector(node._saved_bias, keeps_parameters)
+    return DecodeSteps(Norm(channels, 1, weight, bias, mean, rstd, by_row=True))
+
+
+def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_parameters: bool) -> DecodeSteps | None:
+    size, stride, *_ = source.layout
+    weight, bias = node._saved_weight, getattr(node.next_functions[2][0], "variable", None)
+    mean, rstd = node._saved_result1, node._saved_result2
+    channels = size[1]
+    if (weight is None) != (bias is None) or mean is None or mean.numel() != channels or mean.dtype is not torch.float32:
+        return None
+    channels_last = len(size) > 2 and stride[1] == 1
+    if not channels_last and not _is_contiguous(source):
+        return None
+    weight, bias = _vector(weight, keeps_parameters), _vector(bias, keeps_parameters)
+    return DecodeSteps(Norm(channels, 1 if channels_last else size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
+
+
+def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
+    """A norm's parameter as a 1-D float32 tensor; the parameter itself, not a copy, where it is one and is kept until backward."""
+    if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
+        return parameter
+    return parameter.detach().float().reshape(-1).clone()
+
+
+def _is_contiguous(view: StoredView) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(view.layout.size), reversed(view.layout.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
