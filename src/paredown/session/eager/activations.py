@@ -260,7 +260,9 @@ class Activations:
             if memory == slot.memory and piece.address not in inputs:
                 storage: ForwardStorage = getattr(self._local, "storage", None) or self._running[-1]
                 if piece.address not in storage.unpacked:
-                    if slot.is_cuda:
+                    if slot.is_unmodified and piece.address not in storage.at_address:  # as by `_leave`
+                        storage.left[piece.key], storage.unpacked[piece.address] = slot.nbytes, tensor
+                    elif slot.is_cuda:
                         with self._lock:
                             self._replace(seen, piece, slot, storage, node, raw)
                     else:
@@ -327,7 +329,7 @@ class Activations:
     def _leave(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, *, is_packable: bool) -> None:
         """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
         storage.left[piece.key] = slot.nbytes if is_packable else 0
-        storage.unpacked[piece.address] = unmodified = piece.tensor.detach()
+        storage.unpacked[piece.address] = unmodified = piece.tensor
         for form in storage.at_address.get(piece.address, ()):
             form.restore_original(unmodified)
         if piece.key in storage.masks:
@@ -370,6 +372,7 @@ class Activations:
             decision = slot.decision = self.decide(saved, piece)
         self.decisions[saved.name] = decision
         if decision.format is None:
+            slot.is_unmodified = True
             return previous if previous is not None and self._keeps_enough(previous, saved) else None
         if slot.checks_values:
             reason = self._bounds.known_reason(saved.name, decision.format, self._count.on_host)

@@ -56,6 +56,7 @@ class SlotDecisions:
         self.is_delayed = False  # whether a later operation encodes the tensor, and packs its mask too
         self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # on a GPU
         self.decision: StorageDecision | None = None
+        self.is_unmodified = False  # whether the decision has no format
         self.codec: FlatCodec | None = None
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
         self.by_address = False  # whether `codec` takes the saved tensor itself
