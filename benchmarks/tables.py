@@ -39,13 +39,17 @@ HOST = (("kernel_ratio", ".3f"), ("host_us_per_packed", ".0f"), ("empty_op_us", 
 FEW_PACKED = 10
 
 
-def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Rows by those of their fields, later runs of the file over earlier ones, with the commit that they were measured at."""
+def newest(name: str, keys: tuple[str, ...], *, having: str = "") -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Rows by those of their fields, later runs of the file over earlier ones, with the commit that they were measured at.
+
+    `having`: a field without which a row does not count.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for run in json.loads((RESULTS / f"{name}.json").read_text()):
         for row in run.get("rows", ()):
             whole = {**row, "commit": run["commit"], "device": run["device"]}
-            found[tuple(whole.get(key) for key in keys)] = whole
+            if not having or whole.get(having):
+                found[tuple(whole.get(key) for key in keys)] = whole
     return found
 
 
@@ -176,13 +180,13 @@ def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
 def language() -> str:
     """Peaks, stored bytes, times and largest lengths of steps of language models."""
     cells: list[tuple[str, ...]] = []
-    tried = newest("language", ("job", "way", "largest_length")).values() if (RESULTS / "language.json").exists() else ()
-    lengths = {(row["job"], row["way"]): row for row in tried if row.get("largest_length")}
-    for (job, _, _), row in language_rows(has_seed=False).items():
+    rows = language_rows(has_seed=False)
+    lengths = newest("language", ("job", "way", "device"), having="largest_length") if rows else {}
+    for (job, _, _), row in rows.items():
         names = ("peak_bytes", "predicted_bytes", "base_bytes", "model_bytes")
         sizes = (f"{row[name] / GIB:.2f}" if row[name] else "" for name in names)
         times = (f"{1e3 * row[name]:.1f}" if row[name] else "" for name in ("median_seconds", "p20_seconds", "p80_seconds"))
-        other = row if row["largest_length"] else lengths.get((row["job"], row["way"]), row)  # the newest row that has one
+        other = row if row["largest_length"] else lengths.get((row["job"], row["way"], row["device"]), row)
         largest = str(other["largest_length"] or "") + (f" ({other['commit']})" if other is not row else "")
         cells.append((job, row["way"], *sizes, *times, largest, row["commit"]))
     head = ("step", "way", "peak, GiB", "predicted", "base", "model", "ms", "p20", "p80", "largest length in 24 GiB", "commit")

@@ -181,7 +181,7 @@ def cautious_errors(points: Sequence[Point]) -> Array:
     """
     has_trials, means = any(point.num_trials for point in points), np.array([point.mean for point in points])
     added = np.array([point.deviation * (has_trials and not point.num_trials) for point in points])
-    return at_least_exact(means + added, means, np.array([not point.plan.rules for point in points], dtype=bool))
+    return at_least_exact(means + added, means, np.array([point.plan.quantizes_nothing for point in points], dtype=bool))
 
 
 def comparable_times(times: Iterable[StepTime]) -> Array:

@@ -63,11 +63,6 @@ class Candidate:
     column: int
     features: Array
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether training under it has the errors of the baseline to the last bit: nothing is quantized, layers may be checkpointed."""
-        return not self.plan.rules
-
 
 @dataclass(frozen=True)
 class TaskStep:
@@ -115,9 +110,9 @@ class Candidates:
 
     @property
     def error_columns(self) -> NDArray[np.intp]:
-        """The columns of the prior that have the errors of the candidates: those of exact plans are the baseline's."""
+        """The columns of the prior that have the errors of the candidates: those of plans that quantize nothing are the baseline's."""
         baseline = next((row.column for row in self.rows if row.plan.changes_nothing), -1)
-        return np.where([row.is_exact and baseline >= 0 for row in self.rows], baseline, self.columns)
+        return np.where([row.plan.quantizes_nothing and baseline >= 0 for row in self.rows], baseline, self.columns)
 
     @property
     def features(self) -> Array:

@@ -107,7 +107,7 @@ class PickLoop:
     @property
     def _exact(self) -> list[int]:
         """Candidates whose errors are those of the baseline."""
-        return [i for i, row in enumerate(self.candidates.rows) if row.is_exact]
+        return [i for i, row in enumerate(self.candidates.rows) if row.plan.quantizes_nothing]
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
@@ -194,9 +194,8 @@ class PickLoop:
         times: list[StepTime] = []
         for i, row in enumerate(self.candidates.rows):
             predicted, ratios = predict(row.plan), self.task_prior.prior_data.step_ratio[:, row.column]
-            is_known = row.column >= 0 and (
-                row.plan.changes_nothing or not row.is_exact
-            )  # a template that checkpoints here may pack there
+            # a template that checkpoints here may pack there
+            is_known = row.column >= 0 and (row.plan.changes_nothing or not row.plan.quantizes_nothing)
             ratios = ratios[np.isfinite(ratios) & is_known]
             if i in by_plan:
                 seconds = median(by_plan[i])

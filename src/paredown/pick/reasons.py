@@ -78,7 +78,7 @@ class AnswerText:
 
 def stopped_early(point: Point) -> str:
     """Why trials ended before the last one, with this plan as the choice."""
-    if not point.plan.rules:
+    if point.plan.quantizes_nothing:
         return "Stopped early: nothing is quantized under this plan, so that its errors are the baseline's."
     return (
         f"Stopped early: more trials are not expected to lower the error by more than {ENOUGH:.0%} of one run's standard deviation."

@@ -182,6 +182,11 @@ class Plan:
         """Whether the plan is the baseline: no rules, and no activation checkpointing."""
         return not self.rules and not self.recompute
 
+    @property
+    def quantizes_nothing(self) -> bool:
+        """Whether training under the plan has the errors of the baseline: no rules; layers may be checkpointed."""
+        return not self.rules
+
     def recomputing(self, *modules: str) -> Plan:
         """This plan with activation checkpointing of these modules too, given by path or pattern; slots are recomputed one by one.
 
