@@ -204,3 +204,22 @@ def test_the_session_restores_the_view() -> None:
     assert not net[1](volumes().expand(1, 4, 8, 16, 16))._is_view()
     session.close()
     assert net[1](volumes().expand(1, 4, 8, 16, 16))._is_view()
+
+
+@pytest.mark.parametrize("packed", ["a", "b"])
+def test_two_savers_of_one_tensor_of_which_the_plan_names_one(packed: str) -> None:
+    """Where it names the first one, both store the packed tensor, in later passes too; where the second one, the original stays."""
+    seen: list[StorageWeakRef] = []
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = x.sin()
+        seen.append(StorageWeakRef(x.untyped_storage()))
+        return net.a(x) + net.b(x)
+
+    net, x = Net(forward), rows(128).requires_grad_()
+    session = apply(Plan().set(f"activation={packed}:input", INT8), net)
+    for _ in range(4):
+        loss = net(x).square().mean()
+        assert seen[-1].expired() == (packed == "a")
+        assert (session.stored_bytes > 0) == (packed == "a")
+        loss.backward()
