@@ -24,7 +24,7 @@ from paredown.sizes import say_bytes
 from tests.support.calibrations import calibration
 
 DEVICE = replace(
-    REFERENCE, host=HostCost(*[1e-9] * 9), formats={t: replace(c, host_seconds=1e-9) for t, c in REFERENCE.formats.items()}
+    REFERENCE, host=HostCost(*[1e-9] * 11), formats={t: replace(c, host_seconds=1e-9) for t, c in REFERENCE.formats.items()}
 )
 HOST = replace(
     REFERENCE, kernel_seconds=1e-12, bytes_per_second={"elementwise": 1e18}, flops_per_second={"matmul float32": ((1.0, 1e21),)}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -206,6 +207,18 @@ def test_operations_that_are_not_timed_have_the_rate_of_others_of_their_name() -
     assert pare.Calibration.from_json(known.to_json()) == known
 
 
+def test_convolutions_have_rates_by_the_size_of_their_kernels() -> None:
+    def convolution(channels: int, side: int) -> Operation:
+        arguments = json.dumps([[tensor("float32", 2, channels, 8, 8), tensor("float32", 4, channels, side, side)], {}])
+        return Operation("aten.convolution.default", "", "forward", "float32", nbytes=1000 * channels, arguments=arguments)
+
+    operations = [convolution(channels, side) for channels in (4, 8) for side in (1, 3)]
+    timed = {operation_key(convolution(4, 1)): 1.0, operation_key(convolution(4, 3)): 5.0}
+    found = estimated_seconds([replace(traced(), operations=(*operations, convolution(8, 5)))], timed)
+    assert [found[operation_key(convolution(8, side))] for side in (1, 3)] == pytest.approx([2.0, 10.0])
+    assert operation_key(convolution(8, 5)) in found, "by the rate of all sizes, of which one was timed last"
+
+
 def test_convolutions_get_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of a stand-in moves 10 s with each operation."""
     clock = iter(range(0, 10_000, 10))
@@ -254,22 +267,48 @@ def test_host_costs_are_differences_over_counts(stand_ins: list[SmallNetwork]) -
     late, _ = HostMeasurement(without_device_time()).costs("int8/64@bf16", lambda: True)
     assert late.packed_weight == 2 * packed and cost.packed_weight != late.packed_weight
     assert (cost.empty_operation, cost.operation, cost.step) == (2.0, 0.0, 3.0)
-    operations = [one for network in stand_ins for one in network.trace.operations]
-    views = {
-        is_backward: sum(o.count for o in operations if o.op == VIEW and (o.phase == "backward") is is_backward)
-        for is_backward in (True, False)
-    }
-    assert cost.view == pytest.approx(2 / views[True])
-    num_modules = sum(len(dict(network.build().named_modules())) - 1 for network in stand_ins)
-    assert cost.module_call == pytest.approx((2 - cost.view * views[False]) / num_modules, rel=0.1), (
-        "nn.Identity calls no operation"
-    )
+    modules = [len(called_modules(network.trace)) for network in stand_ins]
+    for phase, others, found in (
+        ("forward", modules, (cost.view, cost.module_call)),
+        ("backward", [len(list(network.build().parameters())) for network in stand_ins], (cost.backward_view, cost.gradient)),
+    ):
+        phases = ("forward", "loss") if phase == "forward" else ("backward",)
+        views = [sum(o.count for o in network.trace.operations if o.op == VIEW and o.phase in phases) for network in stand_ins]
+        expected = np.linalg.solve(np.array([views, others], dtype=float).T, [1.0, 1.0])
+        assert found == pytest.approx(tuple(expected)), f"{phase}: 1 s for each network"
     plan = pare.Plan.uniform(activation="int8/64@bf16")
     packs = [len(slot.names) for network in stand_ins for slot in network.packed(plan)]
     assert packed == pytest.approx(20 / (sum(packs) - 2)), "one tensor of each network is packed in both"
     saved = sum(len(slot.names) for network in stand_ins for slot in network.trace.activations)
     called = sum(len(called_modules(network.trace)) for network in stand_ins)
     assert cost.watched == pytest.approx((4 - 2 * packed) / (saved + called))
+
+
+def test_a_network_that_ran_while_the_host_was_slow_counts_as_much(
+    stand_ins: list[SmallNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second network's steps and its empty operations take twice as long: costs are those of a host between both."""
+    usual, packed = HostMeasurement(without_device_time()).costs("int8/64@bf16", lambda: True)
+    seconds = SmallNetwork.seconds
+
+    def slower(self: SmallNetwork, *plans: pare.Plan | None, **options: Any) -> list[StepSeconds]:
+        factor, rows = 1 + (self is stand_ins[1]), seconds(self, *plans, **options)
+        self.empty_operations = [2.0 * factor] * 3
+        return [row.scaled(factor) for row in rows]
+
+    monkeypatch.setattr(SmallNetwork, "seconds", slower)
+    found, packed_slower = HostMeasurement(without_device_time()).costs("int8/64@bf16", lambda: True)
+    assert found.empty_operation == 3.0
+    parts = "view", "backward_view", "module_call", "gradient", "watched", "step"
+    assert [getattr(found, name) for name in parts] == pytest.approx([1.5 * getattr(usual, name) for name in parts])
+    assert packed_slower == pytest.approx(1.5 * packed)
+
+
+def test_the_speed_of_the_host_is_a_step_over_that_of_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([*[9.0] * host_time.WARM_UP["cpu"], 50.0, 1.0, 3.0, 2.0, 40.0])
+    monkeypatch.setattr(SmallNetwork, "step", lambda *_: (next(seconds), 0.0, 0.0))
+    speed = host_time.HostSpeed(calibration("cpu", host=replace(calibration("cpu").host, step=2.0)))
+    assert speed() == 1.25, "the median of 1, 2, 3 and 40 s, without the first, over 2 s"
 
 
 def test_a_checkpointed_tensor_is_one_that_the_layers_save(stand_ins: list[SmallNetwork]) -> None:

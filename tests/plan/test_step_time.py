@@ -20,6 +20,7 @@ from paredown.errors import CalibrationError
 from paredown.plan.calibration import HostCost
 from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.step_time import StepTime, predict_step
+from paredown.roles import Role
 from paredown.trace.trace import VIEW, Operation
 from tests.support.calibrations import calibration
 
@@ -110,7 +111,7 @@ def test_device_and_host_of_the_baseline() -> None:
 
 def test_the_limit_is_the_slower_of_device_and_host() -> None:
     trace, slow = traced(), calibration()
-    quick = replace(slow, host=HostCost(*[1e-9] * 9))
+    quick = replace(slow, host=HostCost(*[1e-9] * 11))
     assert predict_step(trace, calibration=slow).limit == "host"
     time = predict_step(trace, calibration=quick)
     assert time.limit == "device" and time.seconds == time.device_seconds
@@ -142,18 +143,16 @@ def test_a_checkpointed_layer_adds_its_forward_pass() -> None:
     assert after.device_seconds - before.device_seconds == pytest.approx((gelu + product) / 1e9)
 
 
-def test_views_and_module_calls_take_host_time_alone() -> None:
+def test_views_module_calls_and_gradients_take_host_time_alone() -> None:
     trace, costs = traced(), calibration()
-    costly = replace(costs, host=replace(costs.host, view=7.0, module_call=0.25))
-    num_views = sum(one.count for one in trace.operations if one.op == VIEW)
+    costly = replace(costs, host=replace(costs.host, view=7.0, backward_view=11.0, module_call=0.25, gradient=1000.0))
+    views = {is_backward: 0 for is_backward in (False, True)}
+    for one in trace.operations:
+        views[one.phase == "backward"] += one.count * (one.op == VIEW)
     before, after = (predict_step(trace, calibration=one) for one in (costs, costly))
-    assert after.device_seconds == before.device_seconds and num_views
-    assert after.host_seconds - before.host_seconds == pytest.approx(7.0 * num_views + 0.25 * 6), "three blocks, three products"
-    again = [predict_step(trace, Plan((), recompute=("1",)), calibration=one).host_seconds for one in (costs, costly)]
-    in_layer = sum(
-        one.count for one in trace.operations if one.op == VIEW and one.phase == "forward" and one.module.startswith("1")
-    )
-    assert again[1] - again[0] == pytest.approx(7.0 * (num_views + in_layer) + 0.25 * (6 + 2))
+    assert after.device_seconds == before.device_seconds and all(views.values())
+    expected = 7.0 * views[False] + 11.0 * views[True] + 0.25 * 6 + 1000.0 * len(trace.of(Role.WEIGHT))
+    assert after.host_seconds - before.host_seconds == pytest.approx(expected), "three blocks, three products"
 
 
 def test_host_time_of_an_operation_is_that_of_its_name() -> None:

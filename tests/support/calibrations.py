@@ -10,10 +10,10 @@ FORMATS = ("int8/64@bf16", "int4/64@bf16")
 
 
 def calibration(device: str = "cuda", *, packed: float = 1e-3, **changes: Any) -> Calibration:
-    """1 GB/s, 1 GFLOP/s, smallest kernel 1 ns; 1 ms of the host for each kernel and, unless changed, each packed tensor; views and module
-    calls take none, nor do those that a session looks at.
+    """1 GB/s, 1 GFLOP/s, smallest kernel 1 ns; 1 ms of the host for each kernel and, unless changed, each packed tensor; views, module
+    calls and gradients take none, nor do those that a session looks at.
     """
-    host = HostCost(1e-6, 1e-3, 0.0, 0.0, 1e-3, 0.1, 0.0, 0.1, 1.0)
+    host = HostCost(1e-6, 1e-3, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.1, 0.0, 0.1, 1.0)
     parts: dict[str, Any] = {
         "device": device,
         "device_name": present_device_name(device) or "a GPU",

@@ -1,11 +1,11 @@
-"""Host seconds of views, module calls, packed tensors, checkpointed layers and packed weights, from steps of small networks.
+"""Host seconds of views, module calls, gradients, packed tensors, checkpointed layers and packed weights, from steps of small networks.
 
 Their tensors are so small that a GPU keeps up with the host: the time of a step is that of the host. What the calls of their operations
 take is measured call by call (calibrate/operation_time.py). The rest of a step is divided by counts of the trace, which a prediction
 multiplies. On the CPU a call of an operation is device time, and no host time.
 
-    view                  (seconds of backward - calls of its operations) / its views
-    module call           (seconds of forward - calls of its operations - its views) / module calls
+    view, module call     seconds of forward - calls of its operations = its views and module calls, of both networks: two equations
+    view, gradient        seconds of backward - calls of its operations = its views and gradients of parameters, likewise
     watched               (seconds of a step that packs one tensor - seconds of the baseline) / module calls and saved tensors
     packed tensor         (seconds of a step that packs all - of one that packs one tensor) / packed tensors, in one format: the host takes
                           the same time for all
@@ -13,7 +13,7 @@ multiplies. On the CPU a call of an operation is device time, and no host time.
                           torch.utils.checkpoint calls Python for each of them in both forward passes and in backward
 
 The steps of a network with and without a plan take turns, with a loop of empty operations in each turn: a host that becomes slower changes
-all of them, and not their ratios.
+all of them, and not their ratios. Between the networks, seconds are scaled by the empty operations of their turns.
 
 `with_present_host` runs one of these networks again, in a third of a second, and multiplies all costs by how much longer its step takes.
 """
@@ -52,7 +52,7 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
 LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
-PRESENT_STEPS = 10
+PRESENT_STEPS, SPEED_STEPS = 10, 4
 EMPTY_CALLS = 100
 
 
@@ -67,6 +67,10 @@ class StepSeconds(NamedTuple):
     def total(self) -> float:
         """Seconds of all three."""
         return sum(self)
+
+    def scaled(self, factor: float) -> StepSeconds:
+        """The seconds on a host that takes `factor` times as long."""
+        return StepSeconds(*(factor * seconds for seconds in self))
 
 
 class SmallNetwork:
@@ -105,9 +109,10 @@ class SmallNetwork:
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
         """Seconds of the second of two steps of each: caches have what it needs, as in a loop."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
-        return [(self._step(*pair), self._step(*pair))[1] for pair in pairs]
+        return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
-    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
+        """Host seconds of forward, backward and the optimizer's step."""
         _synchronize(self.device)
         times = [time.perf_counter()]
         dtype = DTYPES[self.device]
@@ -174,34 +179,42 @@ class HostMeasurement:
         packing = Plan.uniform(activation=text)
         with _without_collection():
             turns = [one.seconds(None, one.packing_one(packing), packing, one.checkpointing) for one in self.networks]
-            rows, few, all_packed, checkpointed = (list(column) for column in zip(*turns, strict=True))
             empty = median(seconds for one in self.networks for seconds in one.empty_operations)
-            view, module = self._views_and_modules(rows, empty)
+            scales = [empty / median(one.empty_operations) for one in self.networks]
+            scaled = [[row.scaled(scale) for row in own] for own, scale in zip(turns, scales, strict=True)]
+            rows, few, all_packed, checkpointed = (list(column) for column in zip(*scaled, strict=True))
+            forward, backward = self._residual_costs(rows, empty)
             watched, packed = self._packed(rows, few, all_packed, packing)
             tensor = self._checkpointed(rows, checkpointed)
             weight = 2 * packed if is_late() else self._weight()
         optimizer = _share([row.optimizer for row in rows], [len(one.trace.of(Role.GRADIENT)) for one in self.networks])
         both = (*FORWARD, *BACKWARD)
         num_kernels = sum(one.count(both, lambda one: one.op != VIEW) for one in self.networks)
-        kernel = 0.0 if self.is_cpu else self._calls(both, empty) / num_kernels
-        return HostCost(empty, kernel, view, module, optimizer, tensor, watched, weight, rows[0].total), packed
+        kernel = 0.0 if self.is_cpu else sum(self._calls(both, empty)) / num_kernels
+        (view, module), (backward_view, gradient) = forward, backward
+        costs = (view, backward_view, module, gradient, optimizer, tensor, watched, weight, rows[0].total)
+        return HostCost(empty, kernel, *costs), packed
 
-    def _calls(self, phases: Sequence[str], empty: float) -> float:
-        """Seconds that the host takes for the calls of operations: on the CPU they are computed there."""
+    def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
+        """Seconds that the host takes for the calls of each network's operations: on the CPU they are computed there."""
         ratios, draft = self.calls.issued, self.draft
 
         def seconds(one: Operation) -> float:
             return draft.operation_seconds(one) if self.is_cpu else empty * ratios.get(one.op, 1.0) * (one.op != VIEW)
 
-        return sum(network.count(phases, seconds) for network in self.networks)
+        return [network.count(phases, seconds) for network in self.networks]
 
-    def _views_and_modules(self, rows: Sequence[StepSeconds], empty: float) -> tuple[float, float]:
-        """Seconds of one view, from backward, and of one module call."""
-        num_views = [sum(one.count(phases) for one in self.networks) for phases in (FORWARD, BACKWARD)]
-        view = _share([*(row.backward for row in rows), -self._calls(BACKWARD, empty)], [num_views[1]])
-        num_modules = [len(called_modules(one.trace)) for one in self.networks]
-        forward = [row.forward for row in rows]
-        return view, _share([*forward, -self._calls(FORWARD, empty), -view * num_views[0]], num_modules)
+    def _residual_costs(self, rows: Sequence[StepSeconds], empty: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Seconds of one view and one module call of forward, and of one view and one gradient of backward."""
+        modules = [len(called_modules(one.trace)) for one in self.networks]
+        gradients = [len(one.trace.of(Role.GRADIENT)) for one in self.networks]
+
+        def solved(phases: Sequence[str], seconds: Sequence[float], others: Sequence[int]) -> tuple[float, float]:
+            rest = [own - calls for own, calls in zip(seconds, self._calls(phases, empty), strict=True)]
+            return two_costs(rest, [one.count(phases) for one in self.networks], others)
+
+        forward, backward = [row.forward for row in rows], [row.backward for row in rows]
+        return solved(FORWARD, forward, modules), solved(BACKWARD, backward, gradients)
 
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
@@ -235,6 +248,40 @@ def with_present_host(calibration: Calibration) -> Calibration:
     with _without_collection():
         (now,) = small_networks(calibration.device)[0].seconds(None, num_steps=PRESENT_STEPS)
     return calibration.with_host_speed(now.total / calibration.host.step)
+
+
+def two_costs(seconds: Sequence[float], first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """The costs x and y, at least LEAST_SECONDS, for which first x + second y is nearest to the seconds, by least squares.
+
+    >>> two_costs([7.0, 8.0], [1, 2], [3, 2])
+    (2.5, 1.5)
+    >>> two_costs([1.0, 2.0], [1, 4], [1, 1])[1] == LEAST_SECONDS
+    True
+    """
+    a, b, c = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((first, first), (first, second), (second, second)))
+    p, q = (sum(x * s for x, s in zip(counts, seconds, strict=True)) for counts in (first, second))
+    determinant = a * c - b * b
+    x, y = ((c * p - b * q) / determinant, (a * q - b * p) / determinant) if determinant > 0 else (0.0, 0.0)
+    if x < LEAST_SECONDS:
+        return LEAST_SECONDS, max(q / c, LEAST_SECONDS)
+    return (x, y) if y >= LEAST_SECONDS else (max(p / a, LEAST_SECONDS), LEAST_SECONDS)
+
+
+class HostSpeed:
+    """How fast the host is now, called again and again: seconds of a step of a small network over those at calibration."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._network, self._seconds = small_networks(calibration.device)[0], calibration.host.step
+        model = self._network.build()
+        self._pair = model, torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(WARM_UP[calibration.device]):
+            self._network.step(*self._pair)
+
+    def __call__(self) -> float:
+        """The median of a few steps, relative to the calibration; 2 on a host that is half as fast."""
+        with _without_collection():
+            _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + SPEED_STEPS)]
+        return median(steps) / self._seconds
 
 
 def _share(seconds: Sequence[float], counts: Sequence[float]) -> float:

@@ -5,9 +5,9 @@ dimension that they index, since additions to few rows take longer than to many;
 matrices, so that they are valid as targets. A call that cannot be repeated, or that does not fit the memory, has 0 seconds: its time is
 predicted by rates.
 
-Operations that are not timed for lack of time are estimated from timed ones of the same name and dtype, by bytes per second or by
-floating point operations: DenseNet-121 has hundreds that differ in the number of channels alone. Convolutions, for which cuDNN tries
-its algorithms, get half of the time.
+Operations that are not timed for lack of time are estimated from timed ones of the same name and dtype (and size of a convolution's
+kernel), by bytes per second or by floating point operations: DenseNet-121 has hundreds that differ in the number of channels alone.
+Convolutions, for which cuDNN tries its algorithms, get half of the time.
 
 The host time of calls is measured beside: by name, since shapes change it little, and as a multiple of an empty operation that is called
 right after, since the speed of the host changes while others use it. One call of cuDNN's RNNs launches kernels for every position: its host
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, prod
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ RNNS: dict[str, Callable[..., nn.Module]] = {
     "rnn_tanh": nn.RNN,
     "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
 }
-ISSUES, ISSUED_CALLS, EMPTY_CALLS = 3, 4, 20  # groups of calls whose host time is measured, and empty operations after each
+ISSUES, ISSUED_CALLS, EMPTY_CALLS = 3, 4, 50  # groups of calls whose host time is measured, and empty operations after each
 
 
 class CallSeconds(NamedTuple):
@@ -97,16 +97,32 @@ def _work(operation: Operation) -> float:
 
 
 def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of operations that are not `timed`, at the rate of timed ones of the same name and dtype, between the two nearest in size."""
-    rates: dict[tuple[str, str], dict[float, float]] = {}
+    """Seconds of operations that are not `timed`, at the rate of timed ones of the same name and dtype, between the two nearest in size.
+
+    Convolutions have rates of their own for each size of their kernels: those of 1 x 1 move bytes, those of 3 x 3 compute.
+    """
+    rates: dict[tuple[str, ...], dict[float, float]] = {}
     operations = [one for one in distinct(traces) if _work(one)]
     for one in operations:
         seconds = timed.get(operation_key(one))
-        if seconds:
-            rates.setdefault((one.op, one.dtype), {})[_work(one)] = _work(one) / seconds
-    points = {name: sorted(by_work.items()) for name, by_work in rates.items()}
-    missing = (one for one in operations if operation_key(one) not in timed and (one.op, one.dtype) in points)
-    return {operation_key(one): _work(one) / interpolated(points[one.op, one.dtype], _work(one)) for one in missing}
+        for key in _alike(one) if seconds else ():
+            rates.setdefault(key, {})[_work(one)] = _work(one) / (seconds or 1.0)
+    points = {key: sorted(by_work.items()) for key, by_work in rates.items()}
+    found: dict[str, float] = {}
+    for one in operations:
+        key = next((key for key in _alike(one) if key in points), None)
+        if key is not None and operation_key(one) not in timed:
+            found[operation_key(one)] = _work(one) / interpolated(points[key], _work(one))
+    return found
+
+
+def _alike(operation: Operation) -> list[tuple[str, ...]]:
+    """What operations of one rate have in common, the narrower first: name, dtype and, of convolutions, the size of the kernel."""
+    name = operation.op, operation.dtype
+    if kind_of(operation.op) != "conv":
+        return [name]
+    sizes = [tuple(shape[2:]) for _, shape, _ in _tensors(json.loads(operation.arguments)) if len(shape) > 2]
+    return [(*name, str(min(sizes, key=prod))), name] if sizes else [name]
 
 
 def _is_recurrent(operation: Operation) -> bool:

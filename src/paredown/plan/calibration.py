@@ -43,7 +43,7 @@ from paredown.formats.format import Format
 from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.trace.trace import VIEW, Operation, Trace
 
-VERSION = 3  # of the JSON
+VERSION = 4  # of the JSON
 FOLDER_VARIABLE = "PAREDOWN_CACHE"
 HINT = "Calibrations are written by `paredown calibrate`."
 MEASURE = "Run `paredown calibrate` on this device."
@@ -83,8 +83,10 @@ class HostCost:
 
     empty_operation: float  # one addition of one value, called in a loop
     operation: float  # the call of one kernel whose own host time is not in `issued`
-    view: float  # one operation without a kernel, and what autograd does for it
+    view: float  # one operation without a kernel in forward, and what Python and autograd do for it
+    backward_view: float  # the same in backward, where no Python runs
     module_call: float  # of forward: Python, autograd and autocast
+    gradient: float  # of one parameter in backward: its node, its cast and its accumulation
     optimizer_parameter: float  # one parameter in a fused step of torch.optim
     checkpointed_tensor: float  # one tensor that a checkpointed layer saves: hooks of torch.utils.checkpoint in three passes
     watched: float  # one module call, or one saved tensor, in a session that packs some of them
@@ -133,7 +135,7 @@ class Calibration:
     def issue_seconds(self, operation: Operation) -> float:
         """Predicted host seconds of one call, without what modules and views around it take."""
         if operation.op == VIEW:
-            return self.host.view
+            return self.host.backward_view if operation.phase == "backward" else self.host.view
         found = self.issued.get(operation.op)
         if found is None and self.issued and operation.arguments:
             found = self.issued.get(operation_key(operation))
@@ -206,7 +208,8 @@ class Calibration:
         return (
             f"{self.device_name}, torch {self.torch}: {rate / 1e12:.3g} TFLOP/s at most, "
             f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
-            f"{1e6 * host.operation:.1f} per kernel, {1e6 * host.view:.1f} per view, {1e6 * host.module_call:.1f} per module, "
+            f"{1e6 * host.operation:.1f} per kernel, {1e6 * host.view:.1f} per view ({1e6 * host.backward_view:.1f} in backward), "
+            f"{1e6 * host.module_call:.1f} per module, {1e6 * host.gradient:.1f} per gradient, "
             f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.watched:.0f} per module and saved tensor of a session, "
             f"{1e6 * host.checkpointed_tensor:.0f} per tensor that checkpointed layers save; "
             f"{len(self.timed)} operations timed"
@@ -342,7 +345,7 @@ def _reference() -> Calibration:
         device_name="NVIDIA H200",
         torch="2.11.0",
         paredown="reference",
-        host=HostCost(5e-6, 14e-6, 0.0, 0.0, 1e-6, 5e-6, 0.0, 200e-6, 5e-3),
+        host=HostCost(5e-6, 14e-6, 0.0, 0.0, 0.0, 0.0, 1e-6, 5e-6, 0.0, 200e-6, 5e-3),
         kernel_seconds=2.5e-6,
         bytes_per_second={
             ELEMENTWISE: 3e12,
