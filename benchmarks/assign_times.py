@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench_session import WARM_UP, cpu_times, cuda_times, gpt2, texts
 from loops import Batch, Job, Log, build, failure, gib, make_optimizer, make_step, pictures, release
 from networks import llama
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -190,26 +190,50 @@ def checkpointed(model: nn.Module, patterns: Sequence[str]) -> None:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measured(planner: Planner, plan: pare.Plan | None, num_steps: int, *, by_hand: Sequence[str] = ()) -> dict[str, Any]:
-    """Columns of a row: a fresh model, warm-up, then `num_steps` steps. `by_hand`: layers behind torch.utils.checkpoint."""
+class Training(NamedTuple):
+    """A fresh model under a plan, its session or None, its optimizer, and one step of its training."""
+
+    model: nn.Module
+    session: pare.Session | None
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], Tensor]
+
+    def close(self) -> None:
+        """Close the session, if there is one."""
+        if self.session is not None:
+            self.session.close()
+
+
+def prepared(planner: Planner, plan: pare.Plan | None, by_hand: Sequence[str]) -> Training:
+    """A fresh model for a way. `by_hand`: layers behind torch.utils.checkpoint."""
     job, device = planner.job, planner.device
-    release(device)
     torch.manual_seed(0)
     model, batch = build(job, device), job.batch(job.size, device)
     if by_hand:
         checkpointed(model, by_hand)
     session = pare.apply(plan, model) if plan is not None else None
+    is_ours = plan is not None and planner.lowers_parameters(plan)
+    optimizer = LEARNS[job.optimizer](model.parameters()) if is_ours else make_optimizer(job.optimizer, model)
+    return Training(model, session, optimizer, make_step(model, batch, optimizer, device))
+
+
+def optimizer_name(job: Job, optimizer: torch.optim.Optimizer) -> str:
+    """The column `optimizer` of a row: whose it is, and its rule."""
+    return f"{type(optimizer).__module__.partition('.')[0]} {job.optimizer}"
+
+
+def measured(planner: Planner, plan: pare.Plan | None, num_steps: int, *, by_hand: Sequence[str] = ()) -> dict[str, Any]:
+    """Columns of a row: a fresh model, warm-up, then `num_steps` steps. `by_hand`: layers behind torch.utils.checkpoint."""
+    device = planner.device
+    release(device)
+    training = prepared(planner, plan, by_hand)
     try:
-        is_ours = plan is not None and planner.lowers_parameters(plan)
-        optimizer = LEARNS[job.optimizer](model.parameters()) if is_ours else make_optimizer(job.optimizer, model)
-        step = make_step(model, batch, optimizer, device)
         for _ in range(WARM_UP if device == "cuda" else 1):
-            step()
-        times = (cuda_times if device == "cuda" else cpu_times)(step, num_steps)
-        return {**times, "optimizer": f"{type(optimizer).__module__.partition('.')[0]} {job.optimizer}"}
+            training.step()
+        times = (cuda_times if device == "cuda" else cpu_times)(training.step, num_steps)
+        return {**times, "optimizer": optimizer_name(planner.job, training.optimizer)}
     finally:
-        if session is not None:
-            session.close()
+        training.close()
 
 
 def attempt(row: Row, measure: Callable[[], dict[str, Any]]) -> Row:

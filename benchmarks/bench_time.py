@@ -1,11 +1,11 @@
 """Steps, peaks and their predictions: the baseline, packed activations, checkpointing, and `assign(prefer="speed")` at equal peaks.
 
-    python benchmarks/bench_time.py                              # alone on one GPU, with torchvision and transformers; about 8 minutes
-    python benchmarks/bench_time.py --model resnet50 gpt2 --resume --seconds 120    # some networks, what the file lacks, 2 minutes at most
+    python benchmarks/bench_time.py                              # alone on one GPU, with torchvision and transformers; about 9 minutes
+    python benchmarks/bench_time.py --model resnet50 gpt2 --resume --seconds 120    # some networks that the file lacks, 2 minutes at most
     python benchmarks/bench_time.py --prepare --traces FOLDER    # traces alone, which need no GPU; runs with --traces FOLDER read them
     python benchmarks/bench_time.py --quick                      # small ones on the CPU: whether it runs, no figures
 
-Rows are in results/time.json; those of the first three ways are in results/session.json too, as bench_session.py writes them.
+Rows are in results/time.json; those of the first three ways are in results/session.json too, with the columns of bench_session.py.
 
     baseline, int8, int4            as in bench_session.py, with kernels by the profiler and host time of packed tensors
     checkpointing                   every layer through torch.utils.checkpoint, as a user writes it
@@ -14,14 +14,14 @@ Rows are in results/time.json; those of the first three ways are in results/sess
                                     also for 80 % and for the measured peaks of the two ways before
 
 The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set, and the operations of each network are timed one by
-one. The host of a shared machine is faster in one minute than in the next: right before each way its speed is measured again, in a third of
-a second, and all predictions of a row are for that speed. Three predictions of time stand in a row: with timed operations; by rates of the
-device alone; and with timed operations and the host's speed as calibrated at the start. `relative_ratio` compares a way's predicted time
-over the baseline's with the measured one, which is what `assign` needs of a prediction. Checkpointing by hand is predicted from the step
-without a session, which has all logits. A plan is compared with the quickest of baseline and both checkpointings whose measured peak is
-within its budget: it is slower where its 20th percentile is above the other's 80th. A measured peak above the budget is marked. A way that
-ends the process stays in the file as a row with its error or "not finished", which --resume skips. With --out, the calibration with the
-timed operations of each network is written too.
+one. Then all ways of a network take turns (turns.py), on one CPU of the host: a shared machine is faster in one second than in the next.
+The speed of the host is measured before and after each turn, and predictions of a row are for the median of its turns. Three predictions
+of time stand in a row: with timed operations; by rates of the device alone; and with timed operations and the host's speed as calibrated at
+the start. `relative_ratio` compares a way's predicted time over the baseline's with the measured one, which is what `assign` needs of a
+prediction. Checkpointing by hand is predicted from the step without a session, which has all logits. A plan is compared with the quickest
+of baseline and both checkpointings whose measured peak is within its budget, round by round: it is slower where at least four fifths of the
+rounds are. A measured peak above the budget is marked. A network that ends the process stays in the file as a row "not finished", which
+--resume skips. With --out, the calibration with the timed operations of each network is written too.
 """
 
 from __future__ import annotations
@@ -30,26 +30,41 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import assign_times
 import bench_session
 import torch
-from assign_times import SLACK, Planner, measured
-from loops import BASELINE, Job, Log, Way, common_options, failure, gib
+from assign_times import SLACK, Planner, optimizer_name, prepared
+from bench_session import SMALL, WARM_UP, count_packed, empty_op_us, kernel_seconds
+from loops import (
+    BASELINE,
+    Job,
+    Log,
+    Way,
+    common_options,
+    failure,
+    gib,
+    make_step,
+    release,
+)
+from torch import Tensor
+from turns import Runner, pin_to_quickest_cpu, take_turns
 
 import paredown as pare
 from paredown.calibrate.device_calibration import calibrate
-from paredown.calibrate.host_time import with_present_host
+from paredown.calibrate.host_time import HostSpeed
 from paredown.calibrate.operation_time import with_operations
 from paredown.plan.calibration import Calibration
 from paredown.plan.step_time import predict_step
 
 FILE, SESSION_FILE, CALIBRATION_FILE = "time.json", "session.json", "calibration.json"
 SESSION_WAYS = (BASELINE, Way("int8/64@bf16", "int8/64@bf16"), Way("int4/64@bf16", "int4/64@bf16"))
+SESSION_NAMES = tuple(way.name for way in SESSION_WAYS)
 EVERY, SECOND = "checkpointing", "checkpointing, every second"
 PLAIN = (BASELINE.name, EVERY, SECOND)  # ways without formats
 SHARES, MORE_SHARES = ("60%", "40%"), ("80%",)
@@ -59,14 +74,15 @@ ORDER = ("resnet50", "llama", "gpt2", "vit", "swin", "densenet121", "scan", "att
 WITHIN, PEAK_WITHIN = 0.15, 0.05
 MOST_TIMING = 12.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
 NOT_FINISHED = "not finished"
+SLOWER_SHARE = 0.8  # of the rounds
 
 
 @dataclass(frozen=True)
 class Row:
     """One way of one network. `ratio`: predicted to measured seconds, with timed operations; `against_ratio`: to those of `against`.
 
-    `host_speed`: seconds of a small step right before the way over those at calibration; `ratio_at_start`: `ratio` without it;
-    `relative_ratio`: `ratio` over the baseline's.
+    `host_speed`: seconds of a small step beside the way's turns over those at calibration; `ratio_at_start`: `ratio` without it;
+    `relative_ratio`: `ratio` over the baseline's; `against_ratio` is the median over rounds.
     """
 
     job: str
@@ -121,29 +137,26 @@ class Deadline:
 
 @dataclass(eq=False)
 class Network:
-    """A network, its two calibrations (with timed operations and without), the rows that it has, and how fast the host is now."""
+    """A network, its two calibrations (with timed operations and without), and its ways in memory with their plans."""
 
     planner: Planner
     timed: Calibration
     rates: Calibration
-    num_steps: int
-    rows: list[Row] = field(default_factory=list[Row])
-    host_speed: float = 1.0
+    speed: Callable[[], float] = lambda: 1.0
+    runners: dict[str, Runner] = field(default_factory=dict[str, Runner])
+    plans: dict[str, tuple[pare.Plan | None, int | None]] = field(default_factory=dict[str, Any])  # (plan, budget) of a way
 
-    @property
-    def now(self) -> Calibration:
-        """The calibration with timed operations, for the present speed of the host."""
-        return self.timed.with_host_speed(self.host_speed)
-
-    def blank(self, way: str, plan: pare.Plan | None, *, in_session: bool = True, **columns: Any) -> Row:
+    def predicted(self, way: str, host_speed: float) -> Row:
         """A row with predictions; those of a step without a session are of the trace with all logits."""
-        job, trace = self.planner.job, self.planner.trace
-        trace = trace if in_session else trace.unmodified or trace
-        calibrations = self.now, self.rates.with_host_speed(self.host_speed), self.timed
+        (plan, budget), job, trace = self.plans[way], self.planner.job, self.planner.trace
+        trace = trace.unmodified or trace if way in (EVERY, SECOND) else trace
+        now = self.timed.with_host_speed(host_speed)
+        calibrations = now, self.rates.with_host_speed(host_speed), self.timed
         time, by_rates, at_start = (predict_step(trace, plan, calibration=one) for one in calibrations)
         foot = pare.footprint(trace, plan)
         return Row(
             *(job.name, way, job.size, len(self.planner.layers), len(plan.recompute) if plan is not None else 0),
+            budget_bytes=budget,
             predicted_peak_bytes=foot.peak_bytes,
             bound_bytes=foot.bound_bytes,
             predicted_seconds=time.seconds,
@@ -151,11 +164,10 @@ class Network:
             predicted_host_seconds=time.host_seconds,
             predicted_seconds_by_rates=by_rates.seconds,
             predicted_seconds_at_start=at_start.seconds,
-            host_speed=self.host_speed,
+            host_speed=host_speed,
             num_timed=len(self.timed.timed),
-            empty_operation_seconds=self.now.host.empty_operation,
+            empty_operation_seconds=now.host.empty_operation,
             reason=plan.reason if plan is not None else "",
-            **columns,
         )
 
     def budgets(self, *, has_peaks: bool) -> Iterator[tuple[str, int]]:
@@ -163,53 +175,103 @@ class Network:
         whole = self.planner.predicted(pare.Plan())
         yield from ((f"speed at {share}", whole * int(share[:-1]) // 100) for share in SHARES)
         if has_peaks:
-            peaks = {row.way: row.peak_bytes or row.predicted_peak_bytes for row in self.rows if not row.error}
-            yield from ((f"speed at {way}", peaks[way] or 0) for way in (EVERY, SECOND) if way in peaks)
+            found = (way for way in (EVERY, SECOND) if way in self.runners)
+            yield from ((f"speed at {way}", self.peak_bytes(way)) for way in found)
             yield from ((f"speed at {share}", whole * int(share[:-1]) // 100) for share in MORE_SHARES)
 
-    def packed_row(self, way: Way, plain: bench_session.Row | None) -> tuple[Row, bench_session.Row]:
-        """The row of a way of bench_session.py, in both forms."""
-        plan = None if way is BASELINE else way.plan()
-        row, planner = self.blank(way.name, plan), self.planner
-        found = bench_session.attempt(planner.job, way, planner.device, self.num_steps)
-        found = replace(bench_session.compared(found, plain or found), predicted_peak_bytes=row.predicted_peak_bytes)
-        columns = {name: value for name, value in asdict(found).items() if name in ROW_FIELDS and value is not None}
-        return replace(row, **columns), found
+    def peak_bytes(self, way: str) -> int:
+        """The measured peak, or the predicted one where none is measured."""
+        return self.runners[way].columns.get("peak_bytes") or self.predicted(way, 1.0).predicted_peak_bytes or 0
 
-    def checkpointed_row(self, way: str) -> Row:
-        """Layers checkpointed by hand."""
-        layers = self.planner.layers if way == EVERY else sorted(self.planner.layers)[::2]
-        row = self.blank(way, pare.Plan((), recompute=tuple(layers)), in_session=False)
-        return replace(row, **measured(self.planner, None, self.num_steps, by_hand=layers))
+    def add(self, way: str, plan: pare.Plan | None, budget: int | None = None) -> None:
+        """Build a way, measure its peak, and keep it for the turns."""
+        self.plans[way] = plan, budget
+        by_hand = plan.recompute if plan is not None and way in (EVERY, SECOND) else ()
+        is_session_way = way in SESSION_NAMES
+        applied = None if by_hand or plan is None or plan.changes_nothing else plan
+        self.runners[way] = build_runner(self.planner, way, applied, by_hand=by_hand, has_kernels=is_session_way)
 
-    def speed_row(self, way: str, budget: int) -> Row:
-        """The quickest plan for a budget."""
-        plan = pare.assign(self.planner.trace, budget, prefer="speed", calibration=self.now)
-        row = self.blank(way, plan, budget_bytes=budget)
-        return replace(row, **measured(self.planner, None if plan.changes_nothing else plan, self.num_steps))
+    def add_all(self, name: str, limit: Callable[[], bool]) -> Iterator[tuple[str, Exception]]:
+        """All ways of the network, as long as there is time; yields those that could not be built."""
+        layers, trace = self.planner.layers, self.planner.trace
+        num_session_ways = 1 if name in SMALL_NETWORKS.values() else None
+        plans: dict[str, Any] = {way.name: None if way is BASELINE else way.plan() for way in SESSION_WAYS[:num_session_ways]}
+        if layers:
+            plans |= {EVERY: pare.Plan((), recompute=tuple(layers)), SECOND: pare.Plan((), recompute=tuple(sorted(layers)[::2]))}
+        yield from self._attempts({way: lambda plan=plan: (plan, None) for way, plan in plans.items()}, limit)
+        now = self.timed.with_host_speed(self.speed())
 
-    def judged(self, row: Row) -> Row:
-        """The row with its ratios, beside the quickest way without formats that its budget allows."""
-        if row.median_seconds is None:
-            return row
-        ratios = {"ratio": row.predicted_seconds, "ratio_by_rates": row.predicted_seconds_by_rates}
-        ratios |= {"ratio_at_start": row.predicted_seconds_at_start}
-        row = replace(row, **{name: (seconds or 0.0) / row.median_seconds for name, seconds in ratios.items()})
-        row = beside_baseline(row, next((one for one in (*self.rows, row) if one.way == BASELINE.name), None))
-        assert row.median_seconds is not None
+        def assigned(budget: int) -> tuple[pare.Plan, int]:
+            return pare.assign(trace, budget, prefer="speed", calibration=now), budget
+
+        budgets = dict(self.budgets(has_peaks=name in SPEED))
+        yield from self._attempts({way: lambda budget=budget: assigned(budget) for way, budget in budgets.items()}, limit)
+
+    def _attempts(self, makes: dict[str, Callable[[], Any]], is_late: Callable[[], bool]) -> Iterator[tuple[str, Exception]]:
+        for way, make in makes.items():
+            if is_late():
+                print(f"{self.planner.job.name} {way}: no time left", flush=True)
+                return
+            try:
+                self.add(way, *make())
+            except Exception as error:
+                yield way, error
+
+    def rows(self) -> list[Row]:
+        """The rows of the ways that took their turns, with ratios."""
+        ran = {way: runner for way, runner in self.runners.items() if runner.turns}
+        rows = {
+            way: replace(self.predicted(way, runner.times["host_speed"]), **self.columns(runner)) for way, runner in ran.items()
+        }
+        plain = rows.get(BASELINE.name)
+        rows = {way: beside_baseline(with_ratios(row), plain and with_ratios(plain)) for way, row in rows.items()}
+        return [self.judged(row, rows) for row in rows.values()]
+
+    def columns(self, runner: Runner) -> dict[str, Any]:
+        """What was measured of a way, as columns of a row."""
+        found = {**runner.columns, **runner.times}
+        return {name: value for name, value in found.items() if name in ROW_FIELDS}
+
+    def judged(self, row: Row, rows: Mapping[str, Row]) -> Row:
+        """The row of a plan beside the quickest way without formats that its budget allows, round by round."""
         if row.budget_bytes is None:
             return row
-        plain = [one for one in self.rows if one.way in PLAIN and one.median_seconds]
-        fitting = [one for one in plain if (one.peak_bytes or one.predicted_peak_bytes or 0) <= row.budget_bytes]
+        fitting = [way for way in PLAIN if way in rows and self.peak_bytes(way) <= row.budget_bytes]
         row = replace(row, is_over=(row.peak_bytes or 0) > SLACK * row.budget_bytes)
         if not fitting:
             return row
-        other = min(fitting, key=lambda one: one.median_seconds or 0.0)
-        is_slower = (row.p20_seconds or 0.0) > (other.p80_seconds or 0.0)
-        assert row.median_seconds is not None
-        return replace(
-            row, against=other.way, against_ratio=row.median_seconds / (other.median_seconds or 1.0), is_slower=is_slower
-        )
+        other = min(fitting, key=lambda way: rows[way].median_seconds or 0.0)
+        ratios = self.runners[row.way].ratios(self.runners[other])
+        is_slower = sum(ratio > 1 for ratio in ratios) >= SLOWER_SHARE * len(ratios)
+        return replace(row, against=other, against_ratio=median(ratios), is_slower=is_slower)
+
+    def session_rows(self) -> Iterator[bench_session.Row]:
+        """The rows of baseline, int8 and int4 with the columns of bench_session.py."""
+        plain = None
+        for way in SESSION_WAYS:
+            runner = self.runners.get(way.name)
+            if runner is None or not runner.turns:
+                continue
+            found = {**runner.columns, **runner.times, "predicted_peak_bytes": self.predicted(way.name, 1.0).predicted_peak_bytes}
+            columns = {name: value for name, value in found.items() if name in SESSION_FIELDS}
+            row = bench_session.Row(self.planner.job.name, way.name, self.planner.job.size, way.kind, way.rounding, **columns)
+            plain = plain or row
+            yield bench_session.compared(row, plain)
+
+    def close(self) -> None:
+        """Release all ways."""
+        for runner in self.runners.values():
+            runner.close()
+        self.runners.clear()
+        release(self.planner.device)
+
+
+def with_ratios(row: Row) -> Row:
+    """The row with predicted over measured seconds."""
+    predicted = {"ratio": row.predicted_seconds, "ratio_by_rates": row.predicted_seconds_by_rates}
+    predicted |= {"ratio_at_start": row.predicted_seconds_at_start}
+    assert row.median_seconds is not None
+    return replace(row, **{name: (seconds or 0.0) / row.median_seconds for name, seconds in predicted.items()})
 
 
 def beside_baseline(row: Row, plain: Row | None) -> Row:
@@ -218,6 +280,46 @@ def beside_baseline(row: Row, plain: Row | None) -> Row:
 
 
 ROW_FIELDS = frozenset(Row.__dataclass_fields__) - {"job", "way", "size"}
+SESSION_FIELDS = frozenset(bench_session.Row.__dataclass_fields__) - {"job", "way", "size", "kind", "rounding"}
+
+
+def build_runner(planner: Planner, way: str, plan: pare.Plan | None, *, by_hand: Sequence[str], has_kernels: bool) -> Runner:
+    """A fresh model with its optimizer, after warm-up steps, with its peak above what other ways hold. `by_hand`: checkpointed layers."""
+    job, device = planner.job, planner.device
+    release(device)
+    others = torch.cuda.memory_allocated() if device == "cuda" else 0
+    training = prepared(planner, plan, by_hand)
+    step, session = training.step, training.session
+    losses = [step() for _ in range(WARM_UP if device == "cuda" else 1)]
+    columns: dict[str, Any] = {"optimizer": optimizer_name(job, training.optimizer)}
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        losses.append(step())
+        columns |= {"peak_bytes": torch.cuda.max_memory_allocated() - others}
+    columns |= {"first_loss": float(losses[0]), "last_loss": float(losses[-1])}
+    small = None
+    if has_kernels:
+        columns |= {"kernel_seconds": kernel_seconds(step)} if device == "cuda" else {}
+        batch = job.batch(max(2, job.size // SMALL), device)
+        small = without_trying(make_step(training.model, batch, training.optimizer, device))
+        small()
+        columns |= {"empty_op_us": empty_op_us(device)}
+        if session is not None:
+            columns |= {"num_packed": count_packed(session, small), "num_changes": len(session.changes)}
+    return Runner(way, step, training.close, small, columns)
+
+
+def without_trying(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The step without cuDNN's trials of algorithms, which take longer than steps with small batches."""
+
+    def step_without() -> Tensor:
+        was_trying, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+        try:
+            return step()
+        finally:
+            torch.backends.cudnn.benchmark = was_trying
+
+    return step_without
 
 
 class Run:
@@ -231,79 +333,56 @@ class Run:
         self.done = [Row(**row) for row in self.log.rows]
         begun = time.perf_counter()
         self.calibration = replace(calibrate(device), timed={})
+        self.speed = HostSpeed(self.calibration)
         print(f"calibrated in {time.perf_counter() - begun:.1f} s: {self.calibration}", flush=True)
         if options.out:
             self.calibration.save(options.out / CALIBRATION_FILE)
 
     def network(self, name: str, job: Job) -> None:
-        """All ways of a network that the file lacks, as far as time allows; what fails before the first is a row too."""
+        """All ways of a network, as far as time allows; what fails is a row too."""
         begun, limit = time.perf_counter(), Deadline(self.options.network_seconds)
+        self.log.add(Row(job.name, "all", job.size, error=NOT_FINISHED))
+        rows: list[Row] = []
+        network = None
         try:
-            planner = Planner(job, "", self.device, self.options.traces)
-            trace = planner.trace
-            timed = with_operations(self.calibration, [trace], most_seconds=MOST_TIMING)
-            took = time.perf_counter() - begun
-            if self.options.out:
-                timed.save(self.options.out / f"calibration-{name}.json")
-            print(f"{name}: {len(timed.timed)} operations, {timed.num_untimed(trace)} not timed, {took:.1f} s", flush=True)
-            num_steps = 3 if self.options.quick else self.options.steps
-            rows = [row for row in self.done if row.job == job.name]
-            self.ways(name, Network(planner, timed, self.calibration, num_steps, rows), limit)
+            network = self.prepared(name, job)
+            rows = list(self.measured(name, network, lambda: limit.is_over or self.deadline.is_over))
+            for found in network.session_rows():
+                self.session_log.add(found)
+                print(bench_session.line(found), flush=True)
         except Exception as error:
-            self.add(Row(job.name, "all", job.size, error=failure(error)))
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-        print(f"  {name} took {time.perf_counter() - begun:.0f} s", flush=True)
-
-    def ways(self, name: str, network: Network, limit: Deadline) -> None:
-        """The ways of one network, one after the other."""
-        of_job = (row for row in self.session_log.rows if (row["job"], row["way"]) == (network.planner.job.name, BASELINE.name))
-        plain = next((bench_session.Row(**row) for row in of_job), None)
-
-        def packed(way: Way) -> Row:
-            nonlocal plain
-            row, found = network.packed_row(way, plain)
-            plain = plain or found
-            self.session_log.add(found)
-            print(bench_session.line(found), flush=True)
-            return row
-
-        is_small = name in SMALL_NETWORKS.values()
-        measures: dict[str, Any] = {way.name: (lambda way=way: packed(way)) for way in SESSION_WAYS[: 1 if is_small else None]}
-        if network.planner.layers:
-            measures |= {way: (lambda way=way: network.checkpointed_row(way)) for way in (EVERY, SECOND)}
-        self.measure(network, measures, limit)
-        budgets = network.budgets(has_peaks=name in SPEED)
-        self.measure(network, {way: (lambda way=way, n=n: network.speed_row(way, n)) for way, n in budgets}, limit)
-
-    def measure(self, network: Network, measures: dict[str, Any], limit: Deadline) -> None:
-        """Rows of the ways in `measures`."""
-        job, known = network.planner.job, {row.way for row in network.rows}
-        for way in measures:
-            if way in known:
-                continue
-            if limit.is_over or self.deadline.is_over:
-                print(f"{job.name} {way}: no time left", flush=True)
-                return
-            started = Row(job.name, way, job.size, error=NOT_FINISHED)
-            self.log.add(started)
-            try:
-                network.host_speed = with_present_host(self.calibration).host.step / self.calibration.host.step
-                row = network.judged(measures[way]())
-            except Exception as error:
-                row = replace(started, error=failure(error))
-            network.rows.append(row)
-            self.log.amend(row)
-            self.done.append(row)
+            rows.append(Row(job.name, "all", job.size, error=failure(error)))
+        finally:
+            if network is not None:
+                network.close()
+        for number, row in enumerate(rows):
+            self.log.add(row) if number else self.log.amend(row)
             print(line(row), flush=True)
-            if row.error and self.device == "cuda":
-                torch.cuda.synchronize()  # ends the process after an error that CUDA does not recover from
+        self.done += rows
+        print(f"  {name} took {time.perf_counter() - begun:.0f} s", flush=True)
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # ends the process after an error that CUDA does not recover from
 
-    def add(self, row: Row) -> None:
-        """A row that is not one of the ways."""
-        self.done.append(row)
-        self.log.add(row)
-        print(line(row), flush=True)
+    def prepared(self, name: str, job: Job) -> Network:
+        """The network with its operations timed."""
+        begun, planner = time.perf_counter(), Planner(job, "", self.device, self.options.traces)
+        timed = with_operations(self.calibration, [planner.trace], most_seconds=MOST_TIMING)
+        if self.options.out:
+            timed.save(self.options.out / f"calibration-{name}.json")
+        untimed, took = timed.num_untimed(planner.trace), time.perf_counter() - begun
+        print(f"{name}: {len(timed.timed)} operations, {untimed} not timed, {took:.1f} s", flush=True)
+        return Network(planner, timed, self.calibration, self.speed)
+
+    def measured(self, name: str, network: Network, is_late: Callable[[], bool]) -> Iterator[Row]:
+        """The rows of a network: those that failed, then the others."""
+        job = network.planner.job
+        for way, error in network.add_all(name, is_late):
+            yield Row(job.name, way, job.size, error=failure(error))
+        numbers = {"num_rounds": 2 if self.options.quick else self.options.rounds, "num_steps": self.options.steps}
+        for runner, error in take_turns(list(network.runners.values()), self.speed, self.device, **numbers):
+            yield Row(job.name, runner.name, job.size, error=failure(error))
+            runner.turns.clear()
+        yield from network.rows()
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -374,8 +453,9 @@ def prepare(options: argparse.Namespace, device: str) -> None:
 def parse_options() -> argparse.Namespace:
     """What to run, and for how long."""
     parser = common_options(__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each way")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no way begins after this many seconds")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each way")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each turn")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no way is built after this many seconds")
     parser.add_argument("--network-seconds", type=float, default=600.0, help="the same for one network")
     parser.add_argument("--traces", type=Path, help="folder of traces")
     parser.add_argument("--prepare", action="store_true", help="write traces into that folder, and measure nothing")
@@ -392,6 +472,8 @@ def main() -> None:
         prepare(options, device)
         return
     torch.backends.cudnn.benchmark = not options.quick
+    if device == "cuda":
+        print("on CPU {}, whose loop of Python takes {:.2g} s".format(*pin_to_quickest_cpu()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("PAREDOWN_CACHE", folder)
         run = Run(options, device)
@@ -402,6 +484,8 @@ def main() -> None:
             flush=True,
         )
         for name, job in jobs_of(options).items():
+            if job.name in {row.job for row in run.done}:
+                continue  # of the run that is resumed
             if run.deadline.is_over:
                 print(f"{name}: no time left", flush=True)
                 continue

@@ -44,35 +44,74 @@ def test_all_ways_are_measured_once_and_a_second_run_finds_them(tmp_path: Path, 
     assert "no time left" in late.out and not (tmp_path / "late" / "time.json").exists()
 
 
-def test_a_plan_is_held_against_the_quickest_way_without_formats_in_its_budget(bench: ModuleType) -> None:
-    plain = [
-        bench.Row("net", way, 1, peak_bytes=peak, median_seconds=ms, p20_seconds=ms, p80_seconds=ms + 1)
-        for way, peak, ms in (("baseline", 100, 10.0), ("checkpointing", 50, 14.0), ("checkpointing, every second", 70, 12.0))
-    ]
-    network = bench.Network(None, None, None, 1, [*plain, bench.Row("net", "int8/64@bf16", 1, peak_bytes=10, median_seconds=1.0)])
-    row = bench.Row("net", "speed at 60%", 1, budget_bytes=75, peak_bytes=75, median_seconds=13.0, p20_seconds=12.5)
-    row = replace(row, predicted_seconds=6.5, predicted_seconds_by_rates=26.0, predicted_seconds_at_start=13.0)
-    found = network.judged(row)
-    assert (found.against, found.against_ratio) == ("checkpointing, every second", 13 / 12)
-    assert not found.is_slower and not found.is_over
-    assert (found.ratio, found.ratio_by_rates, found.ratio_at_start) == (0.5, 2.0, 1.0)
-    slower = network.judged(replace(row, p20_seconds=13.1, peak_bytes=76))
-    assert slower.is_slower and slower.is_over
-    assert "1 of 1 plans slower" in bench.summary([slower]) and "above their budgets: net speed at 60%" in bench.summary([slower])
+class Planned:
+    """What `Network` needs of a planner to judge rows: the job's name."""
+
+    job = type("Job", (), {"name": "net", "size": 1})
 
 
-def test_predictions_are_for_the_speed_that_the_host_has_before_a_way(bench: ModuleType) -> None:
+def runner(bench: ModuleType, way: str, peak: int, *turns: float) -> Any:
+    made = bench.Runner(way, lambda: None, lambda: None, columns={"peak_bytes": peak})
+    made.turns, made.speeds = [[seconds / 2, seconds / 2] for seconds in turns], [1.0]
+    return made
+
+
+def test_a_plan_is_held_against_the_quickest_way_without_formats_in_its_budget_round_by_round(bench: ModuleType) -> None:
+    """The host is half as fast in the last two of five rounds; the plan is slower than checkpointing in four of them."""
+    network = bench.Network(Planned, None, None)
+    ways = {
+        "baseline": (100, [10, 10, 10, 20, 20]),
+        "checkpointing": (50, [14, 14, 14, 28, 28]),
+        "checkpointing, every second": (70, [12, 12, 12, 24, 24]),
+        "int8/64@bf16": (10, [1, 1, 1, 2, 2]),
+        "speed at 60%": (75, [13, 13, 11, 26, 26]),
+    }
+    network.runners = {way: runner(bench, way, peak, *turns) for way, (peak, turns) in ways.items()}
+    rows = {way: bench.Row("net", way, 1, peak_bytes=peak, median_seconds=turns[0]) for way, (peak, turns) in ways.items()}
+    row = replace(rows["speed at 60%"], budget_bytes=75)
+    found = network.judged(row, rows)
+    assert (found.against, found.against_ratio, found.is_slower) == ("checkpointing, every second", 13 / 12, True)
+    assert not found.is_over and network.judged(replace(row, peak_bytes=76), rows).is_over
+    network.runners["speed at 60%"].turns[0] = [5.0, 5.0]
+    assert not network.judged(row, rows).is_slower, "in three of five rounds"
+    assert "1 of 1 plans slower" in bench.summary([found]) and "above their budgets: none" in bench.summary([found])
+
+
+def test_the_speed_of_a_turn_is_the_mean_of_those_before_and_after_it(bench: ModuleType) -> None:
+    import turns  # type: ignore[import-not-found]
+
+    speeds, calls = iter([1.0, 3.0, 2.0, 2.0, 4.0]), list[str]()
+    made = [bench.Runner(name, lambda name=name: calls.append(name), lambda: None) for name in "ab"]
+    assert list(turns.take_turns(made, lambda: next(speeds), "cpu", num_rounds=2, num_steps=2)) == []
+    assert [one.speeds for one in made] == [[2.0, 2.0], [2.5, 3.0]]
+    assert "".join(calls) == "aaabbbaaabbb", "one step before two that are timed"
+    assert [len(turn) for turn in made[0].turns] == [2, 2] and made[0].times["host_speed"] == 2.0
+
+    def fails() -> None:
+        raise ValueError("too large")
+
+    made = [bench.Runner("a", fails, lambda: None), bench.Runner("b", lambda: None, lambda: None)]
+    failed = list(turns.take_turns(made, lambda: 1.0, "cpu", num_rounds=2, num_steps=2))
+    assert [(one.name, str(error)) for one, error in failed] == [("a", "too large")] and len(made[1].turns) == 2
+
+
+def quick_planner(name: str) -> Any:
     import assign_times  # type: ignore[import-not-found]
     import bench_session  # type: ignore[import-not-found]
 
+    return assign_times.Planner(next(one for one in bench_session.quick_jobs() if one.name == name), "", "cpu")
+
+
+def test_predictions_are_for_the_speed_that_the_host_has_beside_a_way(bench: ModuleType) -> None:
     from tests.support.calibrations import calibration
 
-    planner = assign_times.Planner(next(one for one in bench_session.quick_jobs() if one.name == "graph"), "", "cpu")
-    costs = calibration("cpu")
-    slow, start = (bench.Network(planner, costs, costs, 1, host_speed=speed).blank("int8", None) for speed in (3.0, 1.0))
+    network = bench.Network(quick_planner("graph"), calibration("cpu"), calibration("cpu"), plans={"int8": (None, None)})
+    slow, start = (network.predicted("int8", speed) for speed in (3.0, 1.0))
     assert slow.predicted_host_seconds == pytest.approx(3 * start.predicted_host_seconds) and slow.host_speed == 3.0
     assert slow.predicted_device_seconds == start.predicted_device_seconds
     assert slow.predicted_seconds_at_start == start.predicted_seconds == start.predicted_seconds_at_start
+    row = bench.with_ratios(replace(slow, median_seconds=2 * slow.predicted_seconds))
+    assert row.ratio == 0.5 and row.ratio_at_start == pytest.approx(0.5 * start.predicted_seconds / slow.predicted_seconds)
     plain = bench.Row("net", "baseline", 1, median_seconds=4.0, ratio=0.5)
     row = bench.Row("net", "int8", 1, median_seconds=8.0, ratio=0.625, ratio_at_start=0.9)
     assert bench.beside_baseline(row, plain).relative_ratio == 1.25 and bench.beside_baseline(row, None) == row
@@ -80,19 +119,14 @@ def test_predictions_are_for_the_speed_that_the_host_has_before_a_way(bench: Mod
     assert "host as calibrated at the start: 1 of 1 within 15%; relative to the baseline: 0 of 1" in text
 
 
-def test_checkpointing_by_hand_is_predicted_without_chunks_of_the_loss(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import assign_times  # type: ignore[import-not-found]
-    import bench_session  # type: ignore[import-not-found]
-
+def test_checkpointing_by_hand_is_predicted_without_chunks_of_the_loss(bench: ModuleType) -> None:
     from tests.support.calibrations import calibration
 
-    job = next(one for one in bench_session.quick_jobs() if one.name == "scan")
-    planner, larger = (assign_times.Planner(replace(job, size=size), "", "cpu") for size in (1, 4))
+    planner = quick_planner("scan")
+    larger = type(planner)(replace(planner.job, size=2 * planner.job.size), "", "cpu")
     planner.__dict__["trace"] = replace(planner.trace, unmodified=larger.trace)  # a larger batch stands for all logits
-    monkeypatch.setattr(bench, "measured", lambda *arguments, **options: {})
-    costs = calibration("cpu")
-    network = bench.Network(planner, costs, costs, 1)
-    plan = planner.checkpointing
-    row, expected = network.checkpointed_row("checkpointing"), bench.predict_step(planner.trace.unmodified, plan, calibration=costs)
+    costs, plan = calibration("cpu"), planner.checkpointing
+    row = bench.Network(planner, costs, costs, plans={"checkpointing": (plan, None)}).predicted("checkpointing", 1.0)
+    expected = bench.predict_step(planner.trace.unmodified, plan, calibration=costs)
     assert row.predicted_seconds == expected.seconds != bench.predict_step(planner.trace, plan, calibration=costs).seconds
     assert row.predicted_peak_bytes == bench.pare.footprint(planner.trace.unmodified, plan).peak_bytes
