@@ -4,8 +4,8 @@ Their tensors are so small that a GPU keeps up with the host: the time of a step
 take is measured call by call (calibrate/operation_time.py). The rest of a step is divided by counts of the trace, which a prediction
 multiplies. On the CPU a call of an operation is device time, and no host time.
 
-    view, module call     seconds of forward - calls of its operations = its views and module calls, of both networks: two equations
-    view, gradient        seconds of backward - calls of its operations = its views and gradients of parameters, likewise
+    view, module call,    their shares of the step of the first network, SHARES, which were fitted to eight networks; on the CPU
+    gradient              (seconds of forward and backward - calls of their operations) by these shares
     watched               (seconds of a step that packs one tensor - seconds of the baseline) / module calls and saved tensors
     packed tensor         (seconds of a step that packs all - of one that packs one tensor) / packed tensors, in one format: the host takes
                           the same time for all
@@ -53,6 +53,9 @@ LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
 PRESENT_STEPS, SPEED_STEPS = 10, 4
+# of a step of the first network, 6.0 ms on the host of one H200: least squares over forward and backward of small steps of eight networks
+# (docs/log.md, 2026-11-17). Two networks do not tell them apart: they gave 0.1 us for a view, and 25 us for a module call.
+SHARES = {"view": 1.35e-3, "backward_view": 0.52e-3, "module_call": 2.2e-3, "gradient": 2.4e-3}
 EMPTY_CALLS = 100
 
 
@@ -183,7 +186,7 @@ class HostMeasurement:
             scales = [empty / median(one.empty_operations) for one in self.networks]
             scaled = [[row.scaled(scale) for row in own] for own, scale in zip(turns, scales, strict=True)]
             rows, few, all_packed, checkpointed = (list(column) for column in zip(*scaled, strict=True))
-            forward, backward = self._residual_costs(rows, empty)
+            unit = self._unit(rows, empty)
             watched, packed = self._packed(rows, few, all_packed, packing)
             tensor = self._checkpointed(rows, checkpointed)
             weight = 2 * packed if is_late() else self._weight()
@@ -191,9 +194,17 @@ class HostMeasurement:
         both = (*FORWARD, *BACKWARD)
         num_kernels = sum(one.count(both, lambda one: one.op != VIEW) for one in self.networks)
         kernel = 0.0 if self.is_cpu else sum(self._calls(both, empty)) / num_kernels
-        (view, module), (backward_view, gradient) = forward, backward
-        costs = (view, backward_view, module, gradient, optimizer, tensor, watched, weight, rows[0].total)
-        return HostCost(empty, kernel, *costs), packed
+        cost = HostCost(
+            empty_operation=empty,
+            operation=kernel,
+            **{name: share * unit for name, share in SHARES.items()},
+            optimizer_parameter=optimizer,
+            checkpointed_tensor=tensor,
+            watched=watched,
+            packed_weight=weight,
+            step=rows[0].total,
+        )
+        return cost, packed
 
     def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
         """Seconds that the host takes for the calls of each network's operations: on the CPU they are computed there."""
@@ -204,17 +215,18 @@ class HostMeasurement:
 
         return [network.count(phases, seconds) for network in self.networks]
 
-    def _residual_costs(self, rows: Sequence[StepSeconds], empty: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Seconds of one view and one module call of forward, and of one view and one gradient of backward."""
-        modules = [len(called_modules(one.trace)) for one in self.networks]
-        gradients = [len(one.trace.of(Role.GRADIENT)) for one in self.networks]
+    def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
+        """The seconds that SHARES are shares of: a step of the first network, on the CPU one without what its operations compute."""
+        if not self.is_cpu:
+            return rows[0].total
+        rest = [row.forward + row.backward for row in rows], [-seconds for seconds in self._calls((*FORWARD, *BACKWARD), empty)]
+        return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
-        def solved(phases: Sequence[str], seconds: Sequence[float], others: Sequence[int]) -> tuple[float, float]:
-            rest = [own - calls for own, calls in zip(seconds, self._calls(phases, empty), strict=True)]
-            return two_costs(rest, [one.count(phases) for one in self.networks], others)
-
-        forward, backward = [row.forward for row in rows], [row.backward for row in rows]
-        return solved(FORWARD, forward, modules), solved(BACKWARD, backward, gradients)
+    def _shares(self, network: SmallNetwork) -> float:
+        """What SHARES come to for the step of a network."""
+        counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
+        counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
+        return sum(SHARES[name] * count for name, count in counts.items())
 
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
@@ -248,23 +260,6 @@ def with_present_host(calibration: Calibration) -> Calibration:
     with _without_collection():
         (now,) = small_networks(calibration.device)[0].seconds(None, num_steps=PRESENT_STEPS)
     return calibration.with_host_speed(now.total / calibration.host.step)
-
-
-def two_costs(seconds: Sequence[float], first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The costs x and y, at least LEAST_SECONDS, for which first x + second y is nearest to the seconds, by least squares.
-
-    >>> two_costs([7.0, 8.0], [1, 2], [3, 2])
-    (2.5, 1.5)
-    >>> two_costs([1.0, 2.0], [1, 4], [1, 1])[1] == LEAST_SECONDS
-    True
-    """
-    a, b, c = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((first, first), (first, second), (second, second)))
-    p, q = (sum(x * s for x, s in zip(counts, seconds, strict=True)) for counts in (first, second))
-    determinant = a * c - b * b
-    x, y = ((c * p - b * q) / determinant, (a * q - b * p) / determinant) if determinant > 0 else (0.0, 0.0)
-    if x < LEAST_SECONDS:
-        return LEAST_SECONDS, max(q / c, LEAST_SECONDS)
-    return (x, y) if y >= LEAST_SECONDS else (max(p / a, LEAST_SECONDS), LEAST_SECONDS)
 
 
 class HostSpeed:
