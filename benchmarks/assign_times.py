@@ -49,7 +49,11 @@ LADDER = (None, "int8/64@bf16", INT4, "uint2/64@bf16+bf16")
 PARAMETERS = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 NUM_TRIES = 3  # plans for one peak
 SLACK = 1.001  # what the allocator rounds
-LEARNS = {"sgdm": partial(pare.optim.SGD, lr=0.01, momentum=0.9), "adamw": partial(pare.optim.AdamW, lr=1e-4)}
+# fused, as the baseline's: parameters with nothing packed are updated by torch
+LEARNS = {
+    "sgdm": partial(pare.optim.SGD, lr=0.01, momentum=0.9, fused=True),
+    "adamw": partial(pare.optim.AdamW, lr=1e-4, fused=True),
+}
 
 
 @dataclass(frozen=True)

@@ -185,9 +185,10 @@ def test_recurrent_layers_of_gpu_traces_run_on_real_tensors(kind: str) -> None:
     gradients: Any = calls[1]()
     assert gradients[0].shape == (5, 3, 6) and sum(part.numel() for part in gradients[1:]) == weights
     plain = calibration("cuda")
-    issued = replace(plain, issued={operation_key(forward): 2.0, operation_key(backward): 3.0})
-    host = [predict_step(trace, calibration=one).host_seconds for one in (plain, issued)]
+    launched = replace(plain, launched={operation_key(forward): 2.0, operation_key(backward): 3.0})
+    host = [predict_step(trace, calibration=one).host_seconds for one in (plain, launched, launched.with_host_speed(2.0))]
     assert host[1] - host[0] == pytest.approx(5.0 - 2e-3), "instead of 1 ms for each"
+    assert host[2] - host[1] == pytest.approx(host[1] - 5.0), "the driver's time is not the host's speed"
 
 
 def test_operations_that_are_not_timed_have_the_rate_of_others_of_their_name() -> None:
@@ -241,7 +242,7 @@ def test_convolutions_get_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> N
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[SmallNetwork]:
     """Steps take 1 s for each part; in forward 2 s more if one tensor is packed, 12 s if all are, and 10 s with checkpointing."""
     networks = small_networks("cpu")
-    monkeypatch.setattr(host_time, "time_operations", lambda traces, device: CallSeconds({}, {}))
+    monkeypatch.setattr(host_time, "time_operations", lambda traces, device: CallSeconds({}, {}, {}))
     monkeypatch.setattr(host_time, "small_networks", lambda device: networks)
 
     def seconds(self: SmallNetwork, *plans: pare.Plan | None, is_ours: bool = False, num_steps: int = 0) -> list[StepSeconds]:
@@ -379,7 +380,12 @@ def test_host_time_of_calls_is_measured_in_empty_operations(monkeypatch: pytest.
     add = Operation("aten.add.Tensor", "", "forward", nbytes=8, arguments="[[],{}]")
     trace = replace(traced("cuda"), operations=(add,))
     found = time_operations([trace], "cuda")
-    assert found == CallSeconds({operation_key(add): 0.25}, {"aten.add.Tensor": 3.0})
+    assert found == CallSeconds({operation_key(add): 0.25}, {"aten.add.Tensor": 3.0}, {})
+    monkeypatch.setattr(operation_time, "_kernel_seconds", lambda call: 0.5)
+    speed[0], speeds = 1.0, iter([1.0] * operation_time.LAUNCHES)
+    rnn = replace(add, op="lstm")
+    seconds = time_operations([replace(trace, operations=(rnn,))], "cuda")
+    assert seconds.issued == {} and seconds.launched == {operation_key(rnn): 6.0}, "in seconds"
     speeds = iter([1.0, 2.0, 1.0])
     known = replace(calibration("cuda"), issued={"aten.mul.Tensor": 7.0})
     assert with_operations(known, [trace]).issued == {"aten.mul.Tensor": 7.0, "aten.add.Tensor": 3.0 * known.host.empty_operation}
@@ -395,7 +401,8 @@ def test_what_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         late.append(is_late())
         return calibration("cpu").host, 1e-3
 
-    monkeypatch.setattr(HostMeasurement, "__init__", lambda self, draft: setattr(self, "calls", CallSeconds({}, {"aten.mm": 2.0})))
+    calls = CallSeconds({}, {"aten.mm": 2.0}, {})
+    monkeypatch.setattr(HostMeasurement, "__init__", lambda self, draft: setattr(self, "calls", calls))
     monkeypatch.setattr(HostMeasurement, "costs", costs)
     for name in ("bandwidths", "flop_rates", "smallest_kernel"):
         parts = {"bandwidths": {"elementwise": 1e9}, "flop_rates": {"matmul float32": ((1.0, 1e9),)}, "smallest_kernel": 1e-9}

@@ -13,7 +13,7 @@ Seconds of one operation on the device, unless that operation was timed itself, 
 Matrix products have a second rate for sides that are no multiples of 8: cuBLAS takes 7 times as long for 50,257 columns as for 50,264.
 
 Seconds of the host are those of one moment: on a machine with other work they are twice as long in the next minute. `with_host_speed`
-multiplies all of them.
+multiplies them.
 
 >>> kind_of("aten.addmm.default"), kind_of("aten.native_layer_norm_backward.default"), kind_of("aten.add.Tensor")
 ('matmul', 'norm_backward', 'elementwise')
@@ -100,7 +100,8 @@ class Calibration:
 
     `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
     `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of one call, by
-    the name of the operation; of those whose host time depends on shapes (cuDNN's RNNs) by `operation_key`.
+    the name of the operation. `launched`: of calls that launch a kernel for every position (cuDNN's RNNs), by `operation_key`; that time is
+    the driver's, which changes little when Python becomes slower.
     """
 
     device: str
@@ -115,6 +116,7 @@ class Calibration:
     timed: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     estimated: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     issued: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    launched: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     measured_in_seconds: float = 0.0
 
     def operation_seconds(self, operation: Operation) -> float:
@@ -136,13 +138,12 @@ class Calibration:
         """Predicted host seconds of one call, without what modules and views around it take."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
-        found = self.issued.get(operation.op)
-        if found is None and self.issued and operation.arguments:
-            found = self.issued.get(operation_key(operation))
-        return self.host.operation if found is None else found
+        if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
+            return found
+        return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """The calibration with all seconds of the host multiplied by `factor`."""
+        """The calibration with the seconds of the host, without those in `launched`, multiplied by `factor`."""
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
         return replace(self, host=host, formats=formats, issued={name: factor * one for name, one in self.issued.items()})
