@@ -17,6 +17,21 @@ from paredown.trace.autograd_graph import Saved
 from paredown.trace.operations import Use
 from paredown.trace.rematerialization import SOURCE_OPS
 
+REASONS = {
+    "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
+    "weight": "it is a weight",
+    "buffer": "it is a buffer",
+    "input": "the caller holds it",
+}
+NOT_FREED = (
+    "its memory is not freed when the forward pass ends: something refers to it, such as a view, a detached tensor or a hook. "
+    "Remove that reference, or hold a clone() instead"
+)
+IN_PLACE = (
+    "an in-place operation modified a view of it, and autograd keeps the original where no hook can replace it. "
+    "Use inplace=False, or clone() before the operation"
+)
+
 
 @dataclass(frozen=True)
 class StorageDecision:
