@@ -98,7 +98,7 @@ class GraphPart:
         """(description, node, handle, tensor) of each saved tensor behind the nodes `starts`; None if one node differs or is hooked."""
         nodes: list[Any] = []
         for index, name in self.roots:
-            node = starts[index]
+            node = starts[index] if index < len(starts) else None
             if node is None or node.name() != name:
                 return None
             nodes.append(node)

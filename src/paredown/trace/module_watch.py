@@ -86,7 +86,7 @@ class Watch:
         self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
         self._handles: dict[nn.Module, list[Any]] = {}
         self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # of modules inside of the model
-        self.replays = Replays(self._report_tensors, self._report_nodes)
+        self.replays = Replays(self._report_nodes)
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported

@@ -30,6 +30,7 @@ from paredown.trace.hooks import HookPlace
 RECHECK = 128  # replayed passes of a program, after which one is followed in full
 MAX_PROGRAMS = 8  # of passes with different arguments
 MAX_EQUAL = 64  # passes that must be equal, at most
+is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 HookPlaces = dict[nn.Module, tuple[HookPlace, HookPlace]]  # of the hooks before and after the calls of a module
 
 
@@ -38,6 +39,10 @@ class Receiver(Protocol):
 
     def replay_key(self) -> Any:
         """What its decisions depend on; None if every tensor must be reported."""
+        ...
+
+    def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
+        """`Watch.on_saved_again`."""
         ...
 
     def begin_replay(self) -> None:
@@ -153,6 +158,8 @@ class Program:
         returns = [one._replace(readings=_stored(one.readings, is_left)) for one in recording.returns]
         self.followed = {one.module for one in returns if one.readings} | {returns[-1].module}
         self.returns = [one for one in returns if one.module in self.followed]
+        # what is compared at each return, and read; the last one is that of no module
+        self.steps = [(one.module, one.num_created, one.size, one.readings) for one in self.returns] + [(None, 0, None, ())]
         self.called = {one.module for one in recording.returns}
         self._paths = paths
         self.num_replays = 0
@@ -174,46 +181,19 @@ def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tu
 
 
 class Replay:
-    """A program and the number of its returns so far, in one pass."""
+    """A program, the number of its returns so far, and the number of the first node, of one pass."""
 
-    __slots__ = ("num_returned", "program")
+    __slots__ = ("first", "num_returned", "program")
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.num_returned = program, 0
-
-    def next_return(self, module: nn.Module, first: int, output: Any) -> Return | None:
-        """The return of `module`, if the pass is at the same point as the recorded one; None if it is not."""
-        returns = self.program.returns
-        if self.num_returned == len(returns):
-            return None
-        found = returns[self.num_returned]
-        if (
-            found.module is not module
-            or found.num_created != next_number() - first
-            or found.size != (output.size() if type(output) is Tensor else None)
-        ):
-            return None
-        self.num_returned += 1
-        return found
-
-
-def read_again(part: GraphPart, values: Any) -> list[FoundAgain] | None:
-    """What a part behind `values` saved; None if it differs."""
-    if type(values) is Tensor:
-        return part.follow((values.grad_fn,))
-    starts = [tensor.grad_fn for tensor in tensors_in(values)]
-    return part.follow(starts) if all(index < len(starts) for index, _ in part.roots) else None
+    def __init__(self, program: Program, first: int) -> None:
+        self.program, self.num_returned, self.first = program, 0, first
 
 
 class Replays:
-    """The programs of a model, and the hooks that they do not need; `report_tensors`, `report_nodes`: what `Watch` does with findings."""
+    """The programs of a model, and the hooks that they do not need; `report_nodes`: what `Watch` does with nodes that were searched."""
 
-    def __init__(
-        self,
-        report_tensors: Callable[[Pass, list[FoundAgain]], None],
-        report_nodes: Callable[[Pass, list[tuple[int, Any]]], Any],
-    ) -> None:
-        self._report_tensors, self._report_nodes = report_tensors, report_nodes
+    def __init__(self, report_nodes: Callable[[Pass, list[tuple[int, Any]]], Any]) -> None:
+        self._report_nodes = report_nodes
         self.receiver: Receiver | None = None  # None: all passes are followed in full
         self._programs: dict[Any, Program] = {}
         self._last: dict[Any, tuple[list[Any], int]] = {}  # outline of the last pass, and how many before it had the same
@@ -241,7 +221,7 @@ class Replays:
                 current.recording = Recording(key) if key is not None else None
             else:
                 self.receiver.begin_replay()
-                current.replay = Replay(program)
+                current.replay = Replay(program, current.calls[0].first)
                 if not passes:  # a running pass may be followed in full
                     self._take_out(places)
             passes.append(current)
@@ -266,24 +246,43 @@ class Replays:
     def read(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
         """Report what is stored at the return of a module in a replayed pass."""
         replay: Replay = current.replay
-        first = current.calls[0].first
-        found = replay.next_return(module, first, output)
-        if found is None:
+        found_module, num_created, size, readings = replay.program.steps[replay.num_returned]
+        if found_module is not module:
             if module in replay.program.followed:
                 self.stop(current)
             return
-        for of_args, how, _ in found.readings:
-            values = args if of_args else output
-            if isinstance(how, Search):
-                if (nodes := how.nodes(values, first)) is None:
+        if num_created != next_number() - replay.first or size != (output.size() if type(output) is Tensor else None):
+            return self.stop(current)
+        replay.num_returned += 1
+        if not readings:
+            return
+        is_enabled = is_grad_enabled()  # the module may run under no_grad
+        set_grad_enabled(False)
+        try:
+            for of_args, how, _ in readings:
+                if not self._read_again(current, how, args if of_args else output):
                     return self.stop(current)
-                calls, current.calls = current.calls, how.running_calls(first)
-                self._report_nodes(current, nodes)
-                current.calls = calls
-            elif (tensors := read_again(how, values)) is None:
-                return self.stop(current)
-            else:
-                self._report_tensors(current, tensors)
+        finally:
+            set_grad_enabled(is_enabled)
+
+    def _read_again(self, current: Pass, how: GraphPart | Search, values: Any) -> bool:
+        """Report what was read again behind `values`; False if it differs."""
+        if type(how) is GraphPart:
+            starts = (values.grad_fn,) if type(values) is Tensor else [tensor.grad_fn for tensor in tensors_in(values)]
+            tensors, receiver, inputs = how.follow(starts), self.receiver, current.inputs
+            if tensors is None or receiver is None:
+                return False
+            for found in tensors:
+                receiver.save_again(*found, inputs)
+            return True
+        assert isinstance(how, Search)
+        nodes = how.nodes(values, current.replay.first)
+        if nodes is None:
+            return False
+        calls, current.calls = current.calls, how.running_calls(current.replay.first)
+        self._report_nodes(current, nodes)
+        current.calls = calls
+        return True
 
     def stop(self, current: Pass) -> None:
         """Follow the rest of a pass that differs from the recorded one; what was not reported until now stays unmodified."""

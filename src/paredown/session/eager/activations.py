@@ -83,9 +83,8 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
-        self.form_of: Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None] | None = (
-            None  # another form for some tensors
-        )
+        # another form for some tensors
+        self.form_of: Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None] | None = None
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         # On a GPU, called with the slots of the smallest tensors and their largest bytes when these change; None: all are packed
         self.on_small: Callable[[set[str], int], None] | None = None
@@ -316,9 +315,8 @@ class Activations:
             self._forms.append(weakref.ref(form))
             if base is not None and is_view_modified_in_place(tensor):
                 storage.in_place.add(key)
-        if (
-            node is None or tensor.grad_fn is not node
-        ):  # the output of the saving node itself arrives as a new tensor object that dies at once
+        # the output of the saving node itself arrives as a new tensor object that dies at once
+        if node is None or tensor.grad_fn is not node:
             form.original = weakref.ref(tensor if base is None else base)
         form.num_views += 1
         view = StoredView(form, slot.layout)
@@ -389,8 +387,7 @@ class Activations:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
         if previous is None:
-            recomputation = rematerialization_of(piece.tensor)
-            form = self._recomputed(saved, piece, recomputation, storage) if recomputation is not None else None
+            form = None if storage.is_replayed and slot.is_never_recomputed else self._determined(saved, piece, slot, storage)
             if form is not None:
                 return form
         elif self._keeps_enough(previous, saved):
@@ -425,6 +422,12 @@ class Activations:
             return codec.encode(tensor, step)
         mask.bits, mask.delayed = empty_mask(tensor), None
         return codec.encode(tensor, step, mask.bits)
+
+    def _determined(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm | None:
+        """A form that recomputes the tensor, if an operation before it determines it."""
+        recomputation = rematerialization_of(piece.tensor)
+        slot.is_never_recomputed = recomputation is None
+        return self._recomputed(saved, piece, recomputation, storage) if recomputation is not None else None
 
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
