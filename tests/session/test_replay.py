@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paredown import Plan, apply
+from paredown.session.eager.recomputed_values import RecomputedValues
 from paredown.session.session import Session
 from paredown.trace import replay
 from paredown.trace.hooks import Hook, HookPlace
@@ -291,6 +292,36 @@ def test_closing_and_copies_leave_no_hooks() -> None:
     twin(batch()).sum().backward()
     session.close()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+class Shared(nn.Module):
+    """The input of a norm, from which the input of the next layer is recomputed, is saved by logsumexp too, unmodified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(self.norm(h)) + h.logsumexp(-1, keepdim=True)
+
+
+def test_a_tensor_that_stays_unmodified_is_still_the_source_of_another() -> None:
+    found: list[tuple[int, Tensor]] = []
+    for replays in (True, False):
+        torch.manual_seed(0)
+        net = Shared()
+        with apply(ALL, net) as session:
+            if not replays:
+                session._watch.replays.receiver = None
+            for number in range(8):
+                loss = net(batch(number)).square().mean()
+                forms = session._activations.stored_forms()
+                assert any(isinstance(form, RecomputedValues) for form in forms), number
+                found.append((session.stored_bytes, torch.autograd.grad(loss, [net.first.weight])[0]))
+            assert replays == (taken_out(session) > 0)
+    for (mine, gradient), (theirs, expected) in zip(found[:8], found[8:], strict=True):
+        assert mine == theirs and torch.equal(gradient, expected)
 
 
 def test_hooks_are_put_back_in_their_place() -> None:

@@ -155,7 +155,7 @@ class Activations:
         self._running = [other for other in self._running if other is not storage]
         self._pack_delayed(storage)
         not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
-        self._local.left = left = not_packed.keys() - storage.by_values
+        self._local.left = left = not_packed.keys() - storage.needed
         held = storage.unpacked
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
         for key, form in storage.forms.items():
@@ -332,7 +332,7 @@ class Activations:
         """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
         storage.left[piece.key] = slot.nbytes if is_packable else 0
         if not slot.is_unmodified and slot.use is not Use.EXACT:
-            storage.by_values.add(piece.address)
+            storage.needed.add(piece.address)
         storage.unpacked[piece.address] = unmodified = piece.tensor
         for form in storage.at_address.get(piece.address, ()):
             form.restore_original(unmodified)
@@ -347,8 +347,7 @@ class Activations:
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
         """The format of a slot: the plan's, limited by what backward needs and by dtype and size."""
         numel = piece.numel
-        key = (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered)
-        decision = self._decided.get(key)
+        decision = self._decided.get(key := (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered))
         if decision is None:
             asked = self.plan.find((saved.name,), Role.ACTIVATION)
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
@@ -443,7 +442,10 @@ class Activations:
         if piece.tensor._version != (signs.form.version if signs is not None and signs.form.is_of(piece) else 0):
             return None  # modified in place in a way that the graph does not record
         steps = decode_steps_of(rematerialization, view, signs, piece, keeps_parameters=not self.is_sharded)
-        return RecomputedValues(piece, source, steps) if steps is not None else None
+        if steps is None:
+            return None
+        storage.needed.update((source.weak_storage, signs.form.weak_storage if signs is not None else 0))
+        return RecomputedValues(piece, source, steps)
 
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
         """Whether decoded values of `form` are precise enough for the operation of `saved`."""
