@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.session.changes import HIDDEN
-from paredown.session.eager.activations import IN_PLACE, NOT_FREED
+from paredown.session.eager.slot_decisions import IN_PLACE, NOT_FREED
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, assert_same, error_of, rows, step
 
 NORMS: dict[str, Callable[[], nn.Module]] = {

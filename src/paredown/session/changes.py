@@ -50,7 +50,8 @@ from paredown.optim.sharded.packed_shards import sharded_of_whole
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role
-from paredown.session.eager.activations import REASONS, Activations
+from paredown.session.eager.activations import Activations
+from paredown.session.eager.slot_decisions import REASONS
 from paredown.sizes import say_bytes
 from paredown.tables import TableRows
 from paredown.trace.trace import Trace

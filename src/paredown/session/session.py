@@ -107,6 +107,7 @@ class Session:
         self._is_checked, self._modules = False, list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
         self._watch.on_saved_again = self._activations.save_again
+        self._watch.replays.receiver = self._activations
         self._activations.on_small = self._watch.leave_out
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered

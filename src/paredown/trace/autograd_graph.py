@@ -98,6 +98,7 @@ class Pass:
     seen: set[int] = field(default_factory=set)
     unreached: int = 0  # nodes created so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
+    called: list[str] = field(default_factory=list)  # paths of modules, at each call
     over: nn.Module | None = None  # the running module that is not followed inside
     is_repeated: bool = False  # whether that is a checkpointed layer, whose calls inside are counted
     # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
@@ -109,6 +110,9 @@ class Pass:
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
     saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
+    recording: Any = None  # `replay.Recording`; None if the pass cannot be replayed
+    replay: Any = None  # `replay.Replay` of an earlier pass
+    is_unsure: bool = False  # whether modules are running that are not in `calls`: nodes of the first call may be theirs
     _constants: dict[int, tuple[str, Tensor]] | None = None
 
     @property
@@ -306,6 +310,12 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
     if storage in forward.inputs:
         return "input"
     return (node is None and forward.kind_of_constant(storage)) or "activation"
+
+
+def is_view_modified_in_place(tensor: Tensor) -> bool:
+    """Whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
+    node = tensor._base.grad_fn if tensor._base is not None else None
+    return node is not None and node.name() == IN_PLACE_ON_VIEW
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:

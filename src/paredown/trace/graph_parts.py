@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from paredown.trace.operations import Operand, row_of
 
 NEEDED, NOT_NEEDED = (True,), (False,)
 FoundAgain = tuple[Saved, Any, Any, Tensor]  # description in an earlier pass; node, handle and tensor of this one
+PartKind = Literal[
+    "call", "before", "between"
+]  # of a call without children, before it, or between calls, read when the outer one returns
 Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]  # nodes, and what they saved, by sequence numbers
 
 
@@ -68,11 +71,34 @@ class GraphPart:
         places = {number: index for index, number in enumerate(order)}
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
+    def keeping(self, kept: Sequence[bool]) -> GraphPart:
+        """The part with those of its saved tensors alone for which `kept` is True."""
+        trails = [trail for trail, is_kept in zip(self.trails, kept, strict=True) if is_kept]
+        needed = {trail.node_index for trail in trails}
+        steps: list[tuple[int, list[tuple[int, str, int]]]] = []  # the walk with the index of each node behind
+        end = len(self.roots)
+        for index, behind in self.walk:
+            steps.append((index, [(edge, name, end + i) for i, (edge, name) in enumerate(behind)]))
+            end += len(behind)
+        for index, behind in reversed(steps):
+            if any(after in needed for _, _, after in behind):
+                needed.add(index)
+        order = [index for index in range(len(self.roots)) if index in needed]
+        roots = tuple(self.roots[index] for index in order)
+        walk: list[tuple[int, tuple[tuple[int, str], ...]]] = []
+        for index, behind in steps:
+            left = [(edge, name, after) for edge, name, after in behind if after in needed]
+            if left:
+                walk.append((order.index(index), tuple((edge, name) for edge, name, _ in left)))
+                order.extend(after for _, _, after in left)
+        places = {index: place for place, index in enumerate(order)}
+        return GraphPart(roots, walk, [trail._replace(node_index=places[trail.node_index]) for trail in trails])
+
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
         """(description, node, handle, tensor) of each saved tensor behind the nodes `starts`; None if one node differs or is hooked."""
         nodes: list[Any] = []
         for index, name in self.roots:
-            node = starts[index]
+            node = starts[index] if index < len(starts) else None
             if node is None or node.name() != name:
                 return None
             nodes.append(node)
@@ -241,3 +267,38 @@ def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
     calls = current.calls
     created = (next_number() if before is None else before) - calls[0].first
     return created, len(current.seen), current.unreached, len(calls)
+
+
+class KnownParts:
+    """The parts of the last pass: those of calls of modules without children, and those between calls."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, CallCache] = {}  # by the path of a call
+        self.segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        self.calls.clear()
+        self.segments.clear()
+
+    def keep(
+        self, current: Pass, start: tuple[tuple[int, ...], list[dict[str, int]]], found: Report, values: Any, kind: PartKind
+    ) -> GraphPart | None:
+        """Keep what was read behind `values` for later passes; None if it cannot be found there again.
+
+        `start`: `point_of` the pass, and counts of its calls, before that.
+        """
+        innermost = current.calls[-1]
+        if kind == "call":
+            if not found[0] or not isinstance(values, Tensor):
+                return None
+            cache = CallCache.of(innermost, found, values)
+            if cache is None:
+                self.calls.pop(innermost.path, None)
+                return None
+            self.calls[innermost.path] = cache
+            return cache.part
+        if current.hidden is not None or not is_plain(dict(found[0]), found[1]):
+            return None
+        segment = self.segments[innermost.path, kind == "before"] = Segment.of(*start, current, found, values)
+        return segment.part

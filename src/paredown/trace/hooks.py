@@ -10,7 +10,9 @@ must not remove a hook. The hook of an owner that is gone does nothing, and is r
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -41,6 +43,34 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, ()
+
+
+class HookPlace:
+    """The place of a registered hook among those of its module: the hook is taken out for a time, and put back in the same place."""
+
+    __slots__ = ("_before", "_hooks", "_id", "hook")
+
+    def __init__(self, handle: Any) -> None:
+        """`handle`: what `register_forward_hook` or `register_forward_pre_hook` of a module returned."""
+        hooks = handle.hooks_dict_ref()
+        self._hooks: OrderedDict[int, Any] = hooks
+        self._id: int = handle.id
+        self.hook: Hook = hooks[handle.id]
+        self._before: frozenset[int] = frozenset()  # hooks before it, when it was taken out
+
+    def take_out(self) -> None:
+        """Take the hook out, if it is there."""
+        if self._id in self._hooks:
+            self._before = frozenset(takewhile(lambda other: other != self._id, self._hooks))
+            del self._hooks[self._id]
+
+    def put_back(self) -> None:
+        """Put the hook back: after those that were before it."""
+        if self._id not in self._hooks:
+            self._hooks[self._id] = self.hook
+            for other in list(self._hooks):
+                if other != self._id and other not in self._before:
+                    self._hooks.move_to_end(other)
 
 
 class Handle(Protocol):

@@ -45,9 +45,10 @@ from paredown.trace.autograd_graph import (
     tensors_in,
 )
 from paredown.trace.checkpoints import REENTRANT, Checkpoints, HiddenLayer, running_checkpoint
-from paredown.trace.graph_parts import CallCache, FoundAgain, Segment, is_plain, needs_of, point_of
-from paredown.trace.hooks import Hook
+from paredown.trace.graph_parts import FoundAgain, GraphPart, KnownParts, needs_of, point_of
+from paredown.trace.hooks import Hook, HookPlace
 from paredown.trace.operations import OperationRow, row_of
+from paredown.trace.replay import Replays
 from paredown.trace.second_passes import ReentrantSaves, running_backward, top_default_hooks
 
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -79,27 +80,23 @@ class Watch:
         self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
-        self._leaves = {
-            name for name, module in model.named_modules() if next(module.children(), None) is None and module is not model
-        }
-        self._call_caches: dict[str, CallCache] = {}
-        self._segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
+        self._leaves = {path for m, (path, _) in self._paths.items() if next(m.children(), None) is None and m is not model}
+        self._parts = KnownParts()
         self._parameters = [module._parameters for module in self._paths]
         self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
         self._handles: dict[nn.Module, list[Any]] = {}
+        self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # of modules inside of the model
+        self.replays = Replays(self._report_nodes)
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
         self.collects_small = True
-        self._left_out: frozenset[str] = frozenset()  # names of tensors that are not reported, if they are small
-        self._max_left_bytes = 0
+        self._left_out, self._max_left_bytes = frozenset[str](), 0  # names of tensors that are not reported up to this size
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         self.checkpoints = Checkpoints()
         # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
-        self._unfollowed: set[nn.Module] = (
-            set()
-        )  # modules inside of checkpointed ones whose hooks were removed after the first pass
+        self._unfollowed = set[nn.Module]()  # inside of checkpointed modules: their hooks were removed after the first pass
 
     @property
     def was_compiled(self) -> bool:
@@ -119,7 +116,10 @@ class Watch:
         hooks = Hook(enter), Hook(leave)
         self._root_hook = hooks[0] if is_root else self._root_hook
         before = module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root)
-        self._handles[module] = [before, module.register_forward_hook(hooks[1], always_call=is_root)]
+        after = module.register_forward_hook(hooks[1], always_call=is_root)
+        self._handles[module] = [before, after]
+        if not is_root:
+            self._hook_places[module] = HookPlace(before), HookPlace(after)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -136,11 +136,17 @@ class Watch:
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
         """From the next pass on, do not report tensors with these names for which at most `max_bytes` would be packed."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
-        self._call_caches.clear()
-        self._segments.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Search the graph of the next pass."""
+        self._parts.clear()
+        self.replays.clear()
 
     def _remove(self, modules: list[nn.Module]) -> None:
+        self.replays.put_back()
         for module in modules:
+            self._hook_places.pop(module, None)
             for handle in self._handles.pop(module):
                 handle.remove()
 
@@ -157,14 +163,15 @@ class Watch:
         with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
-            self._call_caches.clear()
-            self._segments.clear()
+            self._forget()
             self._needs = needs
         path, is_plain_leaf = self._paths[module]
-        held = frozenset(t.untyped_storage()._cdata for t in tensors_in((args, kwargs)))
-        self._running.current = Pass(held, self._paths, [ModuleCall(module, path, is_plain_leaf, next_number())])
-        self._running.current.checkpoints.add(running_checkpoint())  # around the model: the caller holds its inputs
-        self._passes.append(self._running.current)
+        arguments = list(tensors_in((args, kwargs)))
+        held = frozenset(t.untyped_storage()._cdata for t in arguments)
+        self._running.current = current = Pass(held, self._paths, [ModuleCall(module, path, is_plain_leaf, next_number())])
+        current.checkpoints.add(checkpoint := running_checkpoint())  # around the model: the caller holds its inputs
+        is_plain = checkpoint is None and top_default_hooks(True) is None and not self.collects_small and self.on_saved_again
+        self.replays.begin(current, self.replays.key(arguments, self._paths) if is_plain else None, self._passes, self._hook_places)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         current = self._current()
@@ -176,15 +183,20 @@ class Watch:
         try:
             if output is not None:  # None: the forward pass raised
                 del current.calls[1:]
-                self._report_again(current, output)
+                if current.replay is None:
+                    self._report_again(current, output)
+                else:
+                    self.replays.read(current, module, args, output)
         finally:
             self._running.current = None
             self._passes.remove(current)
             self._on_end(output)
+        if current.recording is not None and output is not None and not (self._passes or self.passed_over or self._unfollowed):
+            self.replays.record(current, output, self._hook_places)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         current: Pass | None = getattr(self._running, "current", None)
-        if current is None or current.over is not None or current.saves is not None:
+        if current is None or current.over is not None or current.saves is not None or current.replay is not None:
             current = self._pass_of(module, args)
             if current is None:
                 return
@@ -193,16 +205,18 @@ class Watch:
             self._called[inside].add(module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
+        current.called.append(path)
         if times > 1:
             path = f"{path}@{times}"
         if self._on_enter is not None and current.saves is None:
             self._on_enter(path, args)
         if not is_grad_enabled():
             self._enter_hidden(current, module, path, args)
-        cache = None if current.is_branch else self._call_caches.get(path)
+        cache = None if current.is_branch else self._parts.calls.get(path)
         current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
         current.is_repeated = False
         if top_default_hooks(True) is not None and current.saves is None:
+            current.recording = None
             self.checkpoints.find(current, args)
             # The inside of a checkpointed layer is reported once: hooks of torch.utils.checkpoint hold all that is saved there
             current.is_repeated = call.is_checkpointed and self._min_numel > 0 and path in self.checkpoints.reported
@@ -215,6 +229,10 @@ class Watch:
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
         """The pass in which `module` is called: that of this thread or one that begins; None if the module is not followed in it."""
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
+        if current is not None and current.replay is not None:
+            if module in current.replay.program.called:
+                return None
+            self.replays.stop(current)
         if current is None or current.over is None:
             return current
         if current.is_repeated:  # slots of later calls keep their names
@@ -233,16 +251,19 @@ class Watch:
         current: Pass | None = getattr(self._running, "current", None)
         if current is None:
             return
+        if current.replay is not None:
+            return self.replays.read(current, module, args, output)
         call, over = current.calls[-1], current.over
-        tensors = None
-        if call.cache is not None and call.module is module and over is None:
-            tensors = call.cache.read_again(current, call, args, output)
-        if tensors is None:
+        cache, tensors = call.cache, None
+        if cache is not None and call.module is module and over is None:
+            tensors = cache.read_again(current, call, args, output)
+        if cache is None or tensors is None:
             if over is None or over is module:
                 self._read_call(current, module, args, output)
             return
-        if tensors:
-            self._report_tensors(current, tensors)
+        self._report_part(current, cache.part, tensors)
+        if current.recording is not None:
+            current.recording.end_call(current, output)
         if call.checkpoint is None and current.hidden is None:
             current.calls.pop()
         else:
@@ -263,8 +284,10 @@ class Watch:
                 current.over = None
             elif call.cache is None or (tensors := call.cache.read_again(current, call, args, output)) is None:
                 self._report_again(current, output)
-            elif tensors:
-                self._report_tensors(current, tensors)
+            else:
+                self._report_part(current, call.cache.part, tensors)
+            if current.recording is not None:
+                current.recording.end_call(current, output)
             self._end_call(current, call, output)
         if current.is_branch and len(calls) == 1:
             self._running.current = None
@@ -326,12 +349,18 @@ class Watch:
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
         """`_report`; from the segment of the last pass where this one came to the same point."""
         key = current.calls[-1].path, before is not None
-        segment = self._segments.get(key)
-        tensors = segment.read_again(current, values, before) if segment is not None and not current.is_branch else None
-        if tensors is None:
-            self._segments.pop(key, None)
+        segment = self._parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
+        tensors = segment.read_again(current, values, before) if segment is not None else None
+        if tensors is None or segment is None:
+            self._parts.segments.pop(key, None)
             self._report(current, values, before)
-        elif tensors:
+        else:
+            self._report_part(current, segment.part, tensors, of_args=before is not None)
+
+    def _report_part(self, current: Pass, part: GraphPart, tensors: list[FoundAgain], *, of_args: bool = False) -> None:
+        if current.recording is not None:
+            current.recording.add(part, tensors, of_args=of_args)
+        if tensors:
             self._report_tensors(current, tensors)
 
     def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
@@ -360,18 +389,13 @@ class Watch:
         if current.is_branch:
             current.of_threads.update(node for _, node in nodes)
         reported = self._report_nodes(current, nodes) if nodes else []
-        if not self._min_numel or current.is_branch or current.of_threads:
+        if not self._min_numel or current.is_branch or current.of_threads or current.is_unsure:
             return
-        innermost = current.calls[-1]
-        is_leaf = innermost.path.partition("@")[0] in self._leaves
-        if is_leaf and before is None and nodes and isinstance(values, Tensor):
-            cache = CallCache.of(innermost, (nodes, reported), values)
-            if cache is not None:
-                self._call_caches[innermost.path] = cache
-            else:
-                self._call_caches.pop(innermost.path, None)
-        elif (not is_leaf or before is not None) and current.hidden is None and is_plain(dict(nodes), reported):
-            self._segments[innermost.path, before is not None] = Segment.of(point, counts, current, (nodes, reported), values)
+        is_leaf = current.calls[-1].path.partition("@")[0] in self._leaves
+        kind = "before" if before is not None else "call" if is_leaf else "between"
+        part = self._parts.keep(current, (point, counts), (nodes, reported), values, kind)
+        if current.recording is not None:
+            current.recording.add_new(part, (nodes, reported), current, counts, of_args=before is not None)
 
     def _report_nodes(self, current: Pass, nodes: list[tuple[int, Any]]) -> list[tuple[int, Saved]]:
         innermost, reported = current.calls[-1], list[tuple[int, Saved]]()
@@ -380,6 +404,8 @@ class Watch:
         try:
             for number, node in nodes:
                 call = innermost if innermost.first <= number else next(c for c in reversed(current.calls) if c.first <= number)
+                if current.is_unsure and call is current.calls[0]:
+                    continue
                 reported += [(number, saved) for saved in self._report_node(node, current, call)]
         finally:
             torch._C._set_grad_enabled(is_enabled)

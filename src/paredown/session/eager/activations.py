@@ -47,7 +47,7 @@ from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
 from paredown.session.eager.forward_passes import ActivationBytes, ForwardCount, ForwardStorage, PackingTime
 from paredown.session.eager.recomputed_values import RecomputedValues, decode_steps_of
-from paredown.session.eager.slot_decisions import SlotDecisions, StorageDecision
+from paredown.session.eager.slot_decisions import IN_PLACE, NOT_FREED, REASONS, SlotDecisions, StorageDecision
 from paredown.session.eager.stored_tensors import (
     DecodedCopies,
     StoragePiece,
@@ -59,27 +59,11 @@ from paredown.session.eager.stored_tensors import (
     StoredView,
 )
 from paredown.session.value_bounds import Bounds, ValueBounds, use_and_detail
-from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
+from paredown.trace.autograd_graph import Saved, is_view_modified_in_place, tensors_in
 from paredown.trace.operations import MIN_PACKED_NUMEL, Use, max_left_bytes
 from paredown.trace.rematerialization import Rematerialization, rematerialization_of
 
 VALUE = Use.VALUE
-REASONS = {
-    "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
-    "weight": "it is a weight",
-    "buffer": "it is a buffer",
-    "input": "the caller holds it",
-}
-NOT_FREED = (
-    "its memory is not freed when the forward pass ends: something refers to it, such as a view, a detached tensor or a hook. "
-    "Remove that reference, or hold a clone() instead"
-)
-IN_PLACE = (
-    "an in-place operation modified a view of it, and autograd keeps the original where no hook can replace it. "
-    "Use inplace=False, or clone() before the operation"
-)
-
-
 has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
@@ -99,9 +83,8 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
-        self.form_of: Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None] | None = (
-            None  # another form for some tensors
-        )
+        # another form for some tensors
+        self.form_of: Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None] | None = None
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         # On a GPU, called with the slots of the smallest tensors and their largest bytes when these change; None: all are packed
         self.on_small: Callable[[set[str], int], None] | None = None
@@ -111,6 +94,7 @@ class Activations:
         self._slots: dict[str, SlotDecisions] = {}
         self._plan_number = 0  # of the plan and seed that slots were decided for
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
+        self._restored_left: frozenset[str] = frozenset()  # slots that share their storage with one that is unmodified
         self._local = threading.local()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
         self._bounds, self._copies = ValueBounds(), DecodedCopies()
@@ -169,11 +153,9 @@ class Activations:
         storage: ForwardStorage = self._local.storage
         self._local.storage = None
         self._running = [other for other in self._running if other is not storage]
-        for mask, slot in storage.masks.values():
-            if mask.delayed is not None:  # the operation that was expected to encode it did not
-                slot.is_delayed = False
-                mask.pack(pack_mask)
+        self._pack_delayed(storage)
         not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
+        self._local.left = left = not_packed.keys() - storage.needed
         held = storage.unpacked
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
         for key, form in storage.forms.items():
@@ -188,11 +170,20 @@ class Activations:
                     restored.append(key)
             elif not has_expired(form.weak_storage):
                 alive.append(key)
-        self.restored = frozenset(forms[key].name for key in restored)
+        if not storage.is_replayed:
+            self._restored_left = frozenset(forms[key].name for key in restored if key[0] in left)
+        self.restored = self._restored_left.union(forms[key].name for key in restored)
         baseline = self._count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
         if self._count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
             self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
         self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
+
+    def _pack_delayed(self, storage: ForwardStorage) -> None:
+        """Pack masks that the operation which was expected to encode their tensor did not pack."""
+        for mask, slot in storage.masks.values():
+            if mask.delayed is not None:
+                slot.is_delayed = False
+                mask.pack(pack_mask)
 
     def _choose_small(
         self, storage: ForwardStorage, held: set[Any], baseline: int, leave_out: Callable[[set[str], int], None]
@@ -273,6 +264,18 @@ class Activations:
         slot = None if is_input else self._slots.get(seen.name)
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
+    def replay_key(self) -> Any:
+        """The number of the plan and seed that slots are decided for; None if `on_packed` is to see every packed tensor."""
+        return self._plan_number if self.on_packed is None and self._plan_number >= 0 else None
+
+    def begin_replay(self) -> None:
+        """The pass that began in this thread repeats an earlier one: tensors that stayed unmodified in it are not reported."""
+        self._local.storage.is_replayed = True
+
+    def is_left(self, storage: int) -> bool:
+        """Whether the plan left tensors with this storage unmodified in the last forward pass of this thread."""
+        return storage in self._local.left
+
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
         """Decide how the saved tensors of a slot are stored."""
         slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
@@ -312,9 +315,8 @@ class Activations:
             self._forms.append(weakref.ref(form))
             if base is not None and is_view_modified_in_place(tensor):
                 storage.in_place.add(key)
-        if (
-            node is None or tensor.grad_fn is not node
-        ):  # the output of the saving node itself arrives as a new tensor object that dies at once
+        # the output of the saving node itself arrives as a new tensor object that dies at once
+        if node is None or tensor.grad_fn is not node:
             form.original = weakref.ref(tensor if base is None else base)
         form.num_views += 1
         view = StoredView(form, slot.layout)
@@ -329,6 +331,8 @@ class Activations:
     def _leave(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, *, is_packable: bool) -> None:
         """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
         storage.left[piece.key] = slot.nbytes if is_packable else 0
+        if not slot.is_unmodified and slot.use is not Use.EXACT:
+            storage.needed.add(piece.address)
         storage.unpacked[piece.address] = unmodified = piece.tensor
         for form in storage.at_address.get(piece.address, ()):
             form.restore_original(unmodified)
@@ -343,8 +347,7 @@ class Activations:
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
         """The format of a slot: the plan's, limited by what backward needs and by dtype and size."""
         numel = piece.numel
-        key = (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered)
-        decision = self._decided.get(key)
+        decision = self._decided.get(key := (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered))
         if decision is None:
             asked = self.plan.find((saved.name,), Role.ACTIVATION)
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
@@ -383,8 +386,7 @@ class Activations:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
         if previous is None:
-            recomputation = rematerialization_of(piece.tensor)
-            form = self._recomputed(saved, piece, recomputation, storage) if recomputation is not None else None
+            form = None if storage.is_replayed and slot.is_never_recomputed else self._determined(saved, piece, slot, storage)
             if form is not None:
                 return form
         elif self._keeps_enough(previous, saved):
@@ -420,6 +422,12 @@ class Activations:
         mask.bits, mask.delayed = empty_mask(tensor), None
         return codec.encode(tensor, step, mask.bits)
 
+    def _determined(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm | None:
+        """A form that recomputes the tensor, if an operation before it determines it."""
+        recomputation = rematerialization_of(piece.tensor)
+        slot.is_never_recomputed = recomputation is None
+        return self._recomputed(saved, piece, recomputation, storage) if recomputation is not None else None
+
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
     ) -> StoredForm | None:
@@ -434,7 +442,10 @@ class Activations:
         if piece.tensor._version != (signs.form.version if signs is not None and signs.form.is_of(piece) else 0):
             return None  # modified in place in a way that the graph does not record
         steps = decode_steps_of(rematerialization, view, signs, piece, keeps_parameters=not self.is_sharded)
-        return RecomputedValues(piece, source, steps) if steps is not None else None
+        if steps is None:
+            return None
+        storage.needed.update((source.weak_storage, signs.form.weak_storage if signs is not None else 0))
+        return RecomputedValues(piece, source, steps)
 
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
         """Whether decoded values of `form` are precise enough for the operation of `saved`."""
@@ -487,9 +498,3 @@ MAKERS: dict[Use, Maker] = {
     Use.SHAPE: Activations._shape,
     Use.EXACT: Activations._exact,
 }
-
-
-def is_view_modified_in_place(tensor: Tensor) -> bool:
-    """Whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
-    node = tensor._base.grad_fn if tensor._base is not None else None
-    return node is not None and node.name() == IN_PLACE_ON_VIEW

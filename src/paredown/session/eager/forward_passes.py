@@ -31,6 +31,9 @@ class ForwardStorage:
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
     left: dict[Any, int] = field(default_factory=dict)  # key of a piece that could be packed, but is not -> its bytes
     masks: dict[Any, tuple[StoredMask, SlotDecisions]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
+    # storage addresses that later passes report though they are in `unpacked`: values decided that, or others are recomputed from them
+    needed: set[int] = field(default_factory=set)
+    is_replayed: bool = False  # whether tensors that the plan leaves unmodified are not reported (trace/replay.py)
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its

@@ -17,6 +17,21 @@ from paredown.trace.autograd_graph import Saved
 from paredown.trace.operations import Use
 from paredown.trace.rematerialization import SOURCE_OPS
 
+REASONS = {
+    "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
+    "weight": "it is a weight",
+    "buffer": "it is a buffer",
+    "input": "the caller holds it",
+}
+NOT_FREED = (
+    "its memory is not freed when the forward pass ends: something refers to it, such as a view, a detached tensor or a hook. "
+    "Remove that reference, or hold a clone() instead"
+)
+IN_PLACE = (
+    "an in-place operation modified a view of it, and autograd keeps the original where no hook can replace it. "
+    "Use inplace=False, or clone() before the operation"
+)
+
 
 @dataclass(frozen=True)
 class StorageDecision:
@@ -58,6 +73,7 @@ class SlotDecisions:
         self.decision: StorageDecision | None = None
         self.is_unmodified = False  # whether the decision has no format
         self.codec: FlatCodec | None = None
+        self.is_never_recomputed = False  # whether no operation before it was known to determine the tensor, in the last pass
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
         self.by_address = False  # whether `codec` takes the saved tensor itself
         self.is_cuda = tensor.is_cuda
