@@ -84,7 +84,9 @@ def plans_of(task: Task, chosen: TaskSet, device: str) -> list[dict[str, Any]]:
         except BudgetError as error:
             print(f"{task.name}: {template}: {str(error)[:120]}", flush=True)
     made = make_plans_once(plans)
-    rows = [{"plan": plan.to_json(), "bytes": footprint(trace_task(task, plan, device), plan).peak_bytes} for plan in made]
+    rows: list[dict[str, Any]] = [
+        {"plan": plan.to_json(), "bytes": footprint(trace_task(task, plan, device), plan).peak_bytes} for plan in made
+    ]
     return [row for row in rows if row is rows[0] or row["bytes"] <= chosen.most_share * rows[0]["bytes"]]
 
 
