@@ -1,14 +1,16 @@
-"""Trials for a prior at 15 to 30 % of the baseline's memory: deep networks, 2-bit and mixed plans, checkpointing; one process a trial.
+"""Trials for a prior at 15 to 30 % of the baseline's memory: 2-bit, 4-bit and mixed plans, checkpointing; one process a trial.
 
     python benchmarks/collect_low_budgets.py plans --to plans.json                    on a CPU: plans of each task, with predicted bytes
     python benchmarks/collect_low_budgets.py run plans.json --to out --seconds 390    on one GPU: trains, one JSON line a trial
     python benchmarks/collect_low_budgets.py rows out/*.jsonl --to rows.json          rows that `paredown prior make rows.json` reads
 
-`run` tries three learning rates of each task at full precision, takes the best, and trains every plan with seed 0, then 1, then 2, in
-`--workers` processes. It stops after `--seconds`. With `--done`, files of earlier calls, it goes on where they ended: no trial runs twice.
-A plan that diverged with one seed is not run with further ones. Then one process alone times steps of every plan on each network, for
-`--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run, the first ones first; and a `group`:
-all seeds of group 0 run before those of group 1. Needs no database. `--tiny`: sizes for a CPU.
+Tasks and plans: `--set activations` or `--set state` (low_budget_tasks.py). `run` first trains the weights that tasks start from, and saves
+them in the folder of PAREDOWN_DATA. It tries three learning rates of each task without one at full precision, takes the best, and trains
+every plan with seed 0, then 1, then 2, in `--workers` processes. It stops after `--seconds`. With `--done`, files of earlier calls, it goes
+on where they ended: no trial runs twice. A plan that diverged with one seed is not run with further ones. Then one process alone times
+steps of every plan on each network, for `--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run,
+the first ones first; and a `group`: all seeds of group 0 run before those of group 1. Needs no database. `--tiny`: sizes for a CPU.
+`rows --metric loss`: the loss is the error of every trial, and the names of tasks say so.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from low_budget_tasks import ALL_TIERS, SETS, TaskSet, rates_of, tiny
 
 from paredown.assign.assign import PlanTemplate
 from paredown.errors import BudgetError
-from paredown.formats.catalog import TIERS
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.tasks.evaluate import (
@@ -48,43 +50,17 @@ from paredown.tasks.evaluate import (
     seeded,
     versions,
 )
-from paredown.tasks.lookup import find_task, parse_options
+from paredown.tasks.lookup import DATA, find_task, parse_options
 from paredown.tasks.step_time import NUM_STEPS, StepTimer
 from paredown.tasks.task import Task
 from paredown.tasks.task_trace import trace_task
 from paredown.tasks.training import Loop, TrainingSetup, judge, train, with_scores
 from paredown.tasks.trial import Status, Trial
 
-SWEEP = "low_budgets"
-CNN = {"batch": 256, "model": "resnet50", "side": 32, "steps": 300, "width": 8}
-MOBILE = {"batch": 256, "model": "mobilenet", "side": 32, "steps": 300, "width": 0.25}
-VIT = {"batch": 256, "dim": 64, "model": "vit", "num_layers": 12, "side": 32, "steps": 300}
-GPT = {"batch": 128, "dim": 64, "length": 128, "model": "gpt", "num_layers": 12, "steps": 300}
-TINY = {"batch": 8, "steps": 4}
-RATES = {"resnet50": (0.03, 0.1, 0.3), "mobilenet": (0.03, 0.1, 0.3), "vit": (5e-4, 1e-3, 2e-3), "gpt": (1e-3, 2e-3, 4e-3)}
-TASKS = (
-    *(("images:cifar10.npz", how) for how in (CNN, VIT)),
-    *(("images:fashion_mnist.npz", how) for how in (CNN, VIT)),
-    *((f"text:{name}_2mb.txt.gz", GPT) for name in ("sotu_en", "pydoc_en")),
-    ("images:bangla_digits.npz", CNN),
-    ("images:mnist.npz", VIT),
-    *((f"images:{name}.npz", MOBILE) for name in ("cifar10", "fashion_mnist", "tiny_imagenet20", "mnist")),
-    ("images:tiny_imagenet20.npz", CNN),
-)
-FOUR, FOUR_AFFINE, FLOAT4 = "int4/64@bf16", "uint4/64@bf16+bf16", "e2m1fn/32@e8m0"
-TWO, TWO_LONG, TWO_SHORT, TERNARY = "uint2/64@bf16+bf16", "uint2/256@bf16+bf16", "uint2/16@bf16+bf16", "int2/64@bf16"
-UNIFORM = (
-    *((FOUR, tier) for tier in ("full", "lpmm", "lpmm4")),
-    *((TWO, tier) for tier in ("full", "lpmm", "lpmm4")),
-    *((format, "full") for format in (FOUR_AFFINE, FLOAT4, TWO_SHORT, TWO_LONG, TERNARY)),
-    (TERNARY, "lpmm4"),
-)
-TEMPLATES = tuple(
-    f"assign {budget} {method}"
-    for budget, method in (("30%", "size"), ("20%", "role"), ("25%", "role"), ("30%", "role"), ("23%", "role"))
-)
 NUM_SEEDS = 3
 MOST_ATTEMPTS = 2
+START = "start "  # of the key of a job that trains weights to start from
+BASELINE = {"plan": Plan().to_json(), "bytes": 0}
 
 
 def task_name(data: str, how: Mapping[str, Any], **more: Any) -> str:
@@ -95,17 +71,23 @@ def task_name(data: str, how: Mapping[str, Any], **more: Any) -> str:
 # --- Plans ------------------------------------------------------------------------------------------------------------
 
 
-def plans_of(task: Task, device: str) -> list[dict[str, Any]]:
-    """The baseline and all plans that can be made for a task, with predicted bytes."""
-    plans = [Plan(), *(Plan.uniform(activation=format, **TIERS[tier]) for format, tier in UNIFORM)]  # type: ignore[arg-type]
+def plans_of(task: Task, chosen: TaskSet, device: str) -> list[dict[str, Any]]:
+    """The baseline and all plans of the set that can be made for a task within its share of the baseline's peak, with predicted bytes."""
+    uniform: list[Any] = [
+        ({} if format is None else {"activation": format}) | dict(ALL_TIERS[tier]) for format, tier in chosen.uniform
+    ]
+    plans = [Plan(), *(Plan.uniform(**formats) for formats in uniform)]
     trace = trace_task(task, Plan.preset("lpmm"), device)
-    for template in map(PlanTemplate.parse, TEMPLATES):
+    for template in map(PlanTemplate.parse, chosen.templates):
         try:
             plans.append(template.make(trace))
         except BudgetError as error:
             print(f"{task.name}: {template}: {str(error)[:120]}", flush=True)
     made = make_plans_once(plans)
-    return [{"plan": plan.to_json(), "bytes": footprint(trace_task(task, plan, device), plan).peak_bytes} for plan in made]
+    rows: list[dict[str, Any]] = [
+        {"plan": plan.to_json(), "bytes": footprint(trace_task(task, plan, device), plan).peak_bytes} for plan in made
+    ]
+    return [row for row in rows if row is rows[0] or row["bytes"] <= chosen.most_share * rows[0]["bytes"]]
 
 
 def make_plans_once(plans: Iterable[Plan]) -> list[Plan]:
@@ -118,16 +100,23 @@ def make_plans_once(plans: Iterable[Plan]) -> list[Plan]:
     return list(by_key.values())
 
 
-def write_plans(to: Path, *, is_tiny: bool) -> None:
-    """The plans of all tasks, without learning rates."""
+def write_plans(to: Path, chosen: TaskSet, *, is_tiny: bool) -> None:
+    """The plans of all tasks of a set, without learning rates that are to be tried."""
+    chosen = replace(chosen, most_share=1.0) if is_tiny else chosen
     found: list[dict[str, Any]] = []
-    for data, how in TASKS:
-        options = {**how, **TINY} if is_tiny else how
-        task = find_task(task_name(data, options))
-        plans = plans_of(task, "cpu" if is_tiny else "cuda")
+    for number, (data, how) in enumerate(chosen.tasks):
+        options = tiny(how) if is_tiny else dict(how)
+        new = {name: value for name, value in options.items() if name != "start"}  # values of weights change no plan
+        task = find_task(task_name(data, new))
+        plans = plans_of(task, chosen, "cpu" if is_tiny else "cuda")
         full = plans[0]["bytes"]
         print(task.name, *(f"{row['bytes'] / full:.3f}" for row in plans), flush=True)
-        found.append({"data": data, "how": options, "plans": plans})
+        entry = {"data": data, "how": options, "plans": plans, "tf32": chosen.has_tf32, "group": int(number >= chosen.num_first)}
+        if "start" in options:
+            head, _, tail = chosen.starts[options["start"]].partition("#")
+            start_options = parse_options(tail)
+            entry["start"] = task_name(head, tiny(start_options) if is_tiny else start_options)
+        found.append(entry)
     to.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -143,6 +132,7 @@ def known_task(name: str) -> Task:
 def run_trial(job: Mapping[str, Any]) -> Trial:
     """Train the job's task under its plan. Predicted bytes are the job's: a trace for every trial would take as long as its training."""
     task, plan, device = known_task(job["task"]), Plan.from_json(job["plan"]), find_device(None)
+    torch.set_float32_matmul_precision("high" if job.get("tf32") else "highest")
     setting = TrainingSetup(task, plan, job["seed"], device)
     head = Trial(task.name, plan, job["seed"], Status.DONE, predicted_peak_bytes=job["bytes"])
     head = replace(head, device=device_name(device), versions=versions(), commit=commit())
@@ -160,6 +150,8 @@ def run_trial(job: Mapping[str, Any]) -> Trial:
                 if curve.verdict is not None:
                     trial = replace(trial, status=curve.verdict.status, reason=curve.verdict.reason)
                 trial = trial if trial.status is Status.DIVERGED else with_scores(trial, *judge(loop))
+                if "save" in job:
+                    save_weights(model, job["save"])
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -167,6 +159,18 @@ def run_trial(job: Mapping[str, Any]) -> Trial:
     finally:
         meter.stop()
     return replace(trial, seconds=time.perf_counter() - begun)
+
+
+def start_path(file: str) -> Path:
+    """Where weights to start from are saved."""
+    return Path(os.environ.get(DATA) or ".") / file
+
+
+def save_weights(model: torch.nn.Module, file: str) -> None:
+    """Save the weights of a model; other processes see the file when it is complete."""
+    part = start_path(f"{file}.part")
+    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, part)
+    part.rename(start_path(file))
 
 
 def work(jobs: Any, results: Any) -> None:
@@ -188,7 +192,7 @@ def time_steps(tasks: list[dict[str, Any]], to: Path, seconds: float) -> None:
     end, device, timed = time.monotonic() + seconds, find_device(None), set[tuple[str, int]]()
     with (to / "times.jsonl").open("w", encoding="utf-8") as file:
         for task in tasks:
-            how, first_rate = json.dumps(task["how"], sort_keys=True), RATES[task["how"]["model"]][0]
+            how, first_rate = _network(task["how"]), rates_of(task["how"])[0]
             for index in task.get("order", range(len(task["plans"]))):
                 if time.monotonic() > end:
                     return
@@ -197,6 +201,7 @@ def time_steps(tasks: list[dict[str, Any]], to: Path, seconds: float) -> None:
                 timed.add((how, index))
                 row = task["plans"][index]
                 plan = Plan.from_json(row["plan"])
+                torch.set_float32_matmul_precision("high" if task.get("tf32") else "highest")
                 try:
                     measured = step_seconds(known_task(task_name(task["data"], task["how"], lr=first_rate)), plan, device)
                 except Exception as error:
@@ -239,7 +244,7 @@ class Collection:
     def add(self, key: str, trial: dict[str, Any]) -> None:
         """Note the trial of a job."""
         self.running.discard(key)
-        self.trials[key] = trial
+        self.trials |= {} if key.startswith(START) else {key: trial}
 
     def fail(self, key: str, reason: str) -> None:
         """Note that a job failed; it is tried MOST_ATTEMPTS times."""
@@ -256,13 +261,25 @@ class Collection:
         return None
 
     def jobs(self) -> Iterable[dict[str, Any]]:
-        """All jobs that can run now: rates first, then group after group, in a group seed after seed, tasks in turn."""
+        """All jobs that can run now: weights to start from, rates, then group after group, in a group seed after seed, tasks in turn."""
+        yield from self.start_jobs()
         for number, task in enumerate(self.tasks):
-            yield from (self.job(number, 0, 0, lr) for lr in RATES[task["how"]["model"]])
+            yield from (self.job(number, 0, 0, lr) for lr in rates_of(task["how"]) if self.can_start(number))
         groups = [task.get("group", 0) for task in self.tasks]
         for group, seed in product(sorted(set(groups)), range(NUM_SEEDS)):
             numbers = [number for number, own in enumerate(groups) if own == group]
             yield from self.jobs_of(numbers, seed)
+
+    def start_jobs(self) -> Iterable[dict[str, Any]]:
+        """A job for each file of weights that is not there yet; its trial is not noted."""
+        for task in self.tasks:
+            if "start" in task and not start_path(file := task["how"]["start"]).exists():
+                yield {"key": f"{START}{file}", "task": task["start"], "seed": 0, "save": file, "tf32": task["tf32"], **BASELINE}
+
+    def can_start(self, number: int) -> bool:
+        """Whether the weights that a task starts from are there."""
+        task = self.tasks[number]
+        return "start" not in task or start_path(task["how"]["start"]).exists()
 
     def jobs_of(self, numbers: Sequence[int], seed: int) -> Iterable[dict[str, Any]]:
         """The jobs of these tasks with this seed, tasks in turn; not of tasks whose rate is not known yet."""
@@ -277,7 +294,8 @@ class Collection:
         """A job: task with its rate, plan and seed."""
         task = self.tasks[number]
         name = task_name(task["data"], task["how"], lr=lr)
-        return {"key": f"{name} plan {index} seed {seed}", "task": name, "seed": seed, **task["plans"][index]}
+        more = {"tf32": task.get("tf32", False), **task["plans"][index]}
+        return {"key": f"{name} plan {index} seed {seed}", "task": name, "seed": seed, **more}
 
     def has_diverged(self, number: int, index: int, lr: float, seed: int) -> bool:
         """Whether the plan diverged with an earlier seed."""
@@ -285,9 +303,15 @@ class Collection:
         return any(trial is not None and trial["status"] == Status.DIVERGED.value for trial in earlier)
 
     def rate(self, number: int) -> float | None:
-        """The rate of least loss at full precision; None before all are known. A rate that failed twice counts as diverged."""
+        """The rate of least loss at full precision; None before all are known, or before the weights to start from are there.
+
+        A rate that failed twice counts as diverged. A task with one rate of its own has it.
+        """
+        rates = rates_of(self.tasks[number]["how"])
+        if len(rates) == 1:
+            return rates[0] if self.can_start(number) else None
         found: list[tuple[float, float]] = []
-        for lr in RATES[self.tasks[number]["how"]["model"]]:
+        for lr in rates:
             key = self.job(number, 0, 0, lr)["key"]
             if key not in self.trials and self.failures[key] < MOST_ATTEMPTS:
                 return None
@@ -301,7 +325,7 @@ class Collection:
         left = sum(job["key"] not in self.trials for job in self.jobs()) - failed
         print(f"{len(self.trials) - num_before} trials now, {len(self.trials)} in all, {left} left, {failed} failed")
         for number, task in enumerate(self.tasks):
-            name = task_name(task["data"], task["how"], lr=self.rate(number))
+            name = task_name(task["data"], {**task["how"], "lr": self.rate(number)})
             seconds = sorted(trial["seconds"] for trial in self.trials.values() if trial["task"] == name)
             print(name, f"{len(seconds)} trials", f"median {seconds[len(seconds) // 2]:.1f} s" if seconds else "")
 
@@ -367,6 +391,8 @@ def run(plans: Path, to: Path, done: Iterable[Path], num_workers: int, seconds: 
                 collection.fail(key, failure)
                 continue
             collection.add(key, trial)
+            if key.startswith(START):
+                continue
             file.write(json.dumps({"key": key, "trial": trial}) + "\n")
             file.flush()
     workers.kill()
@@ -377,10 +403,10 @@ def run(plans: Path, to: Path, done: Iterable[Path], num_workers: int, seconds: 
 # --- Rows -------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(files: Iterable[Path], to: Path) -> None:
+def write_rows(files: Iterable[Path], to: Path, sweep: str = "low_budgets", metric: str = "") -> None:
     """Rows as `paredown sweep export` writes them, with the step times of times.jsonl and without rates that were not chosen.
 
-    A step time and the baseline's are of one file: the last one that has both, since hosts differ.
+    A step time and the baseline's are of one file: the last one that has both, since hosts differ. `metric`: "loss" or that of the task.
     """
     by_file = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in files]
     trials = [row["trial"] for lines in by_file for row in lines if "trial" in row]
@@ -395,13 +421,19 @@ def write_rows(files: Iterable[Path], to: Path) -> None:
         network = _network(parse_options(trial["task"].partition("#")[2]))
         own, baseline = seconds.get((network, _plan_text(trial["plan"])), (None, None))
         timed = {**trial, "step_seconds": own, "baseline_step_seconds": baseline}
-        rows.append({"sweep": SWEEP, "task": trial["task"], "mode": "store", "trial": timed, "propensity": None})
-    to.write_text(json.dumps([row for row in rows if row["task"] in chosen]), encoding="utf-8")
+        name = trial["task"]
+        if metric == "loss" and not name.startswith("text:"):
+            data, _, tail = name.partition("#")
+            name = task_name(data, parse_options(tail), metric=metric)
+            timed |= {"task": name, "error": trial.get("loss")}
+        rows.append({"sweep": sweep, "task": name, "mode": "store", "trial": timed, "propensity": None})
+    kept = [row for row, trial in zip(rows, trials, strict=True) if trial["task"] in chosen]
+    to.write_text(json.dumps(kept), encoding="utf-8")
 
 
 def _network(options: Mapping[str, Any]) -> str:
-    """The options of a task without its learning rate: those that decide its step time."""
-    return json.dumps({name: value for name, value in options.items() if name != "lr"}, sort_keys=True)
+    """The options of a task without those that do not change its step time."""
+    return json.dumps({name: value for name, value in options.items() if name not in ("lr", "start")}, sort_keys=True)
 
 
 def _plan_text(plan: Mapping[str, Any]) -> str:
@@ -419,14 +451,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=390.0)
     parser.add_argument("--timing", type=float, default=40.0)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--set", choices=tuple(SETS), default="activations")
+    parser.add_argument("--metric", choices=("error", "loss"), default="error")
     given = parser.parse_args()
     if given.what == "plans":
-        write_plans(given.to, is_tiny=given.tiny)
+        write_plans(given.to, SETS[given.set], is_tiny=given.tiny)
     elif given.what == "run":
         run(given.files[0], given.to, given.done, given.workers, given.seconds)
         time_steps(json.loads(given.files[0].read_text(encoding="utf-8")), given.to, given.timing)
     else:
-        write_rows(given.files, given.to)
+        write_rows(given.files, given.to, SETS[given.set].sweep, given.metric)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Any:
     import collect_low_budgets  # type: ignore[import-not-found]
 
     yield collect_low_budgets
-    sys.modules.pop("collect_low_budgets", None)
+    for name in ("collect_low_budgets", "low_budget_tasks"):
+        sys.modules.pop(name, None)
 
 
 PLANS = [{"plan": plan.to_json(), "bytes": 100} for plan in (Plan(), Plan.preset("activations4"), Plan.preset("activations2"))]
@@ -57,7 +59,7 @@ def test_rates_first_then_seed_after_seed(collector: Any) -> None:
 
 def test_a_second_call_runs_the_rest(collector: Any, tmp_path: Path) -> None:
     whole, first = ran(collector.Collection(TASKS, []), 0.001), collector.Collection(TASKS, [])
-    done = [(job["key"], trial(job)) for job in [first.job(0, 0, 0, lr) for lr in collector.RATES["vit"]]]
+    done = [(job["key"], trial(job)) for job in [first.job(0, 0, 0, lr) for lr in collector.rates_of({"model": "vit"})]]
     (tmp_path / "trials-0.jsonl").write_text("".join(json.dumps({"key": key, "trial": one}) + "\n" for key, one in done))
     again = ran(collector.Collection(TASKS, [tmp_path / "trials-0.jsonl"]), 0.001)
     assert not set(again) & {key for key, _ in done} and len(again) + len(done) == len(whole)
@@ -111,3 +113,45 @@ def test_a_group_of_tasks_has_all_seeds_before_the_next(collector: Any) -> None:
     assert len(keys) == len(set(keys)) and all(" plan 0 seed 0" in key for key in keys[:6])
     rest = [(key.partition("#")[0][-5], key.partition(" plan ")[2]) for key in keys[6:]]
     assert rest == [(name, f"{plan} seed {seed}") for name, plan in (("b", 1), ("a", 1), ("b", 2)) for seed in range(3)]
+
+
+def test_weights_to_start_from_are_trained_first_and_are_no_trials(
+    collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAREDOWN_DATA", str(tmp_path))
+    tuned = {**TASKS[0], "how": {**TASKS[0]["how"], "lr": 1e-5, "start": "w.pt"}, "start": "images:c.npz#model=vit", "tf32": True}
+    collection = collector.Collection([tuned, TASKS[1]], [])
+    first = collection.next_job()
+    assert (first["key"], first["save"], first["tf32"]) == ("start w.pt", "w.pt", True)
+    collection.running.add(first["key"])
+    assert collection.next_job()["task"].startswith("images:b"), "the other task does not start from these weights"
+    (tmp_path / "w.pt").touch()
+    collection.add(first["key"], trial(first))
+    assert not collection.trials
+    keys = ran(collection, best=0.001)
+    assert keys[0].startswith("images:a") and "lr=1e-05" in keys[0] and "start=w.pt" in keys[0] and len(keys) == len(set(keys))
+    assert sum(key.startswith("images:a") for key in keys) == 3 * len(PLANS), "one rate: every plan with every seed"
+
+
+def test_rows_of_the_loss(collector: Any, tmp_path: Path) -> None:
+    job = collector.Collection(TASKS, []).job(0, 1, 0, 0.001)
+    (tmp_path / "all.jsonl").write_text(json.dumps({"key": job["key"], "trial": trial(job)}) + "\n")
+    collector.write_rows([tmp_path / "all.jsonl"], tmp_path / "rows.json", "some", "loss")
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert (row["sweep"], row["trial"]["error"], row["task"]) == (
+        "some",
+        1.0,
+        "images:a.npz#lr=0.001,metric=loss,model=vit,steps=3",
+    )
+
+
+def test_plans_of_a_set_fit_its_share(collector: Any) -> None:
+    task = collector.find_task("digits#batch=64,dim=64,model=vit,num_layers=2,patch=4,steps=2,lr=0.001")
+    chosen = collector.SETS["state"]
+    every = collector.plans_of(task, replace(chosen, most_share=1.0), "cpu")
+    shares = sorted(row["bytes"] / every[0]["bytes"] for row in every[1:])
+    rows = collector.plans_of(task, replace(chosen, most_share=shares[1]), "cpu")
+    assert rows[0]["plan"] == Plan().to_json(), "the baseline is there in any case"
+    assert (
+        sorted(row["bytes"] / rows[0]["bytes"] for row in rows[1:]) == [share for share in shares if share <= shares[1]] != shares
+    )

@@ -33,6 +33,9 @@ SHAPES = ((33, 64), (7, 80), (3, 50), (1, 2101))
 ODD: dict[str, tuple[Stored, Stored, Stored, Stored]] = {
     "floats": (("e4m3fn/64@e8m0", NEAREST, 0), ("e4m3fn/64@fp32", STOCHASTIC, 0), ("uint8/64@e8m0", STOCHASTIC, 1), GRADIENT),
     "scales": (("int8/64@bf16", STOCHASTIC, 0), ("int4/64@e8m0", NEAREST, 0), ("uint4/64@fp32", STOCHASTIC, 1), GRADIENT),
+    "weights of 4 bits": (
+        ("int4/64@e8m0", STOCHASTIC, 0), ("int4/64@bf16", NEAREST, 0), ("uint4/64@bf16", STOCHASTIC, 1), ("int4/64@bf16", NEAREST, 0),
+    ),
     "halves": (
         (torch.float16, STOCHASTIC, 0), (torch.bfloat16, STOCHASTIC, 0), (torch.float16, Rounding.TOWARD_ZERO, 0),
         (torch.float16, NEAREST, 0),

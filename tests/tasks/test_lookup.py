@@ -15,6 +15,7 @@ from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task import OptimizerSettings, Task
+from paredown.tasks.task_family import task_family
 from tests.tasks.made import CPU, DATA, make_task, needs_data, write_npz
 
 OF_CLASSES = [name for name in MODELS if name not in OF_TEXT | OF_PIXELS]
@@ -98,6 +99,33 @@ def test_data_is_found_where_the_variable_says(here: Path, monkeypatch: pytest.M
     assert find_task("images:a.npz#batch=9").data.num_train == 30
     with pytest.raises(TaskError, match=r"there is no b\.npz in this folder or under PAREDOWN_DATA\. Closest: 'a\.npz'"):
         find_task("images:b.npz")
+
+
+def test_a_task_starts_from_weights_of_a_file(here: Path) -> None:
+    trained = find_task("digits#model=mlp,width=16").make_model(0)
+    state = {**trained.state_dict(), "layers.4.weight": torch.ones(3, 16)}  # a head for three answers
+    torch.save(state, here / "w.pt")
+    torch.save({"other": torch.ones(2)}, here / "other.pt")
+    (here / "text.pt").write_text("no weights")
+    model = find_task("digits#model=mlp,width=16,start=w.pt").make_model(1)
+    assert torch.equal(model.state_dict()["layers.0.weight"], state["layers.0.weight"])
+    assert model.state_dict()["layers.4.weight"].shape == (10, 16)
+    for file, said in (
+        ("other.pt", "no weight of this model"),
+        ("text.pt", "is not a file of torch.save"),
+        ("no.pt", "there is no no.pt"),
+    ):
+        with pytest.raises(TaskError, match=said):
+            find_task(f"digits#model=mlp,start={file}").make_model(0)
+    with pytest.raises(TaskError, match=r"without '\.\.'"):
+        find_task("digits#model=mlp,start=../w.pt")
+    assert task_family(find_task("digits#model=mlp,start=no.pt")) == "mlp", "needs no values"
+
+
+def test_the_loss_can_be_the_error_of_a_trial() -> None:
+    assert find_task("digits#model=mlp,metric=loss").metric == "loss" and find_task("digits#model=mlp").metric == "error"
+    with pytest.raises(TaskError, match="metric 'best' is unknown"):
+        find_task("digits#model=mlp,metric=best")
 
 
 def test_a_file_that_changed_is_read_again(here: Path) -> None:

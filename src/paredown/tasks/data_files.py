@@ -1,4 +1,4 @@
-"""Pictures and texts from files: the digits of this package, Fashion-MNIST, idx files (MNIST), class folders, `.npz` arrays, texts.
+"""Pictures, texts and weights from files: digits of this package, Fashion-MNIST, idx files (MNIST), class folders, `.npz` arrays, texts.
 
 >>> read_digits()
 Examples(1437 training examples, 360 test examples, 10 answers)
@@ -14,6 +14,7 @@ are (num, height, width), (num, height, width, channels) or (num, channels, heig
 from __future__ import annotations
 
 import gzip
+import pickle
 import re
 import warnings
 import zipfile
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from paredown.errors import TaskError
@@ -326,3 +327,20 @@ def _picture(path: Path, side: int | None) -> Array:
     except Exception as error:  # Pillow's decoders raise many kinds of errors
         why = f"{type(error).__name__}: {str(error)[:120]}".rstrip(": ")
         raise TaskError(f"{path.parent.name}/{path.name} is not a readable picture: {why}. Replace it, or remove it.") from None
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------
+
+
+def load_weights(model: nn.Module, path: Path) -> nn.Module:
+    """The model with the weights of a state dict that torch.save wrote; those of other names or shapes, such as a new head, stay."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (*READ_ERRORS, RuntimeError, pickle.UnpicklingError) as error:
+        raise TaskError(f"{path.name} is not a file of torch.save(model.state_dict(), ...): {str(error)[:120]}.") from None
+    own = model.state_dict()
+    known = {name: value for name, value in state.items() if name in own and value.shape == own[name].shape}
+    if not known:
+        raise TaskError(f"{path.name} has no weight of this model: none of its {len(state)} has the name and shape of one.")
+    model.load_state_dict({**own, **known})
+    return model

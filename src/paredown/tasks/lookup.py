@@ -55,7 +55,7 @@ from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.plan.selectors import closest
 from paredown.tasks.data import NUM_BYTES, Data, Examples, PictureTransform, Text
-from paredown.tasks.data_files import read_arrays, read_digits, read_fashion_mnist, read_folder, read_text, scaled
+from paredown.tasks.data_files import load_weights, read_arrays, read_digits, read_fashion_mnist, read_folder, read_text, scaled
 from paredown.tasks.task import OptimizerSettings, Task
 
 __all__ = ["OptimizerSettings", "Task", "find_task"]
@@ -91,6 +91,8 @@ OPTIONS: Mapping[str, TaskOption] = MappingProxyType(
         "loss_scale": TaskOption(float, "initial scale of torch.amp.GradScaler"),
         "loss_factor": TaskOption(float, "constant loss scale; gradients of parameters are divided by it"),
         "autocast": TaskOption(str, "bf16, fp16 or none"),
+        "metric": TaskOption(str, "what the error of a trial is: error (share of wrong answers) or loss"),
+        "start": TaskOption(str, "file of torch.save with weights to start from; those of other names or shapes are new"),
         "superclass": TaskOption(int, "pictures: use only the classes of this superclass"),
         "side": TaskOption(int, "pictures: resize to this height and width"),
         "shift": TaskOption(int, "pictures: random shifts in training by up to this many pixels"),
@@ -146,16 +148,20 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
     _check_build(model, build, data)
     batch = options.get("batch", BATCH)
     steps = options.get("steps", TEXT_STEPS if is_text else max(NUM_PASSES * (data.num_train // max(batch, 1)), 1))
-    metric = "loss" if is_text else "error"
+    metric = options.get("metric", "loss" if is_text else "error")
     autocast = autocast_dtype(options.get("autocast", "none"))
     optimizer, is_convolutional = _optimizer_settings(model, options), not is_text and model not in WITHOUT_CONVOLUTIONS
     switches: dict[str, Any] = {"metric": metric, "autocast": autocast, "channels_last": is_convolutional}
-    return Task(name, partial(_new_model, build), data, steps, batch, optimizer, **switches)
+    start = options.get("start", "")
+    if start and start != _portable(start):
+        raise TaskError(f"start is {_portable(start)!r}: name a file in the current folder or under {DATA}, without '..'.")
+    return Task(name, partial(_new_model, build, start), data, steps, batch, optimizer, **switches)
 
 
-def _new_model(build: partial[nn.Module], seed: int) -> nn.Module:
-    """A new model; `evaluate` has seeded torch before the call."""
-    return build()
+def _new_model(build: partial[nn.Module], start: str, seed: int) -> nn.Module:
+    """A new model, with the weights of the file `start` if there is one to read; `evaluate` has seeded torch before the call."""
+    model = build()
+    return load_weights(model, find_file(start, None)) if start and not next(model.parameters()).is_meta else model
 
 
 def _check_model(model: str, *, is_text: bool) -> None:
