@@ -23,6 +23,10 @@ from bench_session import spread
 from torch import Tensor
 
 CPU_LOOPS, CPU_ROUNDS = 20_000, 5
+MORE_ROUNDS, MORE_SECONDS = (
+    3,
+    12.0,
+)  # short steps have up to so many times as many rounds, as long as all of them take fewer seconds
 
 
 @dataclass(eq=False)
@@ -55,10 +59,12 @@ class Runner:
 def take_turns(
     runners: Sequence[Runner], speed: Callable[[], float], device: str, *, num_rounds: int, num_steps: int
 ) -> Iterable[tuple[Runner, Exception]]:
-    """Run the rounds; yields runners whose step raised, which take no further turns."""
+    """Run the rounds, more of them for short steps; yields runners whose step raised, which take no further turns."""
     failed: set[Runner] = set()
-    before = speed()
-    for _ in range(num_rounds):
+    begun, before = time.perf_counter(), speed()
+    for done in range(MORE_ROUNDS * num_rounds if device == "cuda" else num_rounds):
+        if done >= num_rounds and time.perf_counter() - begun > MORE_SECONDS:
+            return
         for runner in runners:
             if runner in failed:
                 continue

@@ -96,9 +96,10 @@ def test_checkpointed_layers_have_the_same_gradients(monkeypatch: pytest.MonkeyP
         assert all(torch.equal(a, b) for a, b in zip(step(model), plain, strict=True))
     plan = pare.Plan.uniform(activation=INT8).recomputing("layer1.?", "layer2.?")
     with pare.apply(plan, model):
-        first, second = step(model), step(model)
-    assert 0 < relative_error(first, plain) < 0.05
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "also where the inside is passed over"
+        first, second, *later = [step(model) for _ in range(7)]
+    assert 0 < relative_error(first, plain) < 0.05 and 0 < relative_error(second, plain) < 0.05
+    for one in later:  # from the second pass on, in which the smallest tensors stay unmodified; the last ones are replayed
+        assert all(torch.equal(a, b) for a, b in zip(second, one, strict=True)), "also where the inside is passed over"
 
 
 def test_a_probe_measures_what_it_does_on_the_cpu() -> None:
