@@ -83,7 +83,7 @@ def steps(
     net, found, stored, out, num_rows = Net(), list[list[Tensor]](), list[int](), list[int](), 256
     with apply(plan, net) as session:
         if not replays:
-            session._watch.replays.receiver = None
+            session._activations.replay_key = lambda: None
         for number in range(num):
             (changes or {}).get(number, lambda net: None)(net)
             num_rows = (rows or {}).get(number, num_rows)
@@ -121,7 +121,7 @@ def test_replayed_passes_have_the_changes_of_passes_followed_in_full(plan: Plan)
         net = Net()
         with apply(plan, net) as session:
             if not replays:
-                session._watch.replays.receiver = None
+                session._activations.replay_key = lambda: None
             for number in range(8):
                 net(batch(number)).square().mean().backward()
             assert replays == (taken_out(session) > 0)
@@ -192,7 +192,7 @@ def test_another_plan_makes_another_program() -> None:
         net = Net()
         with apply(ONE, net) as session:
             if not replays:
-                session._watch.replays.receiver = None
+                session._activations.replay_key = lambda: None
             for number in range(12):
                 if number == 6:
                     assert taken_out(session) > 0 or not replays
@@ -313,7 +313,7 @@ def test_a_tensor_that_stays_unmodified_is_still_the_source_of_another() -> None
         net = Shared()
         with apply(ALL, net) as session:
             if not replays:
-                session._watch.replays.receiver = None
+                session._activations.replay_key = lambda: None
             for number in range(8):
                 loss = net(batch(number)).square().mean()
                 forms = session._activations.stored_forms()
@@ -322,6 +322,23 @@ def test_a_tensor_that_stays_unmodified_is_still_the_source_of_another() -> None
             assert replays == (taken_out(session) > 0)
     for (mine, gradient), (theirs, expected) in zip(found[:8], found[8:], strict=True):
         assert mine == theirs and torch.equal(gradient, expected)
+
+
+def test_sessions_with_trainable_packed_weights_are_followed_in_full() -> None:
+    """Their hooks create nodes in some passes."""
+    net = Net(64)
+    with apply(ALL.set("weight", INT8), net) as session:
+        for number in range(8):
+            loss = net(batch(number)).square().mean()
+            assert session.stored_bytes > 100_000
+            loss.backward()
+            assert session.weight_bytes > 0 and taken_out(session) == 0
+    net.requires_grad_(requires_grad=False)
+    net.head.requires_grad_()
+    with apply(ALL.set("frozen", INT8), net) as session:
+        for number in range(8):
+            net(batch(number)).square().mean().backward()
+        assert session.weight_bytes > 0 and taken_out(session) > 0
 
 
 def test_hooks_are_put_back_in_their_place() -> None:

@@ -8,7 +8,7 @@ the output must have the recorded size.
 
 What if a pass differs? Tensors that were not reported yet stay unmodified, which is always correct, and the rest of the pass is followed
 in full (`Replays.stop`); the nodes of modules that were running at that moment stay unmodified too, since it is not known to which of
-them a node belongs. Each time, more equal passes are needed for the next program. Every RECHECK passes one is followed in full.
+them a node belongs. If that happens soon, more equal passes are needed for the next program. Every RECHECK passes one is followed in full.
 """
 
 # pyright: reportPrivateUsage=false
@@ -29,7 +29,7 @@ from paredown.trace.hooks import HookPlace
 
 RECHECK = 128  # replayed passes of a program, after which one is followed in full
 MAX_PROGRAMS = 8  # of passes with different arguments
-MAX_EQUAL = 64  # passes that must be equal, at most
+GROWTH = 4  # times as many equal passes are needed for the next program, after one that was replayed less than RECHECK times
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 HookPlaces = dict[nn.Module, tuple[HookPlace, HookPlace]]  # of the hooks before and after the calls of a module
 
@@ -292,7 +292,8 @@ class Replays:
         current.seen.update(range(current.calls[0].first, next_number()))
         current.unreached = 0
         self.clear()
-        self._num_needed = min(2 * self._num_needed, MAX_EQUAL)
+        if replay.program.num_replays < RECHECK:
+            self._num_needed *= GROWTH
         self.put_back()
 
     def clear(self) -> None:
