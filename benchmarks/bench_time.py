@@ -15,12 +15,12 @@ Rows are in results/time.json; those of the first three ways are in results/sess
 
 The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set, and the operations of each network are timed one by
 one. Then all ways of a network take turns (turns.py), on one CPU of the host: a shared machine is faster in one second than in the next.
-The speed of the host is measured before and after each turn, and predictions of a row are for the median of its turns. Three predictions
-of time stand in a row: with timed operations; by rates of the device alone; and with timed operations and the host's speed as calibrated at
-the start. `relative_ratio` compares a way's predicted time over the baseline's with the measured one, which is what `assign` needs of a
-prediction. Checkpointing by hand is predicted from the step without a session, which has all logits. A plan is compared with the quickest
-of baseline and both checkpointings whose measured peak is within its budget, round by round: it is slower where at least four fifths of the
-rounds are. A measured peak above the budget is marked. A network that ends the process stays in the file as a row "not finished", which
+The speed of the host is measured before and after each turn. `ratio` is the median over turns of predicted over measured seconds, each for
+the speed in that turn; predicted seconds of a row are for the median speed, by timed operations, by rates of the device alone, and with the
+host's speed as calibrated at the start. `relative_ratio` compares a way's predicted time over the baseline's with the measured one, which
+is what `assign` needs. Checkpointing by hand is predicted from the step without a session, which has all logits. A plan is compared with
+the quickest of baseline and both checkpointings whose measured peak is within its budget: it is slower where it is in at least four fifths
+of the rounds. A measured peak above the budget is marked. A network that ends the process stays in the file as a row "not finished", which
 --resume skips. With --out, the calibration with the timed operations of each network is written too.
 """
 
@@ -53,14 +53,14 @@ from loops import (
     release,
 )
 from torch import Tensor
-from turns import Runner, pin_to_quickest_cpu, take_turns
+from turns import Runner, median_ratio, pin_to_quickest_cpu, take_turns
 
 import paredown as pare
 from paredown.calibrate.device_calibration import calibrate
 from paredown.calibrate.host_time import HostSpeed
 from paredown.calibrate.operation_time import with_operations
 from paredown.plan.calibration import Calibration
-from paredown.plan.step_time import predict_step
+from paredown.plan.step_time import StepTime, predict_step
 
 FILE, SESSION_FILE, CALIBRATION_FILE = "time.json", "session.json", "calibration.json"
 SESSION_WAYS = (BASELINE, Way("int8/64@bf16", "int8/64@bf16"), Way("int4/64@bf16", "int4/64@bf16"))
@@ -223,9 +223,15 @@ class Network:
         rows = {
             way: replace(self.predicted(way, runner.times["host_speed"]), **self.columns(runner)) for way, runner in ran.items()
         }
+        rows = {way: replace(with_ratios(row), ratio=self.turn_ratio(way)) for way, row in rows.items()}
         plain = rows.get(BASELINE.name)
-        rows = {way: beside_baseline(with_ratios(row), plain and with_ratios(plain)) for way, row in rows.items()}
-        return [self.judged(row, rows) for row in rows.values()]
+        return [self.judged(beside_baseline(row, plain), rows) for row in rows.values()]
+
+    def turn_ratio(self, way: str) -> float:
+        """The median over turns of predicted over measured seconds."""
+        at = [(row.predicted_device_seconds, row.predicted_host_seconds) for row in (self.predicted(way, s) for s in (1.0, 2.0))]
+        is_cpu = self.planner.device == "cpu"
+        return median_ratio(self.runners[way], *(StepTime(device or 0.0, host or 0.0, is_cpu) for device, host in at))
 
     def columns(self, runner: Runner) -> dict[str, Any]:
         """What was measured of a way, as columns of a row."""

@@ -14,13 +14,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from bench_session import spread
 from torch import Tensor
+
+from paredown.plan.step_time import StepTime
 
 CPU_LOOPS, CPU_ROUNDS = 20_000, 5
 MORE_ROUNDS, MORE_SECONDS = (
@@ -54,6 +56,16 @@ class Runner:
     def ratios(self, other: Runner) -> list[float]:
         """Seconds of a turn over those of the other variant in the same round."""
         return [sum(own) / sum(theirs) for own, theirs in zip(self.turns, other.turns, strict=False)]
+
+
+def median_ratio(runner: Runner, at_one: StepTime, at_two: StepTime) -> float:
+    """The median over turns of predicted over measured seconds, each for the speed that the host had in that turn.
+
+    `at_one`, `at_two`: the predictions for a host as fast as at calibration, and half as fast; host seconds are linear in the speed.
+    """
+    grows = at_two.host_seconds - at_one.host_seconds
+    predicted = [replace(at_one, host_seconds=at_one.host_seconds + grows * (speed - 1)).seconds for speed in runner.speeds]
+    return statistics.median(seconds / statistics.mean(turn) for seconds, turn in zip(predicted, runner.turns, strict=True))
 
 
 def take_turns(

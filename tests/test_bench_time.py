@@ -95,6 +95,17 @@ def test_the_speed_of_a_turn_is_the_mean_of_those_before_and_after_it(bench: Mod
     assert [(one.name, str(error)) for one, error in failed] == [("a", "too large")] and len(made[1].turns) == 2
 
 
+def test_a_turn_is_compared_with_the_prediction_for_the_speed_of_the_host_in_it(bench: ModuleType) -> None:
+    """The host is the limit: 2 s as at calibration, of which 0.5 s do not follow its speed. The second turn is mispredicted."""
+    from paredown.plan.step_time import StepTime
+
+    made = runner(bench, "int8", 1, 4.0, 10.0, 7.0)  # two steps of 2, 5 and 3.5 s
+    made.speeds = [1.0, 2.0, 2.0]
+    assert bench.median_ratio(made, StepTime(0.0, 2.0), StepTime(0.0, 3.5)) == 1.0
+    made.speeds = [1.0, 1.0, 1.0]
+    assert bench.median_ratio(made, StepTime(0.0, 2.0), StepTime(0.0, 3.5)) == 2.0 / 3.5
+
+
 def quick_planner(name: str) -> Any:
     import assign_times  # type: ignore[import-not-found]
     import bench_session  # type: ignore[import-not-found]

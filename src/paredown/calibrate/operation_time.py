@@ -11,8 +11,8 @@ Convolutions, for which cuDNN tries its algorithms, get half of the time.
 
 The host time of calls is measured beside: by name, since shapes change it little, and as a multiple of an empty operation that is called
 right after, since the speed of the host changes while others use it. One call of cuDNN's RNNs launches kernels for every position: its host
-time is that of these shapes, and the least of several, in seconds: it was 9.0 and 9.7 ms where empty operations took 7.0 and 10.7 us. On the
-CPU the time of a call is that of the device.
+time is that of these shapes, and the least of several, in seconds: it was 9.0 and 9.7 ms where empty operations took 7.0 and 10.7 us. On
+the CPU the time of a call is that of the device.
 """
 
 from __future__ import annotations
