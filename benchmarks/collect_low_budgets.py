@@ -11,6 +11,7 @@ on where they ended: no trial runs twice. A plan that diverged with one seed is 
 steps of every plan on each network, for `--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run,
 the first ones first; and a `group`: all seeds of group 0 run before those of group 1. Needs no database. `--tiny`: sizes for a CPU.
 `rows --metric loss`: the loss is the error of every trial, and the names of tasks say so. `rows --without-peaks`: no measured bytes.
+`rows --trained`: only tasks whose baseline trains, to a mean loss at least a tenth below that of random guessing; a loss above that counts as it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import math
 import multiprocessing
 import os
 import queue
+import statistics
 import sys
 import time
 import traceback
@@ -61,6 +63,7 @@ from paredown.tasks.trial import Status, Trial
 
 NUM_SEEDS = 3
 MOST_ATTEMPTS = 2
+TRAINED = 0.9  # most loss of the baseline of a task that trains, relative to random guessing
 START = "start "  # of the key of a job that trains weights to start from
 BASELINE = {"plan": Plan().to_json(), "bytes": 0}
 
@@ -435,6 +438,16 @@ def write_rows(files: Iterable[Path], to: Path, sweep: str = "low_budgets", metr
     to.write_text(json.dumps(kept), encoding="utf-8")
 
 
+def trained(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of tasks whose baseline trains."""
+    losses: dict[str, list[float]] = {}
+    for row in rows:
+        if _plan_text(row["trial"]["plan"]) == _plan_text(Plan().to_json()):
+            guess = math.log(known_task(row["task"]).data.num_answers or 2)
+            losses.setdefault(row["task"], []).append(min(1.0, (row["trial"]["loss"] or math.inf) / guess))
+    return [row for row in rows if statistics.mean(losses[row["task"]]) <= TRAINED]
+
+
 def _network(options: Mapping[str, Any]) -> str:
     """The options of a task without those that do not change its step time."""
     return json.dumps({name: value for name, value in options.items() if name not in ("lr", "start")}, sort_keys=True)
@@ -458,6 +471,7 @@ def main() -> None:
     parser.add_argument("--set", choices=tuple(SETS), default="activations")
     parser.add_argument("--metric", choices=("error", "loss"), default="error")
     parser.add_argument("--without-peaks", action="store_true")
+    parser.add_argument("--trained", action="store_true")
     given = parser.parse_args()
     if given.what == "plans":
         write_plans(given.to, SETS[given.set], is_tiny=given.tiny)
@@ -466,6 +480,8 @@ def main() -> None:
         time_steps(json.loads(given.files[0].read_text(encoding="utf-8")), given.to, given.timing)
     else:
         write_rows(given.files, given.to, SETS[given.set].sweep, given.metric, has_peaks=not given.without_peaks)
+        if given.trained:
+            given.to.write_text(json.dumps(trained(json.loads(given.to.read_text(encoding="utf-8")))), encoding="utf-8")
 
 
 if __name__ == "__main__":
