@@ -11,7 +11,7 @@ on where they ended: no trial runs twice. A plan that diverged with one seed is 
 steps of every plan on each network, for `--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run,
 the first ones first; and a `group`: all seeds of group 0 run before those of group 1. Needs no database. `--tiny`: sizes for a CPU.
 `rows --metric loss`: the loss is the error of every trial, and the names of tasks say so. `rows --without-peaks`: no measured bytes.
-`rows --trained`: only tasks whose baseline trains, to a mean loss at least a tenth below that of random guessing; a loss above that counts as it.
+`rows --trained`: only tasks whose baseline trains to a mean loss a tenth below random guessing or more; a loss above that counts as it.
 """
 
 from __future__ import annotations

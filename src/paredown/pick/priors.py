@@ -59,7 +59,12 @@ VERSION = 2  # of the file format
 FIRST_VERSION = 1  # the runs of a pair are listed without gaps, whatever their seeds
 MOST_BYTES = 64 * 2**20
 MOST_RUNS = 1000  # of one task and plan
-SHIPPED = {"stored": "store", "low_budgets": "store", "state_budgets": "store", "simulated": "simulate"}  # shipped priors and their modes
+SHIPPED = {
+    "stored": "store",
+    "low_budgets": "store",
+    "state_budgets": "store",
+    "simulated": "simulate",
+}  # shipped priors and their modes
 FOLDER_VARIABLE = "PAREDOWN_PRIORS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MODES = tuple(dict.fromkeys(SHIPPED.values()))
