@@ -2,10 +2,12 @@
 
     python benchmarks/bench_low_budgets.py PRIOR.json                     # that of collect_low_budgets.py, joined with the stored prior
     python benchmarks/bench_low_budgets.py PRIOR.json --trials rows.json  # its trials go to the results too
+    python benchmarks/bench_low_budgets.py PRIOR.json --joined stored low_budgets --budgets 30% --results state_budgets.json
 
 Regret: the error of the chosen plan with a seed that the choice did not see, less that of the plan with the least mean over all seeds
 among those that fit, relative to random guessing. Each seed is hidden in turn, trials are looked up among the others (looked.py).
-A plan that diverged with one seed was not run with further ones, and counts as random guessing with all of them.
+A plan that diverged with one seed was not run with further ones, and counts as random guessing with all of them; so does a loss above it.
+Tasks that do not train, whose baseline's mean loss or error is not a tenth below random guessing, are in one table and not in another.
 The least of several noisy means is too low, and one seed is noisy. So there is a second regret, of shrunken means: the mean of all seeds
 of each plan, moved towards that of all plans that train, by the share of the variance that noise explains. It has little noise, and
 favours choices by trials a little, since two of three seeds of these means were seen.
@@ -17,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from paredown.tasks.trial import Trial
 Array = np.ndarray
 Way = Callable[[Case, int, int], tuple[int, int]]
 BUDGETS = ("23%", "25%", "30%")
+TRAINED = 0.9  # most error of the baseline of a task that trains, relative to random guessing
 FEWEST_PLANS = 3  # that fit and ran with all seeds: else there is nothing to choose
 WAYS: dict[str, tuple[Way, int]] = {
     "pick, 6 trials": (picked, 6),
@@ -53,10 +57,29 @@ def with_all_seeds(prior_data: PriorData) -> PriorData:
     return replace(prior_data, runs=np.where(np.isfinite(prior_data.runs), prior_data.runs, worst[..., None]))
 
 
-def known(low: PriorData, stored: PriorData | None) -> PriorData:
-    """What a pick knows; the shortened texts of `low` have the names of the whole ones."""
-    low = replace(low, tasks=tuple(replace(task, data=task.data.removesuffix("_2mb")) for task in low.tasks))
-    return with_all_seeds(low if stored is None else join_priors([low, stored], low.name))
+def known(low: PriorData, *stored: PriorData) -> PriorData:
+    """What a pick knows; shortened texts have the names of the whole ones."""
+    joined = join_priors([low, *stored], low.name) if stored else low
+    joined = replace(joined, tasks=tuple(replace(task, data=task.data.removesuffix("_2mb")) for task in joined.tasks))
+    return with_all_seeds(without_high_losses(joined))
+
+
+def without_high_losses(prior_data: PriorData) -> PriorData:
+    """The prior, where a loss above that of random guessing is that of random guessing."""
+    most = np.array([(task.blind or np.inf) if task.metric == "loss" else np.inf for task in prior_data.tasks])
+    if not (prior_data.runs > most[:, None, None]).any():
+        return prior_data
+    runs = np.minimum(prior_data.runs, most[:, None, None])
+    words = ("memory", "measured", "diverged", "propensity", "step_ratio", "provenance", "has_seeds")
+    fields = {word: getattr(prior_data, word) for word in words}
+    return PriorData.of_runs(prior_data.name, prior_data.mode, prior_data.tasks, prior_data.plans, runs, **fields)
+
+
+def that_train(low: PriorData) -> PriorData:
+    """The prior with the tasks alone whose baseline trains."""
+    errors = without_high_losses(low).errors[:, [plan.label for plan in low.plans].index(BASELINE)]
+    rows = zip(low.tasks, errors, strict=True)
+    return low.rows([task.name for task, error in rows if error <= TRAINED * (task.blind or np.inf)])
 
 
 def regret_rows(earlier: PriorData, names: set[str], budget: str) -> Iterator[dict[str, Any]]:
@@ -148,10 +171,9 @@ def trial_row(row: dict[str, Any]) -> dict[str, Any]:
     return {**head, "error": trial.error, "loss": trial.loss, "step_ratio": trial.step_ratio, **bytes_of, **origin}
 
 
-def save(tables: dict[str, list[dict[str, Any]]], trials: list[dict[str, Any]] | None) -> None:
+def save(path: Path, tables: dict[str, list[dict[str, Any]]], trials: list[dict[str, Any]] | None) -> None:
     """Replace the tables of the results, and add the trials where there are some."""
-    path = RESULTS / "low_budgets.json"
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text()) if path.exists() else {"trials": []}
     known_trials = {(row["task"], row["plan"], row["seed"]): row for row in (*found["trials"], *(trials or ()))}
     found |= {"trials": list(known_trials.values())}
     found |= {**machine("cpu", ("numpy", "scipy")), **tables}
@@ -161,25 +183,34 @@ def save(tables: dict[str, list[dict[str, Any]]], trials: list[dict[str, Any]] |
     path.write_text(text + "\n")
 
 
+def rows_of(low: PriorData, stored: Sequence[PriorData], budgets: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows of all ways, with what is known beside the other tasks of `low`, for all of its tasks and for those that train."""
+    groups = {"": low} | ({", tasks that train": chosen} if len((chosen := that_train(low)).tasks) < len(low.tasks) else {})
+    beside = f"with the {'stored prior' if len(stored) == 1 else 'other priors'}"
+    for (knows, others), (group, part) in product(((beside, stored), ("alone", ())), groups.items()):
+        earlier = known(part, *others)
+        names = {task.name for task in earlier.tasks[: len(part.tasks)]}
+        for budget in budgets:
+            yield from ({"knows": knows + group, **row} for row in regret_rows(earlier, names, budget))
+
+
 def main() -> None:
     """Print the tables, and replace the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prior")
     parser.add_argument("--trials", type=Path)
+    parser.add_argument("--joined", nargs="*", default=["stored"])
+    parser.add_argument("--budgets", nargs="*", default=BUDGETS)
+    parser.add_argument("--results", default="low_budgets.json")
     options = parser.parse_args()
-    low = load(options.prior)
-    names = {task.name for task in low.tasks}
-    ways = {"with the stored prior": load("stored"), "alone": None}
-    rows = [
-        {"knows": knows, **row}
-        for knows, stored in ways.items()
-        for budget in BUDGETS
-        for row in regret_rows(known(low, stored), names, budget)
-    ]
-    spread = [row for budget in BUDGETS for row in spreads(known(low, None), budget)]
-    covered = list(coverage(known(low, ways["with the stored prior"]), has_levels=False))
-    print("\n".join([*table(rows), "", *map(str, spread), "", *say_coverage(covered)]))
+    low, stored = load(options.prior), [load(name) for name in options.joined]
+    rows = list(rows_of(low, stored, options.budgets))
+    print("\n".join(table(rows)), flush=True)
+    spread = [row for budget in options.budgets for row in spreads(known(low), budget)]
+    covered = list(coverage(known(that_train(low), *stored), has_levels=False))
+    print("\n".join(["", *map(str, spread), "", *say_coverage(covered)]))
     save(
+        RESULTS / options.results,
         {"rows": rows, "spreads": spread, "coverage": covered},
         [trial_row(dict(row)) for row in read_rows(options.trials)] if options.trials else None,
     )

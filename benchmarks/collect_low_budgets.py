@@ -10,17 +10,20 @@ every plan with seed 0, then 1, then 2, in `--workers` processes. It stops after
 on where they ended: no trial runs twice. A plan that diverged with one seed is not run with further ones. Then one process alone times
 steps of every plan on each network, for `--timing` seconds at most. A task of plans.json may have an `order`: indices of the plans to run,
 the first ones first; and a `group`: all seeds of group 0 run before those of group 1. Needs no database. `--tiny`: sizes for a CPU.
-`rows --metric loss`: the loss is the error of every trial, and the names of tasks say so.
+`rows --metric loss`: the loss is the error of every trial, and the names of tasks say so. `rows --without-peaks`: no measured bytes.
+`rows --trained`: only tasks whose baseline trains to a mean loss a tenth below random guessing or more; a loss above that counts as it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import multiprocessing
 import os
 import queue
+import statistics
 import sys
 import time
 import traceback
@@ -33,10 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from low_budget_tasks import ALL_TIERS, SETS, TaskSet, rates_of, tiny
+from low_budget_tasks import SETS, TaskSet, rates_of, tiny
 
 from paredown.assign.assign import PlanTemplate
 from paredown.errors import BudgetError
+from paredown.pick.prior_collection import STATE_FORMATS
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.tasks.evaluate import (
@@ -59,6 +63,7 @@ from paredown.tasks.trial import Status, Trial
 
 NUM_SEEDS = 3
 MOST_ATTEMPTS = 2
+TRAINED = 0.9  # most loss of the baseline of a task that trains, relative to random guessing
 START = "start "  # of the key of a job that trains weights to start from
 BASELINE = {"plan": Plan().to_json(), "bytes": 0}
 
@@ -74,7 +79,7 @@ def task_name(data: str, how: Mapping[str, Any], **more: Any) -> str:
 def plans_of(task: Task, chosen: TaskSet, device: str) -> list[dict[str, Any]]:
     """The baseline and all plans of the set that can be made for a task within its share of the baseline's peak, with predicted bytes."""
     uniform: list[Any] = [
-        ({} if format is None else {"activation": format}) | dict(ALL_TIERS[tier]) for format, tier in chosen.uniform
+        ({} if format is None else {"activation": format}) | dict(STATE_FORMATS[tier]) for format, tier in chosen.uniform
     ]
     plans = [Plan(), *(Plan.uniform(**formats) for formats in uniform)]
     trace = trace_task(task, Plan.preset("lpmm"), device)
@@ -140,6 +145,7 @@ def run_trial(job: Mapping[str, Any]) -> Trial:
     try:
         with seeded(setting), deterministic(device):
             batches = task.data.batches(task.batch, seed=setting.seed, device=device)
+            gc.collect()  # tensors of earlier trials that are freed later would be subtracted from the peak
             meter.start()
             model = setting.placed_model()
             with setting.session(model) as session:
@@ -403,7 +409,7 @@ def run(plans: Path, to: Path, done: Iterable[Path], num_workers: int, seconds: 
 # --- Rows -------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(files: Iterable[Path], to: Path, sweep: str = "low_budgets", metric: str = "") -> None:
+def write_rows(files: Iterable[Path], to: Path, sweep: str = "low_budgets", metric: str = "", *, has_peaks: bool = True) -> None:
     """Rows as `paredown sweep export` writes them, with the step times of times.jsonl and without rates that were not chosen.
 
     A step time and the baseline's are of one file: the last one that has both, since hosts differ. `metric`: "loss" or that of the task.
@@ -421,6 +427,7 @@ def write_rows(files: Iterable[Path], to: Path, sweep: str = "low_budgets", metr
         network = _network(parse_options(trial["task"].partition("#")[2]))
         own, baseline = seconds.get((network, _plan_text(trial["plan"])), (None, None))
         timed = {**trial, "step_seconds": own, "baseline_step_seconds": baseline}
+        timed |= {} if has_peaks else {"measured_peak_bytes": None}
         name = trial["task"]
         if metric == "loss" and not name.startswith("text:"):
             data, _, tail = name.partition("#")
@@ -429,6 +436,16 @@ def write_rows(files: Iterable[Path], to: Path, sweep: str = "low_budgets", metr
         rows.append({"sweep": sweep, "task": name, "mode": "store", "trial": timed, "propensity": None})
     kept = [row for row, trial in zip(rows, trials, strict=True) if trial["task"] in chosen]
     to.write_text(json.dumps(kept), encoding="utf-8")
+
+
+def trained(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of tasks whose baseline trains."""
+    losses: dict[str, list[float]] = {}
+    for row in rows:
+        if _plan_text(row["trial"]["plan"]) == _plan_text(Plan().to_json()):
+            guess = math.log(known_task(row["task"]).data.num_answers or 2)
+            losses.setdefault(row["task"], []).append(min(1.0, (row["trial"]["loss"] or math.inf) / guess))
+    return [row for row in rows if statistics.mean(losses[row["task"]]) <= TRAINED]
 
 
 def _network(options: Mapping[str, Any]) -> str:
@@ -453,6 +470,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--set", choices=tuple(SETS), default="activations")
     parser.add_argument("--metric", choices=("error", "loss"), default="error")
+    parser.add_argument("--without-peaks", action="store_true")
+    parser.add_argument("--trained", action="store_true")
     given = parser.parse_args()
     if given.what == "plans":
         write_plans(given.to, SETS[given.set], is_tiny=given.tiny)
@@ -460,7 +479,9 @@ def main() -> None:
         run(given.files[0], given.to, given.done, given.workers, given.seconds)
         time_steps(json.loads(given.files[0].read_text(encoding="utf-8")), given.to, given.timing)
     else:
-        write_rows(given.files, given.to, SETS[given.set].sweep, given.metric)
+        write_rows(given.files, given.to, SETS[given.set].sweep, given.metric, has_peaks=not given.without_peaks)
+        if given.trained:
+            given.to.write_text(json.dumps(trained(json.loads(given.to.read_text(encoding="utf-8")))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from paredown.formats.catalog import TIERS
-
 Options = Mapping[str, Any]
-Tier = Mapping[str, str]  # role -> format
 
 
 @dataclass(frozen=True)
@@ -69,18 +66,8 @@ ACTIVATIONS = TaskSet(
 
 # --- state ------------------------------------------------------------------------------------------------------------
 
-# tiers below lpmm4 (3.11 bytes a parameter with AdamW): weights or gradients in 4 bits, 2.61; both, 2.11; both with moments in 8 bits, 3.11
-GRADIENT4: Tier = {**TIERS["lpmm4"], "gradient": "int4/64@bf16"}
-FOUR_BITS: Tier = {**GRADIENT4, "weight": "int4/64@e8m0"}
-ALL_TIERS: Mapping[str, Tier] = MappingProxyType(
-    {
-        **TIERS,
-        "weight4": {**TIERS["lpmm4"], "weight": "int4/64@e8m0"},
-        "gradient4": GRADIENT4,
-        "four": FOUR_BITS,
-        "moments8": {**TIERS["lpmm"], "weight": "int4/64@e8m0", "gradient": "int4/64@bf16"},
-    }
-)
+# below lpmm4 (3.11 bytes a parameter with AdamW): weights or gradients in 4 bits, 2.61; both, 2.11; both with moments in 8 bits, 3.11
+WEIGHT4, GRADIENT4, BOTH4, MOMENTS8 = "lpmm4 weight4", "lpmm4 gradient4", "lpmm4 weight4 gradient4", "lpmm weight4 gradient4"
 WIDE_CNN = {"autocast": "bf16", "batch": 64, "model": "resnet50", "side": 32, "steps": 120, "width": 96}
 WIDE_VIT = {"batch": 128, "dim": 768, "model": "vit", "num_heads": 12, "num_layers": 6, "patch": 8, "side": 32, "steps": 120}
 WIDE_GPT = {"batch": 14, "dim": 768, "length": 128, "model": "gpt", "num_heads": 12, "num_layers": 6, "steps": 120}
@@ -112,9 +99,9 @@ STATE = TaskSet(
         ("images:mnist.npz", {**WIDE_CNN, "lr": 0.1}),
     ),
     (
-        *((FOUR, tier) for tier in ("four", "weight4", "gradient4")),
-        *((TWO, tier) for tier in ("lpmm4", "weight4", "gradient4", "moments8")),
-        *((format, "four") for format in (EIGHT, FOUR_AFFINE)),
+        *((FOUR, tier) for tier in (BOTH4, WEIGHT4, GRADIENT4)),
+        *((TWO, tier) for tier in ("lpmm4", WEIGHT4, GRADIENT4, MOMENTS8)),
+        *((format, BOTH4) for format in (EIGHT, FOUR_AFFINE)),
         (TERNARY, "lpmm4"),
     ),
     ("assign 30% role", "assign 30% size"),

@@ -14,6 +14,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +279,7 @@ def low_budget_errors() -> str:
     tasks = [task for task in dict.fromkeys(task for task, _ in runs) if (task, "int4/64@bf16, full") in runs]
     cells: list[tuple[str, ...]] = []
     for task in tasks:
-        model = re.search(r"model=(\w+)", task)
-        name = f"{Path(task.partition('#')[0].partition(':')[2]).name.partition('.')[0]} {model[1] if model else ''}"
+        name = short_name(task)
         spread = spreads[name]
         apart = f"{spread['spread']:.3f}, {spread['noise_of_three']:.3f}" if spread["noise_of_three"] else ""
         cells.append((name.replace("_2mb", ""), *(" ".join(runs.get((task, plan), ())) for plan in plans), apart))
@@ -314,6 +314,60 @@ def _regrets(score: str) -> str:
     return markdown(("choice", *(budget.replace("%", " %") for budget in budgets), f"step time, {budgets[-1]}"), cells)
 
 
+def state_budgets() -> dict[str, Any]:
+    """The results of networks with much state."""
+    return json.loads((RESULTS / "state_budgets.json").read_text())
+
+
+def state_budget_losses() -> str:
+    """Mean loss of the baseline, and of plans less that of the baseline with the same seed, in thousandths, on tasks that train."""
+    found = state_budgets()
+    spreads = {row["task"]: row for row in found["spreads"]}
+    names = {row["task"] for row in found["rows"] if row["knows"].endswith("tasks that train")}
+    losses: dict[tuple[str, str], dict[int, float | None]] = {}
+    for row in found["trials"]:
+        losses.setdefault((short_name(row["task"]), row["plan"]), {})[row["seed"]] = row["loss"]
+    plans = [plan for plan in dict.fromkeys(plan for _, plan in losses) if plan != "baseline"]
+    tasks = [name for name in dict.fromkeys(name for name, _ in losses) if name in names]
+    cells: list[tuple[str, ...]] = []
+    for task in tasks:
+        baseline = losses[task, "baseline"]
+        line = [task.replace("_2mb", ""), f"{statistics.mean(loss or 0.0 for loss in baseline.values()):.3f}"]
+        line += [_thousandths_above(losses.get((task, plan), {}), baseline) for plan in plans]
+        cells.append((*line, *(f"{1e3 * spreads[task][word]:.1f}" for word in ("spread", "noise_of_three"))))
+    return markdown(("task", "baseline", *(f"`{plan}`" for plan in plans), "spread", "noise"), cells)
+
+
+def short_name(task: str) -> str:
+    """Data and model of a task, and whether it starts from trained weights, as priors name it."""
+    model = re.search(r"model=(\w+)", task)
+    data = Path(task.partition("#")[0].partition(":")[2]).name.partition(".")[0]
+    return f"{data} {model[1] if model else ''}" + (", fine-tuned" if "start=" in task else "")
+
+
+def _thousandths_above(losses: dict[int, float | None], baseline: dict[int, float | None]) -> str:
+    """The mean difference of losses of the same seeds; "" without any."""
+    apart = [1e3 * (loss - (baseline[seed] or 0.0)) for seed, loss in losses.items() if loss is not None]
+    return f"{statistics.mean(apart):+.1f}" if apart else "diverged" if losses else ""
+
+
+def state_budget_regrets() -> str:
+    """Mean regret of each way in thousandths, and the difference of `pick` with six trials, by what is known and which tasks count."""
+    rows, cells = state_budgets()["rows"], list[tuple[str, ...]]()
+    ways, columns = (list(dict.fromkeys(row[word] for row in rows)) for word in ("way", "knows"))
+    for way in ways:
+        line = [way]
+        for score, knows in product(("regret", "shrunken"), columns):
+            ours, own = ([1e3 * r[score] for r in rows if (r["way"], r["knows"]) == (one, knows)] for one in (ways[0], way))
+            apart = [a - b for a, b in zip(ours, own, strict=True)]
+            paired = f"; {statistics.mean(apart):+.1f} ({statistics.stdev(apart) / len(apart) ** 0.5:.1f})"
+            line.append(f"{statistics.mean(own):.1f}" + (paired if way != ways[0] else ""))
+        cells.append(tuple(line))
+    counts = {knows: len({row["task"] for row in rows if row["knows"] == knows}) for knows in columns}
+    heads = [f"{count} tasks, {'alone' if knows.startswith('alone') else 'joined'}" for knows, count in counts.items()]
+    return markdown(("choice", *heads, *(f"shrunken, {head}" for head in heads)), cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
@@ -331,7 +385,8 @@ TABLES: dict[str, Callable[[], str]] = {
 }  # the names that the marks of docs/benchmarks.md have
 README_TABLES: dict[str, Callable[[], str]] = {"headline": headline}
 PRIOR_TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (low_budget_errors, low_budget_regrets, low_budget_shrunken_regrets)
+    made.__name__: made
+    for made in (low_budget_errors, low_budget_regrets, low_budget_shrunken_regrets, state_budget_losses, state_budget_regrets)
 }
 
 

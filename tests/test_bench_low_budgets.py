@@ -46,6 +46,17 @@ def test_a_plan_that_diverged_has_that_error_with_all_seeds(bench: Any) -> None:
     np.testing.assert_array_equal(whole.runs[:, others], earlier.runs[:, others])
 
 
+def test_tasks_that_do_not_train_are_told_apart(bench: Any) -> None:
+    """A loss above that of random guessing counts as it: the mean of the baseline's is then 0.93 of it on the second task."""
+    found = made()
+    tasks = tuple(replace(task, metric="loss", blind=1.0) for task in found.tasks)
+    runs = found.runs.copy()
+    runs[1, 0] = (0.8, 300.0, 1.0)
+    low = PriorData.of_runs("made", "store", tasks, found.plans, runs, memory=found.memory, diverged=found.diverged)
+    assert bench.known(low).runs[1, 0].tolist() == [0.8, 1.0, 1.0] and bench.known(low).errors[1, 0] == pytest.approx(2.8 / 3)
+    assert [task.name for task in bench.that_train(low).tasks] == [task.name for i, task in enumerate(tasks) if i != 1]
+
+
 def test_regret_is_of_the_hidden_seed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all plans in turn, and of one way that always takes the least mean: 0."""
     earlier = bench.with_all_seeds(made())

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,16 @@ def test_rows_of_the_loss(collector: Any, tmp_path: Path) -> None:
         1.0,
         "images:a.npz#lr=0.001,metric=loss,model=vit,steps=3",
     )
+
+
+def test_tasks_whose_baseline_does_not_train_are_left_out(collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten answers: the loss of random guessing is 2.30. The third task trains with one seed of three, as far as a loss of 1.9."""
+    data = SimpleNamespace(num_answers=10)
+    monkeypatch.setattr(collector, "known_task", lambda text: SimpleNamespace(data=data))
+    losses = {"a": (1.0, 1.1, 1.2), "b": (300.0, 5.0, None), "c": (1.9, 40.0, 3.0)}
+    plans = [PLANS[0]["plan"], PLANS[1]["plan"]]
+    rows = [{"task": t, "trial": {"plan": plan, "loss": loss}} for t, of in losses.items() for loss in of for plan in plans]
+    assert [row["task"] for row in collector.trained(rows)] == ["a"] * 6
 
 
 def test_plans_of_a_set_fit_its_share(collector: Any) -> None:

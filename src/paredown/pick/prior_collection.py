@@ -18,6 +18,8 @@ configurations also exponent and mantissa bits of both formats. Rules for single
 >>> row = row_of(Plan.uniform(activation="int4/64@bf16", weight="bf16"))
 >>> row_of(Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm"])).label, row.label, row.features["activation"]
 ('int4/64@bf16, lpmm', '2 rules, 02432e', 4.25)
+>>> row_of(Plan.uniform(activation="int4/64@bf16", **STATE_FORMATS["lpmm4 weight4"])).label
+'int4/64@bf16, lpmm4 weight4'
 >>> row_of(Plan()).label
 'baseline'
 """
@@ -54,6 +56,14 @@ from paredown.tasks.trial import Status, Trial
 
 # family by model name, for tasks that cannot be loaded here
 FAMILIES = {"mlp": "mlp", "vit": "vit", "gpt": "gpt", "lstm": "lstm"}
+WEIGHT4, GRADIENT4 = {"weight": "int4/64@e8m0"}, {"gradient": "int4/64@bf16"}
+STATE_FORMATS: Mapping[str, Mapping[str, str]] = {
+    **TIERS,
+    "lpmm4 weight4": {**TIERS["lpmm4"], **WEIGHT4},
+    "lpmm4 gradient4": {**TIERS["lpmm4"], **GRADIENT4},
+    "lpmm4 weight4 gradient4": {**TIERS["lpmm4"], **WEIGHT4, **GRADIENT4},
+    "lpmm weight4 gradient4": {**TIERS["lpmm"], **WEIGHT4, **GRADIENT4},
+}  # tiers, and what labels call their variants with weights or gradients in 4 bits
 OWN = "own"  # family of other models, and metric that is a function
 PLAIN_BITS = 32.0
 ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
@@ -286,7 +296,7 @@ def row_of_task(text: str, folder: Path | None) -> TaskRow:
         data = f"{data}/{options['superclass']}"
     is_text = head.startswith("text:")
     model = options.get("model", "gpt" if is_text else "resnet18") if ".py:" not in head else ""
-    name = f"{data} {model}".strip()
+    name = f"{data} {model}".strip() + (", fine-tuned" if "start" in options else "")
     if task is None:
         family = FAMILIES.get(model, "cnn" if model else OWN)
         return TaskRow(name, family, data, "loss" if is_text else "error", text=portable)
@@ -329,7 +339,7 @@ def _label(plan: Plan, formats: dict[str, str]) -> str:
     if plan.changes_nothing:
         return "baseline"
     state = {key: text for key, text in formats.items() if key != "activation"}
-    tier = next((name for name, tier_formats in TIERS.items() if dict(tier_formats) == state), None)
+    tier = next((name for name, tier_formats in STATE_FORMATS.items() if dict(tier_formats) == state), None)
     if tier is None or len(formats) != len(plan.rules) or plan.recompute:
         key = plan.key if plan.offload else plan.key[:2]  # labels of plans without it are as before
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:6]

@@ -2,6 +2,7 @@
 
     load("stored")         shipped: tensors stored in low-bit formats, on images and text
     load("low_budgets")    shipped: the same on deeper networks in longer trainings, below 30 % of the memory
+    load("state_budgets")  shipped: the same on networks with much state, new and fine-tuned, at 30 %
     load("simulated")      shipped: PEPPP's 99 configurations, arithmetic rounded, on images
     load("mine")           one of the user's own, made by `paredown prior add`
     load("file.json")      any file of this format
@@ -58,7 +59,12 @@ VERSION = 2  # of the file format
 FIRST_VERSION = 1  # the runs of a pair are listed without gaps, whatever their seeds
 MOST_BYTES = 64 * 2**20
 MOST_RUNS = 1000  # of one task and plan
-SHIPPED = {"stored": "store", "low_budgets": "store", "simulated": "simulate"}  # shipped priors and their modes
+SHIPPED = {
+    "stored": "store",
+    "low_budgets": "store",
+    "state_budgets": "store",
+    "simulated": "simulate",
+}  # shipped priors and their modes
 FOLDER_VARIABLE = "PAREDOWN_PRIORS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MODES = tuple(dict.fromkeys(SHIPPED.values()))
