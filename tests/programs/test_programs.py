@@ -64,7 +64,7 @@ def test_gradients_of_passes_that_repeat_earlier_ones(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(running, "NUM_STEPS", 8)
     monkeypatch.setattr(Replays, "begin", counted)
-    verdicts = [judge(number, ("fp32", "int8")) for number in range(1000, 1000 + scaled(40))]
+    verdicts = [judge(number, ("fp32", "int8")) for number in range(1000, 1000 + scaled(25))]
     faults = [str(verdict) for verdict in verdicts if verdict.faults and UNREPEATABLE not in verdict.faults]
     assert not faults, "\n".join(faults)
     assert sum(replayed) > 0.4 * len(replayed)
