@@ -97,8 +97,11 @@ def test_checkpointed_layers_have_the_same_gradients(monkeypatch: pytest.MonkeyP
     plan = pare.Plan.uniform(activation=INT8).recomputing("layer1.?", "layer2.?")
     with pare.apply(plan, model):
         first, second, *later = [step(model) for _ in range(7)]
-    assert 0 < relative_error(first, plain) < 0.05 and 0 < relative_error(second, plain) < 0.05
-    for one in later:  # from the second pass on, in which the smallest tensors stay unmodified; the last ones are replayed
+    assert 0 < relative_error(first, plain) < 0.05
+    names = [name for name, _ in model.named_parameters()]
+    differ = {name for name, a, b in zip(names, first, second, strict=True) if not torch.equal(a, b)}
+    assert differ <= {"fc.weight"}, "the input of fc is one of the smallest tensors, which stay unmodified from the second pass on"
+    for one in later:  # the last ones are replayed
         assert all(torch.equal(a, b) for a, b in zip(second, one, strict=True)), "also where the inside is passed over"
 
 
