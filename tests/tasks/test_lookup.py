@@ -101,7 +101,7 @@ def test_data_is_found_where_the_variable_says(here: Path, monkeypatch: pytest.M
         find_task("images:b.npz")
 
 
-def test_a_task_starts_from_weights_of_a_file(here: Path) -> None:
+def test_a_task_starts_from_weights_of_a_file(here: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained = find_task("digits#model=mlp,width=16").make_model(0)
     state = {**trained.state_dict(), "layers.4.weight": torch.ones(3, 16)}  # a head for three answers
     torch.save(state, here / "w.pt")
@@ -110,9 +110,10 @@ def test_a_task_starts_from_weights_of_a_file(here: Path) -> None:
     model = find_task("digits#model=mlp,width=16,start=w.pt").make_model(1)
     assert torch.equal(model.state_dict()["layers.0.weight"], state["layers.0.weight"])
     assert model.state_dict()["layers.4.weight"].shape == (10, 16)
+    assert "w.pt: 1 of 6 tensors of the model are not in it with their shape, and stay new: layers.4.weight" in caplog.text
     for file, said in (
         ("other.pt", "no weight of this model"),
-        ("text.pt", "is not a file of torch.save"),
+        ("text.pt", r"text.pt cannot be read as weights: .* Write it by torch.save"),
         ("no.pt", "there is no no.pt"),
     ):
         with pytest.raises(TaskError, match=said):

@@ -14,6 +14,7 @@ are (num, height, width), (num, height, width, channels) or (num, channels, heig
 from __future__ import annotations
 
 import gzip
+import logging
 import pickle
 import re
 import warnings
@@ -42,6 +43,7 @@ NEEDED = tuple((split, kind) for split in ("train", "test") for kind in ("x", "y
 # A file that unpacks to more than 1 GiB and more than 300 times its size is refused as a decompression bomb.
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 300
 TEST_EVERY = 5  # every fifth picture of a class is a test example, where a file has no test split
+log = logging.getLogger("paredown")
 READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  # raised for truncated files and other formats
 
 
@@ -332,15 +334,30 @@ def _picture(path: Path, side: int | None) -> Array:
 # --- weights -----------------------------------------------------------------------------------------------------------
 
 
+SAVE_WEIGHTS = "Write it by torch.save(model.state_dict(), FILE), from a model of the same options."
+
+
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
-    """The model with the weights of a state dict that torch.save wrote; those of other names or shapes, such as a new head, stay."""
+    """The model with the weights of a state dict that torch.save wrote; those of other names or shapes stay new and are logged."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (*READ_ERRORS, RuntimeError, pickle.UnpicklingError) as error:
-        raise TaskError(f"{path.name} is not a file of torch.save(model.state_dict(), ...): {str(error)[:120]}.") from None
+        raise TaskError(f"{path.name} cannot be read as weights: {str(error)[:120]}. {SAVE_WEIGHTS}") from None
     own = model.state_dict()
     known = {name: value for name, value in state.items() if name in own and value.shape == own[name].shape}
     if not known:
-        raise TaskError(f"{path.name} has no weight of this model: none of its {len(state)} has the name and shape of one.")
+        raise TaskError(
+            f"{path.name} has no weight of this model: none of its {len(state)} tensors has the name and shape of one. {SAVE_WEIGHTS}"
+        )
+    new = [name for name in own if name not in known]
+    if new:
+        names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
+        log.warning(
+            "%s: %d of %d tensors of the model are not in it with their shape, and stay new: %s",
+            path.name,
+            len(new),
+            len(own),
+            names,
+        )
     model.load_state_dict({**own, **known})
     return model
