@@ -245,7 +245,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[SmallNetwork]:
     monkeypatch.setattr(host_time, "time_operations", lambda traces, device: CallSeconds({}, {}, {}))
     monkeypatch.setattr(host_time, "small_networks", lambda device: networks)
 
-    def seconds(self: SmallNetwork, *plans: pare.Plan | None, is_ours: bool = False, num_steps: int = 0) -> list[StepSeconds]:
+    def seconds(self: SmallNetwork, *plans: pare.Plan | None, is_ours: bool = False) -> list[StepSeconds]:
         self.empty_operations += [1.0, 9.0, 2.0]
         more = [0 if plan is None else 10 if plan.recompute else 2 if "=" in plan.rules[0][0] else 12 for plan in plans]
         return [StepSeconds(1.0 + one, 1.0, 1.0) for one in more]
@@ -336,7 +336,8 @@ def saved_in_layers(network: SmallNetwork) -> int:
     return len(saved)
 
 
-def test_costs_of_the_host_are_scaled_by_its_present_speed(stand_ins: list[SmallNetwork]) -> None:
+def test_costs_of_the_host_are_scaled_by_its_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SmallNetwork, "step", lambda *_: (1.0, 1.0, 1.0))
     before = calibration("cpu", host=replace(calibration("cpu").host, step=2.0))
     assert with_present_host(before) == before.with_host_speed(1.5), "a step takes 3 s now"
 

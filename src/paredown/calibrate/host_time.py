@@ -52,7 +52,7 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
 LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
-PRESENT_STEPS, SPEED_STEPS = 10, 4
+PRESENT_STEPS, SPEED_STEPS = 24, 4
 # of a step of the first network, 6.0 ms on the host of one H200: least squares over forward and backward of small steps of eight networks
 # (docs/log.md, 2026-11-17). Two networks do not tell them apart: they gave 0.1 us for a view, and 25 us for a module call.
 SHARES = {"view": 1.35e-3, "backward_view": 0.52e-3, "module_call": 2.2e-3, "gradient": 2.4e-3}
@@ -95,14 +95,14 @@ class SmallNetwork:
         dtype = DTYPES[self.device]
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
-    def seconds(self, *plans: Plan | None, is_ours: bool = False, num_steps: int | None = None) -> list[StepSeconds]:
+    def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
         """Medians over steps under each of the plans, in turns; None is the baseline. `is_ours`: with AdamW of paredown.optim."""
         models = [self.build() for _ in plans]
         sessions = [apply(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
         try:
             optimizers = [AdamW(m.parameters()) if is_ours else torch.optim.AdamW(m.parameters(), fused=True) for m in models]
             pairs, warm_up = list(zip(models, optimizers, strict=True)), WARM_UP[self.device]
-            num_turns = warm_up + (num_steps or STEPS[self.device])
+            num_turns = warm_up + STEPS[self.device]
             turns = [self._turn(pairs) for _ in range(num_turns)][warm_up:]
         finally:
             for session in sessions:
@@ -257,9 +257,7 @@ class HostMeasurement:
 
 def with_present_host(calibration: Calibration) -> Calibration:
     """The calibration with the speed that the host has now, measured in a third of a second."""
-    with _without_collection():
-        (now,) = small_networks(calibration.device)[0].seconds(None, num_steps=PRESENT_STEPS)
-    return calibration.with_host_speed(now.total / calibration.host.step)
+    return calibration.with_host_speed(HostSpeed(calibration)(PRESENT_STEPS))
 
 
 class HostSpeed:
@@ -272,10 +270,10 @@ class HostSpeed:
         for _ in range(WARM_UP[calibration.device]):
             self._network.step(*self._pair)
 
-    def __call__(self) -> float:
+    def __call__(self, num_steps: int = SPEED_STEPS) -> float:
         """The median of a few steps, relative to the calibration; 2 on a host that is half as fast."""
         with _without_collection():
-            _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + SPEED_STEPS)]
+            _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds
 
 
