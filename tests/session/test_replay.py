@@ -75,15 +75,23 @@ def taken_out(session: Session) -> int:
     return len(session._watch.replays._taken_out)
 
 
+def applied(plan: Plan, make: Callable[[], nn.Module], *, replays: bool) -> tuple[nn.Module, Session]:
+    """A new model and its session, in which all passes are followed in full without `replays`."""
+    torch.manual_seed(0)
+    session = apply(plan, net := make())
+    assert isinstance(session, Session)
+    if not replays:
+        session._activations.replay_key = lambda: None
+    return net, session
+
+
 def steps(
     plan: Plan, changes: Mapping[int, Change] | None = None, *, replays: bool, rows: Mapping[int, int] | None = None, num: int = 12
 ) -> tuple[list[list[Tensor]], list[int], list[int]]:
     """Gradients, stored bytes and hooks that are taken out, of each step; `changes` and `rows` from a step on."""
-    torch.manual_seed(0)
-    net, found, stored, out, num_rows = Net(), list[list[Tensor]](), list[int](), list[int](), 256
-    with apply(plan, net) as session:
-        if not replays:
-            session._activations.replay_key = lambda: None
+    found, stored, out, num_rows = list[list[Tensor]](), list[int](), list[int](), 256
+    net, session = applied(plan, Net, replays=replays)
+    with session:
         for number in range(num):
             (changes or {}).get(number, lambda net: None)(net)
             num_rows = (rows or {}).get(number, num_rows)
@@ -117,11 +125,8 @@ def test_replayed_passes_have_the_gradients_and_bytes_of_passes_followed_in_full
 def test_replayed_passes_have_the_changes_of_passes_followed_in_full(plan: Plan) -> None:
     found: list[tuple[str, str]] = []
     for replays in (True, False):
-        torch.manual_seed(0)
-        net = Net()
-        with apply(plan, net) as session:
-            if not replays:
-                session._activations.replay_key = lambda: None
+        net, session = applied(plan, Net, replays=replays)
+        with session:
             for number in range(8):
                 net(batch(number)).square().mean().backward()
             assert replays == (taken_out(session) > 0)
@@ -188,11 +193,8 @@ def test_passes_with_other_sizes_are_followed_in_full_until_they_repeat() -> Non
 def test_another_plan_makes_another_program() -> None:
     found: list[list[Tensor]] = []
     for replays in (True, False):
-        torch.manual_seed(0)
-        net = Net()
-        with apply(ONE, net) as session:
-            if not replays:
-                session._activations.replay_key = lambda: None
+        net, session = applied(ONE, Net, replays=replays)
+        with session:
             for number in range(12):
                 if number == 6:
                     assert taken_out(session) > 0 or not replays
@@ -309,11 +311,8 @@ class Shared(nn.Module):
 def test_a_tensor_that_stays_unmodified_is_still_the_source_of_another() -> None:
     found: list[tuple[int, Tensor]] = []
     for replays in (True, False):
-        torch.manual_seed(0)
-        net = Shared()
-        with apply(ALL, net) as session:
-            if not replays:
-                session._activations.replay_key = lambda: None
+        net, session = applied(ALL, Shared, replays=replays)
+        with session:
             for number in range(8):
                 loss = net(batch(number)).square().mean()
                 forms = session._activations.stored_forms()
