@@ -31,6 +31,7 @@ from paredown.plan.step_time import called_modules, num_saved, predict_step
 from paredown.trace.trace import VIEW, Operation
 from tests.cli.commands import ask, asked_json
 from tests.support.calibrations import calibration
+from tests.support.scripts import ROOT
 
 
 @pytest.fixture
@@ -309,6 +310,16 @@ def test_the_speed_of_the_host_is_a_step_over_that_of_the_calibration(monkeypatc
     monkeypatch.setattr(SmallNetwork, "step", lambda *_: (next(seconds), 0.0, 0.0))
     speed = host_time.HostSpeed(calibration("cpu", host=replace(calibration("cpu").host, step=2.0)))
     assert speed() == 1.25, "the median of 1, 2, 3 and 40 s, without the first, over 2 s"
+
+
+def test_shares_of_a_small_step_are_those_of_the_measured_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import host_shares  # type: ignore[import-not-found]
+
+    shares, ratios = host_shares.fitted(json.loads(host_shares.RESULTS.read_text())[-1]["rows"])
+    assert {name: shares[name] for name in host_time.SHARES} == pytest.approx(host_time.SHARES, rel=0.03)
+    assert len(ratios) == 16 and min(ratios) > 0.82 and max(ratios) < 1.12, "as plan/step_time.py says"
 
 
 def test_a_checkpointed_tensor_is_one_that_the_layers_save(stand_ins: list[SmallNetwork]) -> None:

@@ -54,7 +54,7 @@ WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
 PRESENT_STEPS, SPEED_STEPS = 24, 4
 # of a step of the first network, 6.0 ms on the host of one H200: least squares over forward and backward of small steps of eight networks
-# (docs/log.md, 2026-11-17). Two networks do not tell them apart: they gave 0.1 us for a view, and 25 us for a module call.
+# (benchmarks/host_shares.py). Two networks do not tell them apart: they gave 0.1 us for a view, and 25 us for a module call.
 SHARES = {"view": 1.35e-3, "backward_view": 0.52e-3, "module_call": 2.2e-3, "gradient": 2.4e-3}
 EMPTY_CALLS = 100
 
