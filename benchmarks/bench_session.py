@@ -1,13 +1,15 @@
 """Training loops with packed activations beside the baseline: peak bytes and step time, and rows in results/session.json.
 
     python benchmarks/bench_session.py                              # one GPU; torchvision and transformers installed
+    python benchmarks/bench_session.py --kernels                    # seconds of kernels instead of the host's, which the profiler changes
     python benchmarks/bench_session.py --model resnet50 --plan int8 # some of it; the baseline always runs
     python benchmarks/bench_session.py --quick                      # tiny shapes on the CPU: whether it runs, no figures
 
-All under bf16 autocast with fused optimizers. Beside each step stand the seconds of its kernels by the profiler, the host's microseconds
-per packed tensor and those of an empty eager operation (an addition in place to one value, issued 2000 times): they distinguish a slow host
-from slow code. The time per packed tensor is the difference of the steps of a session and of the baseline, both with a small batch that
-leaves the device idle, divided by the number of saved tensors that the session packs in a step.
+All under bf16 autocast with fused optimizers. Beside each step stand the host's microseconds per packed tensor and those of an empty eager
+operation (an addition in place to one value, issued 2000 times): they distinguish a slow host from slow code. The time per packed tensor is
+the difference of the steps of a session and of the baseline, both with a small batch that leaves the device idle, divided by the number of
+saved tensors that the session packs in a step. With --kernels the seconds of the step's kernels stand there instead, by torch's profiler,
+after which every launch of the process takes longer.
 
 Each way is a fresh model; after warm-up a run of steps is timed by events between them,
 and the peak is torch.cuda.max_memory_allocated over those steps. Ratios are to the baseline in the same run. `predicted` is
@@ -182,8 +184,8 @@ def quick_jobs() -> tuple[Job, ...]:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(job: Job, way: Way, device: str, num_steps: int) -> Row:
-    """A fresh model, warm-up, then `num_steps` steps."""
+def measure(job: Job, way: Way, device: str, num_steps: int, *, has_kernels: bool = False) -> Row:
+    """A fresh model, warm-up, then `num_steps` steps; then its kernels, or else its host time with a small batch."""
     release(device)
     torch.manual_seed(0)
     model = build(job, device, checkpointing=way.checkpointing)
@@ -194,12 +196,13 @@ def measure(job: Job, way: Way, device: str, num_steps: int) -> Row:
         first, *_ = [step() for _ in range(WARM_UP)]
         times = cuda_times(step, num_steps) if device == "cuda" else cpu_times(step, num_steps)
         changes = None if session is None else len(session.changes)
-        kernels = kernel_seconds(step) if device == "cuda" else None
+        row = replace(row, first_loss=float(first), num_changes=changes, **times)
+        if has_kernels:
+            return replace(row, kernel_seconds=kernel_seconds(step))
         small = make_step(model, job.batch(max(2, job.size // SMALL), device), optimizer, device)
         host = small_step_seconds(small, device)
         num_packed = None if session is None else count_packed(session, small)
-    row = replace(row, kernel_seconds=kernels, small_step_seconds=host, num_packed=num_packed, empty_op_us=empty_op_us(device))
-    return replace(row, first_loss=float(first), num_changes=changes, **times)
+    return replace(row, small_step_seconds=host, num_packed=num_packed, empty_op_us=empty_op_us(device))
 
 
 def count_packed(session: Any, step: Callable[[], Tensor]) -> int:
@@ -287,10 +290,10 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"median_seconds": statistics.median(seconds), "p20_seconds": p20, "p80_seconds": p80}
 
 
-def attempt(job: Job, way: Way, device: str, num_steps: int) -> Row:
+def attempt(job: Job, way: Way, device: str, num_steps: int, *, has_kernels: bool = False) -> Row:
     """`measure`, an error being a row too."""
     try:
-        return measure(job, way, device, num_steps)
+        return measure(job, way, device, num_steps, has_kernels=has_kernels)
     except Exception as error:
         return Row(job.name, way.name, job.size, way.kind, way.rounding, error=failure(error))
     finally:
@@ -334,14 +337,14 @@ def compared(row: Row, plain: Row) -> Row:
     return replace(row, peak_ratio=peak, time_ratio=slower, size_ratio=larger, examples_per_second_ratio=larger / slower)
 
 
-def rows_of(job: Job, ways: Sequence[Way], device: str, num_steps: int) -> Iterator[Row]:
+def rows_of(job: Job, ways: Sequence[Way], device: str, num_steps: int, *, has_kernels: bool = False) -> Iterator[Row]:
     """The baseline of a job, and then each of its variants with ratios to it."""
     predict = predictor(job, device)
     plain = None
     for way in ways:
         if way.checkpointing and not job.has_checkpointing:
             continue
-        row = attempt(job, way, device, num_steps)
+        row = attempt(job, way, device, num_steps, has_kernels=has_kernels)
         plain = plain or row
         yield replace(compared(row, plain), predicted_peak_bytes=predicted(predict, way))
 
@@ -446,6 +449,7 @@ def main() -> None:
         "--plan", nargs="+", default=[""], help="only variants whose name contains one of these; the baseline always runs"
     )
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each way")
+    parser.add_argument("--kernels", action="store_true", help="seconds of kernels on a GPU instead of the host's")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     torch.backends.cudnn.benchmark = True
@@ -456,7 +460,7 @@ def main() -> None:
     )
     jobs = quick_jobs() if options.quick else full_jobs()
     asked = [job for job in jobs if not options.model or job.name in options.model]
-    found = [rows_of(job, ways, device, options.steps) for job in asked]
+    found = [rows_of(job, ways, device, options.steps, has_kernels=options.kernels and device == "cuda") for job in asked]
     if device == "cuda" and (not options.model or "largest" in options.model):
         found.append(largest_rows(jobs[0], options.steps))
     for rows in found:

@@ -13,8 +13,10 @@ Rows are in results/time.json; those of the first three ways are in results/sess
     speed at ...                    assign(trace, budget, prefer="speed") for 60 and 40 % of the baseline's predicted peak; of SPEED
                                     also for 80 % and for the measured peaks of the two ways before
 
-The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set, and the operations of each network are timed one by
-one. Then all ways of a network take turns (turns.py), on one CPU of the host: a shared machine is faster in one second than in the next.
+The device is calibrated first, in a folder of its own unless PAREDOWN_CACHE is set. Each network has a process of its own, in which its
+operations are timed one by one. Then all of its ways take turns (turns.py), on one CPU of the host: a shared machine is faster in one
+second than in the next. Kernels are measured last: after torch's profiler has run, every launch of the process takes longer (an empty
+operation 8.6 us instead of 6.2).
 The speed of the host is measured before and after each turn. `ratio` is the median over turns of predicted over measured seconds, each for
 the speed in that turn; predicted seconds of a row are for the median speed, by timed operations, by rates of the device alone, and with the
 host's speed as calibrated at the start. `relative_ratio` compares a way's predicted time over the baseline's with the measured one, which
@@ -27,6 +29,7 @@ of the rounds. A measured peak above the budget is marked. A network that ends t
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import tempfile
 import time
@@ -48,10 +51,10 @@ from loops import (
     Way,
     common_options,
     failure,
-    gib,
     make_step,
     release,
 )
+from time_rows import TITLE, Row, beside_baseline, line, summary, with_ratios
 from torch import Tensor
 from turns import Runner, median_ratio, pin_to_quickest_cpu, take_turns
 
@@ -71,56 +74,9 @@ SHARES, MORE_SHARES = ("60%", "40%"), ("80%",)
 SMALL_NETWORKS = {"resnet18": "small_resnet18", "vit": "small_vit", "gpt": "small_gpt"}  # of assign_times.py
 SPEED = ("resnet50", "llama", "gpt2", "vit", *SMALL_NETWORKS.values())
 ORDER = ("resnet50", "llama", "gpt2", "vit", "swin", "densenet121", "scan", "attention_unet", "graph", "lstm")
-WITHIN, PEAK_WITHIN = 0.15, 0.05
 MOST_TIMING = 12.0  # seconds for the operations of one network; cuDNN's choice of algorithms is part of it, which later steps need
 NOT_FINISHED = "not finished"
 SLOWER_SHARE = 0.8  # of the rounds
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way of one network. `ratio`: predicted to measured seconds, with timed operations; `against_ratio`: to those of `against`.
-
-    `host_speed`: seconds of a small step beside the way's turns over those at calibration; `ratio_at_start`: `ratio` without it;
-    `relative_ratio`: `ratio` over the baseline's; `against_ratio` is the median over rounds.
-    """
-
-    job: str
-    way: str
-    size: int
-    num_layers: int = 0
-    num_checkpointed: int = 0
-    budget_bytes: int | None = None
-    peak_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
-    bound_bytes: int | None = None  # the predicted peak with its margin
-    reserved_bytes: int | None = None
-    median_seconds: float | None = None
-    p20_seconds: float | None = None
-    p80_seconds: float | None = None
-    host_seconds: float | None = None
-    predicted_seconds: float | None = None
-    predicted_device_seconds: float | None = None
-    predicted_host_seconds: float | None = None
-    predicted_seconds_by_rates: float | None = None
-    predicted_seconds_at_start: float | None = None
-    ratio: float | None = None
-    ratio_by_rates: float | None = None
-    host_speed: float | None = None
-    ratio_at_start: float | None = None
-    relative_ratio: float | None = None
-    kernel_seconds: float | None = None
-    small_step_seconds: float | None = None
-    against: str = ""
-    against_ratio: float | None = None
-    is_slower: bool = False
-    is_over: bool = False
-    last_loss: float | None = None
-    optimizer: str = ""
-    num_timed: int = 0  # operations
-    empty_operation_seconds: float | None = None
-    reason: str = ""
-    error: str | None = None
 
 
 class Deadline:
@@ -130,9 +86,14 @@ class Deadline:
         self.end = time.perf_counter() + seconds
 
     @property
+    def seconds_left(self) -> float:
+        """Seconds until the end, negative after it."""
+        return self.end - time.perf_counter()
+
+    @property
     def is_over(self) -> bool:
         """Whether none are left."""
-        return time.perf_counter() > self.end
+        return self.seconds_left < 0
 
 
 @dataclass(eq=False)
@@ -187,9 +148,13 @@ class Network:
         """Build a way, measure its peak, and keep it for the turns."""
         self.plans[way] = plan, budget
         by_hand = plan.recompute if plan is not None and way in (EVERY, SECOND) else ()
-        is_session_way = way in SESSION_NAMES
         applied = None if by_hand or plan is None or plan.changes_nothing else plan
-        self.runners[way] = build_runner(self.planner, way, applied, by_hand=by_hand, has_kernels=is_session_way)
+        self.runners[way] = build_runner(self.planner, way, applied, by_hand=by_hand, has_small_step=way in SESSION_NAMES)
+
+    def measure_kernels(self) -> None:
+        """The kernels of the ways in SESSION_NAMES that took their turns, by the profiler, after which nothing else is timed."""
+        for runner in (runner for way, runner in self.runners.items() if way in SESSION_NAMES and runner.turns):
+            runner.columns["kernel_seconds"] = kernel_seconds(runner.step)
 
     def add_all(self, name: str, limit: Callable[[], bool]) -> Iterator[tuple[str, Exception]]:
         """All ways of the network, as long as there is time; yields those that could not be built."""
@@ -272,24 +237,11 @@ class Network:
         release(self.planner.device)
 
 
-def with_ratios(row: Row) -> Row:
-    """The row with predicted over measured seconds."""
-    predicted = {"ratio": row.predicted_seconds, "ratio_by_rates": row.predicted_seconds_by_rates}
-    predicted |= {"ratio_at_start": row.predicted_seconds_at_start}
-    assert row.median_seconds is not None
-    return replace(row, **{name: (seconds or 0.0) / row.median_seconds for name, seconds in predicted.items()})
-
-
-def beside_baseline(row: Row, plain: Row | None) -> Row:
-    """The measured row with its ratio relative to the baseline of its network, if that was measured."""
-    return row if plain is None or not plain.ratio or row.ratio is None else replace(row, relative_ratio=row.ratio / plain.ratio)
-
-
 ROW_FIELDS = frozenset(Row.__dataclass_fields__) - {"job", "way", "size"}
 SESSION_FIELDS = frozenset(bench_session.Row.__dataclass_fields__) - {"job", "way", "size", "kind", "rounding"}
 
 
-def build_runner(planner: Planner, way: str, plan: pare.Plan | None, *, by_hand: Sequence[str], has_kernels: bool) -> Runner:
+def build_runner(planner: Planner, way: str, plan: pare.Plan | None, *, by_hand: Sequence[str], has_small_step: bool) -> Runner:
     """A fresh model with its optimizer, after warm-up steps, with its peak above what other ways hold. `by_hand`: checkpointed layers."""
     job, device = planner.job, planner.device
     release(device)
@@ -304,8 +256,7 @@ def build_runner(planner: Planner, way: str, plan: pare.Plan | None, *, by_hand:
         columns |= {"peak_bytes": torch.cuda.max_memory_allocated() - others}
     columns |= {"first_loss": float(losses[0]), "last_loss": float(losses[-1])}
     small = None
-    if has_kernels:
-        columns |= {"kernel_seconds": kernel_seconds(step)} if device == "cuda" else {}
+    if has_small_step:
         batch = job.batch(max(2, job.size // SMALL), device)
         small = without_trying(make_step(training.model, batch, training.optimizer, device))
         small()
@@ -388,51 +339,9 @@ class Run:
         for runner, error in take_turns(list(network.runners.values()), self.speed, self.device, **numbers):
             yield Row(job.name, runner.name, job.size, error=failure(error))
             runner.turns.clear()
+        if self.device == "cuda":
+            network.measure_kernels()
         yield from network.rows()
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """How many predictions hold, the worst of each network, and which plans are slower than checkpointing or above their budget."""
-    off = {(row.job, row.way): row.ratio - 1 for row in rows if row.ratio is not None}
-    worst = {job: max((pair for pair in off.items() if pair[0][0] == job), key=lambda pair: abs(pair[1])) for job, _ in off}
-    texts = [f"{job} {value:+.0%} ({way})" for job, ((_, way), value) in worst.items()]
-    within = sum(abs(value) <= WITHIN for value in off.values())
-    others = {"with the host as calibrated at the start": "ratio_at_start", "relative to the baseline": "relative_ratio"}
-    peaks = {(row.job, row.way): (row.predicted_peak_bytes or 0) / row.peak_bytes - 1 for row in rows if row.peak_bytes}
-    close = sum(abs(value) <= PEAK_WITHIN for value in peaks.values())
-    far = [f"{job} {way} {value:+.1%}" for (job, way), value in peaks.items() if abs(value) > PEAK_WITHIN]
-    compared = [row for row in rows if row.against]
-    lines = [
-        f"{within} of {len(off)} predicted times within {WITHIN:.0%}; the worst of each network: {', '.join(texts)}",
-        "; ".join(f"{text}: {_num_within(rows, name)}" for text, name in others.items()),
-        f"{close} of {len(peaks)} predicted peaks within {PEAK_WITHIN:.0%}; others: {', '.join(far) or 'none'}",
-        f"{sum(row.is_slower for row in compared)} of {len(compared)} plans slower than what they are compared with: "
-        + (", ".join(f"{row.job} {row.way} {row.against_ratio:.3f}x" for row in compared if row.is_slower) or "none"),
-        "above their budgets: " + (", ".join(f"{row.job} {row.way}" for row in rows if row.is_over) or "none"),
-    ]
-    return "\n".join(lines)
-
-
-def _num_within(rows: Sequence[Row], name: str) -> str:
-    values: list[float] = [value for row in rows if (value := getattr(row, name)) is not None]
-    return f"{sum(abs(value - 1) <= WITHIN for value in values)} of {len(values)} within {WITHIN:.0%}"
-
-
-def line(row: Row) -> str:
-    """One line of the table."""
-    head = f"{row.job:16s} {row.way:36s} {row.num_checkpointed:2d} of {row.num_layers:2d} layers"
-    if row.error or row.ratio is None or row.ratio_by_rates is None:
-        return f"{head}  {row.error}"
-    ms = lambda *seconds: " ".join("      -" if one is None else f"{1e3 * one:7.1f}" for one in seconds)  # noqa: E731
-    predicted = ms(row.predicted_seconds, row.predicted_device_seconds, row.predicted_host_seconds)
-    spread = ms(row.median_seconds, row.p20_seconds, row.p80_seconds, row.host_seconds)
-    off = f" {(row.predicted_peak_bytes or 0) / row.peak_bytes - 1:+.1%}" if row.peak_bytes else ""
-    budget = "" if row.budget_bytes is None else f" of {gib(row.budget_bytes)}{' OVER' * row.is_over}"
-    beside = "".join("      -" if one is None else f" {one:5.2f}x" for one in (row.ratio_at_start, row.relative_ratio))
-    against = f"  {row.against_ratio:.3f}x of {row.against}{' SLOWER' * row.is_slower}" if row.against_ratio is not None else ""
-    peaks = f"{gib(row.peak_bytes)}{budget} ({gib(row.predicted_peak_bytes)}{off})"
-    speed = "" if row.host_speed is None else f" at {row.host_speed:4.2f}"
-    return f"{head} {peaks} {spread} | {predicted}{speed} {row.ratio:5.2f}x {row.ratio_by_rates:5.2f}x{beside}{against}"
 
 
 def jobs_of(options: argparse.Namespace) -> dict[str, Job]:
@@ -477,26 +386,47 @@ def main() -> None:
         options.traces.mkdir(parents=True, exist_ok=True)
         prepare(options, device)
         return
-    torch.backends.cudnn.benchmark = not options.quick
-    if device == "cuda":
-        print("on CPU {}, whose loop of Python takes {:.2g} s".format(*pin_to_quickest_cpu()), flush=True)
+    jobs = jobs_of(options)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("PAREDOWN_CACHE", folder)
-        run = Run(options, device)
-        print(
-            "peak GiB of budget (predicted); ms: median, p20, p80, host | predicted: step, device, host, at a small step over that of the "
-            "calibration; ratios: timed operations, rates, host as calibrated at the start, relative to the baseline; ratio to the "
-            "quickest way without formats in the budget",
-            flush=True,
-        )
-        for name, job in jobs_of(options).items():
-            if job.name in {row.job for row in run.done}:
-                continue  # of the run that is resumed
-            if run.deadline.is_over:
-                print(f"{name}: no time left", flush=True)
-                continue
-            run.network(name, job)
-        print(summary(run.done), flush=True)
+        print(TITLE, flush=True)
+        if device == "cpu":
+            rows = run_networks(options, device, jobs)
+        else:
+            print("on CPU {}, whose loop of Python takes {:.2g} s".format(*pin_to_quickest_cpu()), flush=True)
+            rows = run_in_processes(options, list(jobs))
+        print(summary(rows), flush=True)
+
+
+def run_networks(options: argparse.Namespace, device: str, jobs: Mapping[str, Job]) -> list[Row]:
+    """Calibrate, then predict and measure these networks; returns all rows of the run, of earlier processes too."""
+    torch.backends.cudnn.benchmark = device == "cuda"
+    run = Run(options, device)
+    for name, job in jobs.items():
+        if job.name in {row.job for row in run.done}:
+            continue  # of the run that is resumed
+        if run.deadline.is_over:
+            print(f"{name}: no time left", flush=True)
+            continue
+        run.network(name, job)
+    return run.done
+
+
+def run_in_processes(options: argparse.Namespace, names: Sequence[str]) -> list[Row]:
+    """Each network in a process of its own on the GPU, whose rows are added to those of the ones before; returns all rows."""
+    deadline, context = Deadline(options.seconds), multiprocessing.get_context("spawn")
+    for name in names:
+        part = argparse.Namespace(**{**vars(options), "model": [name], "seconds": deadline.seconds_left})
+        process = context.Process(target=run_one, args=(part,))
+        process.start()
+        process.join()
+        options.resume = True
+    return [Row(**row) for row in Log(FILE, "cuda", options, continues=True).rows]
+
+
+def run_one(options: argparse.Namespace) -> None:
+    """The main function of a process: one network on the GPU."""
+    run_networks(options, "cuda", jobs_of(options))
 
 
 if __name__ == "__main__":

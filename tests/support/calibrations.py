@@ -1,9 +1,13 @@
-"""A calibration made by hand: round numbers, from which times follow by mental arithmetic."""
+"""A calibration made by hand, with round numbers from which times follow by mental arithmetic, and the trace of a small GPT."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+import paredown as pare
+from paredown.models import MODELS
 from paredown.plan.calibration import Calibration, FormatCost, HostCost, present_device_name, versions
 
 FORMATS = ("int8/64@bf16", "int4/64@bf16")
@@ -25,3 +29,10 @@ def calibration(device: str = "cuda", *, packed: float = 1e-3, **changes: Any) -
         "formats": {text: FormatCost(1e9, 1e9, 0.0, packed) for text in FORMATS},
     }
     return Calibration(**(parts | changes))
+
+
+def traced(device: str = "cpu") -> pare.Trace:
+    """The step of a GPT of one layer, without values."""
+    model = MODELS["gpt"](vocabulary=16, dim=32, num_layers=1, num_heads=2, context=16)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return pare.trace_step(model, {"ids": ids, "targets": ids}, device=device)

@@ -21,7 +21,8 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Seed, default_rounding
 from paredown.plan.calibration import ELEMENTWISE, UNALIGNED
 
-SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the host needs to issue the calls of one group
+CYCLES_PER_SECOND = 2e9  # about, of a GPU's clock
+SLEEP_SECONDS = 1e-3  # longer than the host needs to issue the calls of one group
 SEED = Seed(0, 0, 0)
 CALLS, GROUP_SECONDS = 6, 4e-3  # most calls in a group between two events; fewer of long ones, which need no mean
 GROUPS = 3
@@ -38,8 +39,8 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
     if device == "cpu":
         call()
         return min(_cpu_seconds(call) for _ in range(GROUPS))
-    num_calls = num_calls_of(_cuda_seconds(call, 1))
-    return median(_cuda_seconds(call, num_calls) for _ in range(GROUPS))
+    num_calls = num_calls_of(cuda_seconds(call, 1))
+    return median(cuda_seconds(call, num_calls) for _ in range(GROUPS))
 
 
 def num_calls_of(seconds: float) -> int:
@@ -57,10 +58,11 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _cuda_seconds(call: Callable[[], object], num_calls: int) -> float:
+def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: float = SLEEP_SECONDS) -> float:
+    """Seconds of one call on a GPU, the mean over `num_calls` that the host issues while the device sleeps."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    torch.cuda._sleep(int(sleep_seconds * CYCLES_PER_SECOND))
     start.record()
     for _ in range(num_calls):
         call()

@@ -10,9 +10,15 @@ kernel), by bytes per second or by floating point operations: DenseNet-121 has h
 Convolutions, for which cuDNN tries its algorithms, get half of the time.
 
 The host time of calls is measured beside: by name, since shapes change it little, and as a multiple of an empty operation that is called
-right after, since the speed of the host changes while others use it. One call of cuDNN's RNNs launches kernels for every position: its host
-time is that of these shapes, and the least of several, in seconds: it was 9.0 and 9.7 ms where empty operations took 7.0 and 10.7 us. On
-the CPU the time of a call is that of the device.
+right after, since the speed of the host changes while others use it. On the CPU the time of a call is that of the device.
+
+One call of cuDNN's RNNs launches kernels for every position. Its host time is that of these shapes, and the least of several, in seconds.
+Its device time follows from two sequences that are so short that all of their launches are queued before the first one runs:
+
+    seconds(length) = seconds(short) + (length - short) * (seconds(short) - seconds(half)) / (short - half)
+
+torch's profiler is used nowhere: it stays attached to the driver when it has ended, and later launches of the process take longer (an empty
+operation 8.6 us instead of 6.2, one H200, torch 2.11).
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paredown.calibrate.device_time import device_seconds, empty_operation
+from paredown.calibrate.device_time import cuda_seconds, device_seconds, empty_operation
 from paredown.plan.calibration import Calibration, interpolated, kind_of, operation_key
 from paredown.trace.fake.device_ops import ATTENTION, ATTENTION_BACKWARD, RNN_BACKWARD
 from paredown.trace.trace import Operation, Trace
@@ -48,6 +54,10 @@ RNNS: dict[str, Callable[..., nn.Module]] = {
 }
 ISSUES, ISSUED_CALLS, EMPTY_CALLS = 3, 4, 50  # groups of calls whose host time is measured, and empty operations after each
 LAUNCHES, LAUNCH_PAUSE = 12, 0.1  # calls of an RNN whose host time is measured, and seconds between them
+QUEUED_STEPS = (
+    128  # positions times layers and directions of a short sequence: with a few kernels each, less than the queue of 1024 holds
+)
+QUEUE_SLEEP = 20e-3  # seconds in which the host issues the launches of a short sequence
 
 
 class CallSeconds(NamedTuple):
@@ -162,14 +172,29 @@ def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
     return (time.perf_counter() - begun) / num_calls
 
 
-def _kernel_seconds(call: Callable[[], object]) -> float:
-    """The sum over all kernels of a call, by the profiler: the device would wait for the host between them."""
+def _recurrent_seconds(operation: Operation, device: str) -> float:
+    """Device seconds of an RNN's call, from two short sequences: of a long one, the device would wait for the host between kernels."""
+    (x, *_, num_layers, directions), _ = json.loads(operation.arguments)
+    length = x["t"][1][0]
+    short = min(length, max(2, QUEUED_STEPS // (num_layers * directions)))
+    lengths = (short, short // 2) if short < length else (length,)
+    seconds = [_queued_seconds(_recurrent_call(operation, device, num)) for num in lengths]
+    beyond = max(seconds[0] - seconds[-1], 0.0) * (length - short) / max(short - short // 2, 1)
+    return seconds[0] + beyond
+
+
+def _queued_seconds(call: Callable[[], object]) -> float:
+    """Device seconds of a call with many kernels, after one that warms up; the least, since a busy host may issue them too late."""
     call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+    return min(cuda_seconds(call, 1, QUEUE_SLEEP) for _ in range(ISSUES))
+
+
+def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[[], object]:
+    """An RNN's call for a sequence of `length` positions, dimension 0 of its input."""
+    args, _ = json.loads(operation.arguments)
+    dtype, shape, strides = args[0]["t"]
+    x = _tensor(dtype, [length, *shape[1:]], strides, device=device, bound=1)
+    return _recurrent(x, *args[1:], is_backward=operation.op == RNN_BACKWARD)
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
@@ -191,8 +216,8 @@ def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | 
             return None
         if device == "cpu":
             return device_seconds(call, device), None
-        if _is_recurrent(operation):  # several calls fill the queue of launches, which blocks the host
-            return _kernel_seconds(call), _least_host_seconds(call)
+        if _is_recurrent(operation):
+            return _recurrent_seconds(operation, device), _least_host_seconds(call)
         return device_seconds(call, device), _empty_operations(call)
 
     return _or_none(measured)

@@ -60,6 +60,9 @@ KINDS = {
 }
 ELEMENTWISE = "elementwise"
 UNALIGNED, ALIGNMENT = " unaligned", 8  # suffix of rates of matrix products with a side that is no multiple of this
+# of the host's change of speed: where a step of a small network took 1.8 times as long, calls of an LSTM took 1.4 (forward) and 1.5 times
+# as long (backward), 12 of each, one H200 (docs/log.md, 2026-11-18)
+LAUNCH_SHARE = 0.6
 MEASURING = "paredown.calibrate.device_calibration"  # loaded by name: it needs sessions
 
 
@@ -101,7 +104,7 @@ class Calibration:
     `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
     `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of one call, by
     the name of the operation. `launched`: of calls that launch a kernel for every position (cuDNN's RNNs), by `operation_key`; that time is
-    the driver's, which changes little when Python becomes slower.
+    the driver's, which changes less than Python's when the host becomes slower.
     """
 
     device: str
@@ -143,10 +146,12 @@ class Calibration:
         return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """The calibration with the seconds of the host, without those in `launched`, multiplied by `factor`."""
+        """The calibration with the seconds of the host multiplied by `factor`, and `launched` by a factor nearer to 1."""
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
-        return replace(self, host=host, formats=formats, issued={name: factor * one for name, one in self.issued.items()})
+        issued = {name: factor * seconds for name, seconds in self.issued.items()}
+        launched = {key: (1 + LAUNCH_SHARE * (factor - 1)) * seconds for key, seconds in self.launched.items()}
+        return replace(self, host=host, formats=formats, issued=issued, launched=launched)
 
     def _flops_per_second(self, kind: str, operation: Operation) -> float:
         tables = self.flops_per_second
