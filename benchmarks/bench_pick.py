@@ -57,7 +57,7 @@ FEW_DRAWS = 4  # where tasks are many
 SEED_DRAWS = 4  # for each hidden seed
 COUNTS = (0, 3, 6, 10)  # trials before coverage
 COVERAGE_DRAWS = 6
-MOST_TASKS = 30  # of a prior, whose coverage is counted
+MOST_TASKS = 40  # of a prior, whose coverage is counted
 PICTURES_ALONE = ("stored",)  # priors of which texts are no cases
 BUDGETS = (("stored", "40%"), ("stored", "60%"), ("simulated", "22%"), ("released", "22%"))
 

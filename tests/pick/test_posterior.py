@@ -265,3 +265,20 @@ def test_while_all_runs_diverged_the_others_may_too() -> None:
     means = [Estimate.after(prior, memory, [SeedRun(plan, np.inf) for plan in range(num)]).means[2] for num in (0, 1, 2)]
     trained = means[0]
     assert means[1:] == pytest.approx([trained + (1 - trained) / 2, trained + 2 * (1 - trained) / 3])
+
+
+def test_runs_tell_of_lossier_plans_that_diverge_and_of_finer_plans_that_train() -> None:
+    """Plan 3 loses most precision, then 2, then 1; plan 0 is not comparable. Half of a run counts for the next plan."""
+    prior, memory = diverging_prior(), np.arange(4.0)
+    lossier = np.array([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0.5, 1.0, 0], [0, 0, 0.5, 1.0]])
+    prior = replace(prior, lossier=lossier, divergence=np.full(4, 0.2))
+
+    def chances(*runs: SeedRun) -> list[float]:
+        never = replace(prior, divergence=np.zeros(4), lossier=np.eye(4))
+        safe = Estimate.after(never, memory, [run for run in runs if np.isfinite(run.error)]).means
+        return ((Estimate.after(prior, memory, list(runs)).means - safe) / (1 - safe)).tolist()
+
+    first = SeedRun(0, 0.31)
+    assert chances(first) == pytest.approx([0.1, 0.2, 0.2, 0.2])
+    assert chances(first, SeedRun(2, np.inf)) == pytest.approx([0.1, 0.2, 1.0, (0.2 + 0.5) / 1.5]), "of plan 3, not of plan 1"
+    assert chances(first, SeedRun(2, 0.32)) == pytest.approx([0.1, 0.2 / 1.5, 0.1, 0.2]), "of plan 1, not of plan 3"

@@ -272,10 +272,34 @@ def test_bands_hold_after_trials_of_one_seed() -> None:
     for runs, mean in zip(new.runs / 0.9, means / 0.9, strict=True):
         estimate = Estimate.after(prior, np.ones(8), [SeedRun(plan, float(runs[plan, 0]), 7) for plan in (0, 2, 4, 6)])
         inside.append(abs(estimate.means - mean) <= NINE_OF_TEN * estimate.deviations)
-        alone = np.sqrt(estimate.deviations**2 - prior.shared * estimate.posterior.run_noise() ** 2)
+        alone = np.sqrt(estimate.deviations**2 - prior.seed_variance)
         narrow.append(abs(estimate.means - mean) <= NINE_OF_TEN * alone)
     assert 0.82 < np.mean(inside) < 0.97 and np.mean(narrow) < 0.7, "seed effects are what makes them so wide"
     assert 5 < prior.shared < 60, "25 as variances"
+    assert np.sqrt(prior.seed_variance) == pytest.approx(0.03 / 0.9, rel=0.25), "40 tasks with three seeds: two deviations or so"
+
+
+def test_effects_of_seeds_do_not_follow_the_noise_of_runs() -> None:
+    """A task with hardly any noise of its own: a run with another seed varies as on all tasks."""
+    prior = TaskPrior.of(of_seeds(40, np.random.default_rng(2))[0]).prior
+    quiet = replace(prior, mixture=replace(prior.mixture, noise=prior.mixture.noise * 1e-6))
+    estimate = Estimate.after(quiet, np.ones(8), [SeedRun(plan, 0.3, 7) for plan in (0, 2, 4, 6)])
+    assert estimate.noise == pytest.approx(np.sqrt(prior.seed_variance), rel=1e-3)
+    assert (estimate.deviations >= np.sqrt(prior.seed_variance)).all(), "one seed alone does not show its effect"
+    two = Estimate.after(quiet, np.ones(8), [SeedRun(plan, 0.3, seed) for plan in (0, 2, 4, 6) for seed in (7, 8)])
+    assert two.deviations[0] ** 2 == pytest.approx(prior.seed_variance / 2, rel=0.1), "two seeds have half of the variance"
+    assert two.tie_error < 1e-3 * np.sqrt(prior.seed_variance), "plans share the effects of seeds"
+
+
+def test_what_a_run_says_of_lossier_plans() -> None:
+    """Features are bits of precision lost: a plan that loses less in one role and more in another is not comparable."""
+    from paredown.pick.task_prior import LENGTH
+
+    points = np.array([[1.0, 0.0], [3.5, 0.0], [1.0, 2.5], [np.nan, np.nan]])
+    found = TaskPrior.of(made_up_prior(3, 4)).covering(np.arange(4), points, points).lossier
+    near = np.exp(-0.5 * (2.5 / LENGTH) ** 2)
+    expected = [[1, 0, 0, 0], [near, 1, 0, 0], [near, 0, 1, 0], [0, 0, 0, 1]]
+    np.testing.assert_allclose(found, expected, err_msg="rows: the plans that runs of the columns tell about")
 
 
 def test_a_lucky_seed_makes_no_plan_better() -> None:

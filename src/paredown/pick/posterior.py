@@ -28,7 +28,8 @@ from paredown.pick.seed_effects import RunsWithoutSeeds, SeedRun, without_effect
 
 Array = NDArray[np.float64]
 FOUND_STEPS = 20  # EM steps with estimated levels: more change less than the uncertainty of the levels
-AS_ACCURATE = 0.5  # standard deviations of a run: plans whose mean errors differ by this at most are as accurate
+AS_ACCURATE = 0.5  # standard deviations of a run with a given seed: plans whose mean errors differ by this at most are as accurate
+SMALLEST = 1e-12
 TIE_PROBABILITY = 0.05  # a plan that is better than the chosen one with at least this probability ties with it
 
 
@@ -37,7 +38,10 @@ class Prior:
     """What the prior tasks say: a level for each plan, the plans' offsets from their levels, and the mixture over tasks.
 
     `doubt`: variances of the offsets. `worst`: the error of a run that diverged. `shared`: variance of the effect that a seed has
-    on all plans of a task, in variances of the remaining noise. `divergence`: probability that a plan diverges on a task, (plans,).
+    on all plans of a task, in variances of the remaining noise. `seed_variance`: that variance, mean over tasks: it does not follow the
+    noise, and fine-tuned tasks have little noise and large effects of seeds. `divergence`: probability that a plan diverges on a task,
+    (plans,). `lossier` (plans, plans): how much a run of the second plan says of the first, which loses as much precision or more; from 0
+    to 1. Empty where that is not known: then a run says nothing of other plans.
     """
 
     levels: NDArray[np.intp]
@@ -47,7 +51,9 @@ class Prior:
     num_tasks: int
     worst: float
     shared: float = 0.0
+    seed_variance: float = 0.0
     divergence: Array = field(default_factory=lambda: np.zeros(1))
+    lossier: Array = field(default_factory=lambda: np.zeros((0, 0)))
 
     @staticmethod
     def of(errors: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
@@ -82,13 +88,17 @@ class Prior:
     def with_divergence(self, runs: Sequence[SeedRun]) -> Prior:
         """The prior after runs: a plan that diverged has the worst error, and others diverge with their probabilities.
 
-        The probability p of an untried plan is p / (n + 1) after n runs that did not diverge: the prior counts as a run. While all of
-        n runs diverged, that of the others is n / (n + 1) at least: the task may be at fault.
+        The probability p of a plan is (p + d) / (1 + n) after n runs, of which d diverged: the prior counts as a run. Runs of other plans
+        count by their likeness: those that diverged for plans that lose as much precision or more, the others for plans that lose as much
+        or less. While all of n runs diverged, the probability is n / (n + 1) at least: the task may be at fault.
         """
-        plans, diverged = np.arange(len(self.levels)), [run.plan for run in runs if not np.isfinite(run.error)]
-        least = len(runs) / (len(runs) + 1) if len(diverged) == len(runs) else 0.0
-        num_runs = np.bincount([run.plan for run in runs], minlength=len(plans))
-        chances = np.where(np.isin(plans, diverged), 1.0, np.maximum(self.divergence, least) / (num_runs + 1))
+        plans, ran = np.arange(len(self.levels)), np.array([run.plan for run in runs], dtype=np.intp)
+        is_diverged = np.array([not np.isfinite(run.error) for run in runs], dtype=bool)
+        least = len(runs) / (len(runs) + 1) if is_diverged.all() else 0.0
+        lossier = self.lossier if len(self.lossier) else np.eye(len(plans))
+        counts = np.where(is_diverged, lossier[:, ran], lossier.T[:, ran])  # (plans, runs)
+        chances = (np.maximum(self.divergence, least) + (counts * is_diverged).sum(axis=1)) / (1 + counts.sum(axis=1))
+        chances = np.where(np.isin(plans, ran[is_diverged]), 1.0, chances)
         rise = np.maximum(self.worst - self.after(runs).levels()[0][self.levels] - self.offsets, 0.0)
         doubt = (1 - chances) * (self.doubt + chances * rise**2)
         return replace(self, offsets=self.offsets + chances * rise, doubt=doubt)
@@ -146,15 +156,15 @@ class Estimate:
         """The estimate after runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
         posterior, prior, levels = prior.after(runs), prior.with_divergence(runs), prior.levels
         level_mean, level_deviation = posterior.levels()
-        noise = posterior.run_noise()[levels]
+        unknown = prior.without_seed_effects(runs).common / max(prior.shared, SMALLEST)  # share of the variance of seeds' effects
         measured: dict[int, list[float]] = {}
         for run in runs:
             measured.setdefault(run.plan, []).append(prior.finite(run.error))
         return Estimate(
             memory,
             level_mean[levels] + prior.offsets,
-            np.sqrt(level_deviation[levels] ** 2 + prior.doubt + prior.without_seed_effects(runs).common * noise**2),
-            noise * np.sqrt(1 + prior.shared),
+            np.sqrt(level_deviation[levels] ** 2 + prior.doubt + unknown * prior.seed_variance),
+            np.hypot(posterior.run_noise()[levels], np.sqrt(prior.seed_variance)),
             {plan: float(np.mean(errors)) for plan, errors in measured.items()},
             prior,
             posterior,
@@ -176,8 +186,11 @@ class Estimate:
 
     @property
     def tie_error(self) -> float:
-        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan."""
-        return AS_ACCURATE * float(np.median(self.noise))
+        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan.
+
+        That is without the effects of seeds, which all plans share.
+        """
+        return AS_ACCURATE * float(np.median(self.posterior.run_noise()[self.prior.levels]))
 
     def best(
         self, budget: float, *, is_cautious: bool = True, times: Array | None = None, exact: Collection[int] = ()

@@ -171,3 +171,9 @@ def shared_of(runs: Array) -> float:
     """Variance of seed effects over that of the rest: the median over all tasks (tasks, plans, seeds) that show it; 0 where none does."""
     ratios = [parts.ratio for parts in map(variance_parts_of, runs) if np.isfinite(parts.rest)]
     return float(np.median(ratios)) if ratios else 0.0
+
+
+def seed_variance_of(runs: Array) -> float:
+    """Variance of seed effects, the mean over all tasks (tasks, plans, seeds) that show it; 0 where none does."""
+    variances = [parts.shared for parts in map(variance_parts_of, runs) if np.isfinite(parts.rest)]
+    return float(np.mean(variances)) if variances else 0.0

@@ -49,7 +49,7 @@ from paredown.errors import PriorError
 from paredown.pick.mixture import MOST_LEVELS, LevelSums, Mixture, Posterior, find_levels, offsets, renumbered
 from paredown.pick.posterior import Prior
 from paredown.pick.prior_data import PriorData, pooled_noise
-from paredown.pick.seed_effects import shared_of, variance_parts_of, without_seed_effects
+from paredown.pick.seed_effects import seed_variance_of, shared_of, variance_parts_of, without_seed_effects
 
 Array = NDArray[np.float64]
 UNKNOWN_SHARE = 0.03  # prior probability of a task unlike all prior ones
@@ -59,6 +59,7 @@ TOGETHER, APART, NOISIER = (
     4.0,
 )  # of such a task: standard deviations of its mean and of its plans, relative to random guessing; factor on the noise of a run
 LENGTH = 2.5  # of likeness, in bits of precision lost
+SAME_FEATURE = 1e-9
 NUGGET = 0.01  # variance that features do not explain, relative to the explained one
 MOST_POINTS = 64  # levels that new plans are predicted from
 Z_90 = 1.645  # standard deviations to each side of a 90 % interval
@@ -107,7 +108,8 @@ class TaskPrior:
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])
         weights = weights / np.maximum(weights.sum(axis=0), 1e-12)
         divergence = has_diverged.sum(axis=0) / (1.0 + (prior_data.counts > 0).sum(axis=0))
-        prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, shared_of(calm_runs(prior_data)), divergence)
+        seeds = {"shared": shared_of(calm_runs(prior_data)), "seed_variance": seed_variance_of(calm_runs(prior_data))}
+        prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, **seeds, divergence=divergence)
         return TaskPrior(prior_data, prior, sums, weights)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
@@ -127,7 +129,8 @@ class TaskPrior:
         shift, variances = (np.where(is_new, 0.0, part[columns]) for part in (prior.offsets, prior.doubt))
         nearest = (likeness(features, points) * prior.divergence).max(axis=1, initial=0.0)
         divergence = np.where(is_new, nearest, prior.divergence[columns])
-        return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture, divergence=divergence)
+        parts = {"divergence": divergence, "lossier": _lossier(features)}
+        return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture, **parts)
 
     def _level_features(self, points: Array, new: Array) -> Array:
         """Features of all levels, those of new plans last: the mean of their plans' (NaN: not known), (levels, features)."""
@@ -325,6 +328,14 @@ def likeness(a: Array, b: Array) -> Array:
     """Correlation of the errors of plans with features (plans, features); 0 where features are not known (NaN)."""
     squares = (((a[:, None] - b[None]) / LENGTH) ** 2).sum(axis=-1)
     return np.exp(-0.5 * np.where(np.isfinite(squares), squares, np.inf))
+
+
+def _lossier(points: Array) -> Array:
+    """Likeness of plans with features (plans, features), where the first loses as much precision as the second or more, else 0."""
+    is_lossier = (points[:, None] >= points[None] - SAME_FEATURE).all(axis=-1)
+    found = np.where(is_lossier, likeness(points, points), 0.0)
+    np.fill_diagonal(found, 1.0)
+    return found
 
 
 def with_new_levels(mixture: Mixture, similarity: PlanSimilarity, points: Array, known: NDArray[np.intp]) -> Mixture:
