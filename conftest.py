@@ -17,6 +17,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import torch
 
+from tests.support.quick_interpreter import make_interpreter_quick
 from tests.support.scale import SCALE
 
 HAS_CUDA = torch.cuda.is_available()
@@ -28,6 +29,9 @@ os.environ["PAREDOWN_CACHE"] = os.path.join(
 )  # no test predicts by a user's file
 
 torch.set_num_threads(1)  # tests run side by side, and tensors are small
+
+if not HAS_CUDA and find_spec("triton"):
+    make_interpreter_quick()
 
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
