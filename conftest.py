@@ -15,6 +15,11 @@ from importlib.util import find_spec
 # Some virtual machines announce AMX and cannot run it: products of bfloat16 would end the process. Read when torch is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Before its first kernel Inductor compiles and loads six libraries to see which vector instructions work, which takes 7 s in each
+# process. Kernels have none, whatever the processor; tests of the codec in kernels use `tests.support.inductor.vector_instructions`.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import torch, and the cores are busy
+
 import pytest
 import torch
 
