@@ -9,14 +9,21 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Generator
 from importlib.util import find_spec
 
 # Some virtual machines announce AMX and cannot run it: products of bfloat16 would end the process. Read when torch is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Before its first kernel Inductor compiles and loads six libraries to see which vector instructions work, which takes 7 s in each
+# process. Kernels have none, whatever the processor; tests of the codec in kernels use `tests.support.inductor.vector_instructions`.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import torch, and the cores are busy
+
 import pytest
 import torch
 
+from tests.support.quick_interpreter import make_interpreter_quick
 from tests.support.scale import SCALE
 
 HAS_CUDA = torch.cuda.is_available()
@@ -28,6 +35,9 @@ os.environ["PAREDOWN_CACHE"] = os.path.join(
 )  # no test predicts by a user's file
 
 torch.set_num_threads(1)  # tests run side by side, and tensors are small
+
+if not HAS_CUDA and find_spec("triton"):
+    make_interpreter_quick()
 
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -70,6 +80,16 @@ def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of garbage collection: each gc.collect() would visit these objects again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """After the last test of a file: leave out what it imported, too. Meters of memory collect garbage before each measurement."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_unconfigure() -> None:

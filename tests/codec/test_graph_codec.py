@@ -29,6 +29,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from tests.oracles.blocks import Shared, affine_parts, block_values, covering_scale
 from tests.support.compare import assert_same_bits
+from tests.support.inductor import vector_instructions
 from tests.support.values import gap_probes, normal, specials, wide_floats
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
@@ -226,7 +227,8 @@ def test_errors() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     torch.compiler.reset()
-    yield
+    with vector_instructions():
+        yield
     torch.compiler.reset()
 
 

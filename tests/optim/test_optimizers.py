@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -103,9 +104,14 @@ def test_lion_is_its_formula() -> None:
 # --- the other tiers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize(("kind", "lr"), [(SGD, 0.1), (AdamW, 3e-3), (Lion, 1e-3)])
+KINDS = [(SGD, 0.1), (AdamW, 3e-3), (Lion, 1e-3)]
+TRAINED = [
+    pytest.param(tier, release, *KINDS[k], marks=[pytest.mark.full] if (t + k + release) % 2 else [])
+    for (t, tier), release, k in product(enumerate(TIERS), (False, True), range(len(KINDS)))
+]  # half of them has every optimizer with every tier, and each of both with and without `release`
+
+
+@pytest.mark.parametrize(("tier", "release", "kind", "lr"), TRAINED)
 def test_tiers_train(tier: str, release: bool, kind: Any, lr: float) -> None:
     model = network()
     options = {"momentum": 0.9} if kind is SGD else {}

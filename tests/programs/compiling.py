@@ -50,18 +50,24 @@ def compiled_model(model: nn.Module, session: Session | None) -> Any:
 
 
 @contextmanager
+def runs_graphs(**settings: bool) -> Generator[None]:
+    """A context in which graphs that sessions compile in this thread run operation by operation. `settings`: of AOTAutograd."""
+    without_cache = {"enable_autograd_cache": False, **settings}  # the cache may have kernels of Inductor
+    with patch.object(graph_packing, "compile_fx_inner", run_graph), functorch_config.patch(without_cache):
+        yield
+
+
+@contextmanager
 def compiles_quickly(*, retains_graph: bool = False) -> Generator[None]:
-    """A context in which graphs compiled in this thread run operation by operation, with the random numbers of eager mode.
+    """The same from a new start, with the random numbers of eager mode.
 
     `retains_graph`: backward is called twice, which torch refuses where backward may write to the memory of saved tensors.
     """
     torch._dynamo.reset()
-    settings = {"donated_buffer": not retains_graph, "enable_autograd_cache": False}  # the cache may have kernels of Inductor
     with (
-        patch.object(graph_packing, "compile_fx_inner", run_graph),
+        runs_graphs(donated_buffer=not retains_graph),
         inductor_config.patch({"fallback_random": True}),
         torch._dynamo.config.patch(RECOMPILES),
-        functorch_config.patch(settings),
     ):
         yield
     torch._dynamo.reset()

@@ -1,13 +1,14 @@
 """`session.compile()`: gradients, exact masks, names, stored bytes and resumed runs inside the graphs of torch.compile, on the CPU.
 
 Kernels are compiled without vector instructions, which takes half the time; tests/codec/test_graph_codec.py compiles the codec with them.
+Tests of what follows from the graphs alone, `in_operations`, run them operation by operation: Inductor takes seconds for each graph.
 Random numbers are those of eager mode (`fallback_random`), so that eager mode is the reference of networks with dropout too.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ from paredown import Plan, Session, apply
 from paredown.codec.packed import encode
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
+from tests.programs.compiling import runs_graphs
 from tests.session.nets import INT4, INT8, Net, activations, assert_same, gradients, pictures, relative_error, rows, step, weighted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
@@ -40,7 +42,14 @@ def _fresh() -> Iterator[None]:
     ):
         yield
     run_of.cache_clear()
+    run_in_operations.cache_clear()
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def in_operations() -> Iterator[None]:
+    with runs_graphs():
+        yield
 
 
 class Residual(nn.Module):
@@ -107,7 +116,18 @@ def autocast(name: str) -> torch.autocast:
 
 @lru_cache
 def run_of(name: str, format: str) -> Run:
-    """One step of a network with all activations in `format`."""
+    """One step of a network with all activations in `format`, in kernels of Inductor."""
+    return make_run(name, format)
+
+
+@lru_cache
+def run_in_operations(name: str, format: str) -> Run:
+    """The same operation by operation; slots and stored bytes follow from the graphs."""
+    with runs_graphs():
+        return make_run(name, format)
+
+
+def make_run(name: str, format: str) -> Run:
     net, x = network(name)
     with autocast(name):
         plain = step(copy.deepcopy(net), x)
@@ -143,7 +163,7 @@ def test_stored_bytes_are_those_of_formats_and_masks() -> None:
     attention = nbytes("int8/64@bf16", "int8/64@bf16", "int8/64@bf16", "bf16")
     eight, four = (2 * nbytes(f"uint{b}/64@bf16+bf16") + nbytes(f"int{b}/64@bf16", numel=16384) for b in (8, 4))
     assert run_of("block", INT8).bytes_before_backward == attention + eight + 8192 // 8
-    assert run_of("block", INT4).bytes_before_backward == attention + four + 8192 // 8
+    assert run_in_operations("block", INT4).bytes_before_backward == attention + four + 8192 // 8
 
 
 def test_a_plan_without_activations_changes_no_bit_of_a_compiled_model() -> None:
@@ -157,12 +177,12 @@ def test_a_plan_without_activations_changes_no_bit_of_a_compiled_model() -> None
     assert session.stored_bytes == 0 and y.grad_fn is not None
 
 
-@pytest.mark.parametrize("format", [INT8, INT4])
-def test_slots_have_the_names_and_formats_of_eager_mode(format: str) -> None:
+@pytest.mark.parametrize(("format", "make"), [(INT8, run_of), (INT4, run_in_operations)], ids=[INT8, INT4])
+def test_slots_have_the_names_and_formats_of_eager_mode(format: str, make: Callable[[str, str], Run]) -> None:
     net, x = network("block")
     eager = apply(activations(format), net)
     step(net, x)
-    compiled = run_of("block", format).session
+    compiled = make("block", format).session
     names = {name for d in compiled._compiled.decisions.values() for name in d.slot.names}  # type: ignore[union-attr]
     assert names == {*eager._activations.decisions, *eager._activations.not_packed}
     expected, found = ({change.slot: change for change in session.changes} for session in (eager, compiled))
@@ -258,6 +278,7 @@ def test_graph_breaks_shapes_and_compiled_layers() -> None:
         compiled(rows(320))
 
 
+@pytest.mark.usefixtures("in_operations")
 def test_attention_of_dynamic_sizes_stays_unmodified() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         q, k = (layer(x).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (net.a, net.b))
@@ -295,6 +316,7 @@ def test_views_tied_weights_checkpoints_and_evaluation() -> None:
     assert session.stored_bytes == 0 and session.forwards == 1
 
 
+@pytest.mark.usefixtures("in_operations")
 def test_a_closed_session() -> None:
     """Its graphs still pack; torch.compile of the model does not, and another session compiles the model for its own plan."""
     net = Net(lambda net, x: net.b(net.a(x)))
@@ -312,6 +334,7 @@ def test_a_closed_session() -> None:
     assert NEAR[INT8] < relative_error(step(other, rows()), plain) < NEAR[INT4]
 
 
+@pytest.mark.usefixtures("in_operations")
 def test_modules_with_packed_weights_are_listed() -> None:
     net = tanh_net()
     session = apply(Plan.uniform(activation=INT8, weight=INT8), net)
@@ -341,6 +364,7 @@ class SelfAttention(nn.Module):
         return self.last(torch.relu(y))
 
 
+@pytest.mark.usefixtures("in_operations")
 def test_one_tensor_that_is_query_key_and_value() -> None:
     torch.manual_seed(0)
     net, x = SelfAttention(), torch.randn(8, 32, 64)
@@ -389,6 +413,7 @@ def test_signs_indices_and_log_probabilities_are_exact_where_the_input_of_a_laye
     session.close()
 
 
+@pytest.mark.usefixtures("in_operations")
 def test_the_memory_budget_of_torch_composes() -> None:
     """With `activation_memory_budget` the partitioner recomputes more, and what it still saves is packed."""
     x = rows(512)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from paredown.codec.packed import encode_flat
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.session.compiled.decode_lowering import lowers
+from tests.support.inductor import vector_instructions
 
 FORMATS = [f"{name}/{block}@{scale}" for name, block, scale in (
     ("int8", 64, "bf16"), ("int4", 64, "bf16"), ("int2", 32, "fp32"), ("uint8", 64, "bf16+bf16"), ("uint4", 64, "bf16+bf16"),
@@ -17,6 +21,14 @@ FORMATS = [f"{name}/{block}@{scale}" for name, block, scale in (
 )]  # fmt: skip
 SIZES, DIMS = [4, 15, 32], [0, 2, 1]
 NUMEL = 1920
+
+
+@pytest.fixture(autouse=True)
+def _with_vector_instructions() -> Iterator[None]:
+    torch.compiler.reset()
+    with vector_instructions():
+        yield
+    torch.compiler.reset()
 
 
 def parts_of(x: Tensor, format: Format, in_order: bool) -> tuple[Tensor, ...]:

@@ -69,7 +69,16 @@ def at_address(address: int | Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(address, Tensor):
         return address
     assert type(address) is int and address % 16 == 0, address  # what the kernels are compiled for
+    return alias(address, dtype)
+
+
+def alias(address: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_uint8 * 16).from_address(address), dtype=dtype)  # one size for all dtypes at an address
+
+
+def without_memory(arg: Any) -> Any:
+    """A tensor that does not keep its memory alive: the interpreter holds its arguments in a reference cycle after a launch."""
+    return alias(arg.data_ptr(), arg.dtype) if isinstance(arg, Tensor) and arg.numel() else arg
 
 
 class Emulated:
@@ -80,7 +89,7 @@ class Emulated:
 
     def __getitem__(self, grid: Any) -> Any:
         def launched(*args: Any, **constants: Any) -> Compiled:
-            self.kernel[grid](*args, **constants)
+            self.kernel[grid](*map(without_memory, args), **constants)
             tensors = {name: arg for name, arg in zip(self.arg_names, args, strict=False) if isinstance(arg, Tensor)}
             return Compiled(self.kernel, {name: tensor.dtype for name, tensor in tensors.items()})
 
