@@ -108,8 +108,9 @@ class TaskPrior:
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])
         weights = weights / np.maximum(weights.sum(axis=0), 1e-12)
         divergence = has_diverged.sum(axis=0) / (1.0 + (prior_data.counts > 0).sum(axis=0))
-        seeds = {"shared": shared_of(calm_runs(prior_data)), "seed_variance": seed_variance_of(calm_runs(prior_data))}
-        prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, **seeds, divergence=divergence)
+        calm = calm_runs(prior_data)
+        seeds = shared_of(calm), seed_variance_of(calm)
+        prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, *seeds, divergence=divergence)
         return TaskPrior(prior_data, prior, sums, weights)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
@@ -129,8 +130,8 @@ class TaskPrior:
         shift, variances = (np.where(is_new, 0.0, part[columns]) for part in (prior.offsets, prior.doubt))
         nearest = (likeness(features, points) * prior.divergence).max(axis=1, initial=0.0)
         divergence = np.where(is_new, nearest, prior.divergence[columns])
-        parts = {"divergence": divergence, "lossier": _lossier(features)}
-        return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture, **parts)
+        prior = replace(prior, divergence=divergence, lossier=_lossier(features))
+        return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture)
 
     def _level_features(self, points: Array, new: Array) -> Array:
         """Features of all levels, those of new plans last: the mean of their plans' (NaN: not known), (levels, features)."""
