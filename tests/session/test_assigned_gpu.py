@@ -52,6 +52,7 @@ def train(model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: torch.optim
 def test_checkpointing_peaks_as_foreseen() -> None:
     """All layers checkpointed, under autocast: casts of their weights are freed between forward and backward."""
     gc.collect()  # frees what earlier tests left, which would count as freed by this one
+    torch._C._cuda_clearCublasWorkspaces()  # an earlier test may have allocated them: they are part of the predicted peak
     model, batch = gpt_step()
     trace, plan = traced(model, batch), pare.Plan().recomputing("layers.*")
     before = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - sum(t.nbytes for t in batch)
