@@ -117,6 +117,12 @@ class Session:
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._weights.checkpointed = frozenset(self._checkpointed.modules)
+        self._attach(model, chunked_loss)
+        request_formats(model, rows)
+        self._is_open = True
+
+    def _attach(self, model: nn.Module, chunked_loss: bool) -> None:
+        """Register the hooks of all parts."""
         self._watch.attach(follows=self._packs_activations)
         try:
             self._weights.attach()
@@ -129,8 +135,6 @@ class Session:
             self._view_outputs.attach()
         self._head = OutputHead(model, is_on=chunked_loss)
         self._head.attach()
-        request_formats(model, rows)
-        self._is_open = True
 
     @property
     def seed(self) -> int:
