@@ -288,6 +288,8 @@ def test_effects_of_seeds_do_not_follow_the_noise_of_runs() -> None:
     assert (estimate.deviations >= np.sqrt(prior.seed_variance)).all(), "one seed alone does not show its effect"
     two = Estimate.after(quiet, np.ones(8), [SeedRun(plan, 0.3, seed) for plan in (0, 2, 4, 6) for seed in (7, 8)])
     assert two.deviations[0] ** 2 == pytest.approx(prior.seed_variance / 2, rel=0.1), "two seeds have half of the variance"
+    unseen = Estimate.after(replace(quiet, shared=0.0), np.ones(8), [SeedRun(0, 0.3, 7), SeedRun(0, 0.3, 8)])
+    assert unseen.deviations[0] ** 2 == pytest.approx(prior.seed_variance / 2, rel=0.1), "where most tasks show no effect, too"
     assert two.tie_error < 1e-3 * np.sqrt(prior.seed_variance), "plans share the effects of seeds"
 
 

@@ -54,9 +54,8 @@ RNNS: dict[str, Callable[..., nn.Module]] = {
 }
 ISSUES, ISSUED_CALLS, EMPTY_CALLS = 3, 4, 50  # groups of calls whose host time is measured, and empty operations after each
 LAUNCHES, LAUNCH_PAUSE = 12, 0.1  # calls of an RNN whose host time is measured, and seconds between them
-QUEUED_STEPS = (
-    128  # positions times layers and directions of a short sequence: with a few kernels each, less than the queue of 1024 holds
-)
+# positions times layers and directions of a short sequence: with a few kernels each, fewer launches than the 1024 that can be queued
+QUEUED_STEPS = 128
 QUEUE_SLEEP = 20e-3  # seconds in which the host issues the launches of a short sequence
 
 
