@@ -15,6 +15,7 @@ from paredown.sweeps.sweep import load_sweep
 from paredown.tasks.evaluate import evaluate
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task_trace import formats_state, predicted_bytes, trace_task
+from paredown.tasks.training import make_optimizer
 from paredown.trace.trace_step import trace_step
 
 DIGITS = "digits#model=mlp,steps=3,optimizer=adamw,lr=0.001"
@@ -65,3 +66,16 @@ def test_random_states_are_not_changed() -> None:
     task, before = find_task(DIGITS), torch.get_rng_state()
     trace_task(task, device="cpu")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_task_in_channels_last_is_predicted_in_channels_last() -> None:
+    """In another layout cuDNN copies the operands of convolutions, which a prediction for CUDA counts."""
+    task, plan = find_task("digits#model=resnet18,batch=1024,width=32"), Plan.uniform(activation="int4/64@bf16")
+    batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
+    peaks = []
+    for layout in (torch.channels_last, torch.contiguous_format):
+        model = task.make_model(0).to(memory_format=layout)
+        trace = trace_step(model, batch, loss=task.loss, optimizer=make_optimizer(task.settings, model), device="cuda")
+        peaks.append(footprint(trace, plan).peak_bytes)
+    assert task.channels_last and peaks[0] < 0.95 * peaks[1], "or this test shows nothing"
+    assert footprint(trace_task(task, plan, "cuda"), plan).peak_bytes == peaks[0]

@@ -76,7 +76,7 @@ def _trace(
 ) -> Trace:
     """`trace_task`; `step`: whether it is compiled, and whether its loss is computed in chunks."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        model, batch = TrainingSetup(task, Plan(), 0, CPU).model(), _first_batch(task)
+        model, batch = TrainingSetup(task, Plan(), 0, CPU).placed_model(), _first_batch(task)
     if batch_size is not None:
         batch = resized(batch, len(batch[0]), batch_size)
     # An optimizer by name has state and no temporaries; an instance has both.
