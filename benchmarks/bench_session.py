@@ -451,6 +451,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each way")
     parser.add_argument("--kernels", action="store_true", help="seconds of kernels on a GPU instead of the host's")
     options = parser.parse_args()
+    if options.quick and options.kernels:
+        parser.error("--kernels needs a GPU, and --quick runs on the CPU: leave one of them out")
     device = "cpu" if options.quick else "cuda"
     torch.backends.cudnn.benchmark = True
     ways = chosen(WAYS, options.plan)
@@ -460,7 +462,7 @@ def main() -> None:
     )
     jobs = quick_jobs() if options.quick else full_jobs()
     asked = [job for job in jobs if not options.model or job.name in options.model]
-    found = [rows_of(job, ways, device, options.steps, has_kernels=options.kernels and device == "cuda") for job in asked]
+    found = [rows_of(job, ways, device, options.steps, has_kernels=options.kernels) for job in asked]
     if device == "cuda" and (not options.model or "largest" in options.model):
         found.append(largest_rows(jobs[0], options.steps))
     for rows in found:

@@ -420,7 +420,9 @@ def run_in_processes(options: argparse.Namespace, names: Sequence[str]) -> list[
         process = context.Process(target=run_one, args=(part,))
         process.start()
         process.join()
-        options.resume = True
+        if process.exitcode:
+            print(f"{name}: its process ended with status {process.exitcode}, and what it had not written is lost", flush=True)
+        options = argparse.Namespace(**{**vars(options), "resume": True})  # the next ones add to the same run
     return [Row(**row) for row in Log(FILE, "cuda", options, continues=True).rows]
 
 

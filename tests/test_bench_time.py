@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +43,32 @@ def test_all_ways_are_measured_once_and_a_second_run_finds_them(tmp_path: Path, 
     assert all(row["ratio"] > 0 for row in rows if not row["error"])
     late = run_script(SCRIPT, *arguments[:-1], str(tmp_path / "late"), "--seconds", "0", cwd=tmp_path)
     assert "no time left" in late.out and not (tmp_path / "late" / "time.json").exists()
+
+
+def test_each_network_has_a_process_that_adds_to_the_run_of_the_first(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stand-ins for processes and the file; the second process dies."""
+    ran: list[tuple[list[str], bool]] = []
+
+    class Process:
+        def __init__(self, target: Any, args: tuple[Namespace]) -> None:
+            assert target is bench.run_one
+            self.options = args[0]
+
+        def start(self) -> None:
+            ran.append((self.options.model, self.options.resume))
+            self.exitcode = 9 if self.options.model == ["b"] else 0
+
+        def join(self) -> None:
+            assert self.options.seconds <= 60
+
+    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda kind: Namespace(Process=Process))
+    monkeypatch.setattr(bench, "Log", lambda *args, continues: Namespace(rows=[{"job": "a", "way": "baseline", "size": 1}]))
+    options = Namespace(model=["a", "b", "c"], resume=False, seconds=60.0)
+    assert [row.job for row in bench.run_in_processes(options, options.model)] == ["a"]
+    assert ran == [(["a"], False), (["b"], True), (["c"], True)] and not options.resume
+    assert capsys.readouterr().out == "b: its process ended with status 9, and what it had not written is lost\n"
 
 
 class Planned:

@@ -29,7 +29,7 @@ from paredown.pick.seed_effects import RunsWithoutSeeds, SeedRun, without_effect
 Array = NDArray[np.float64]
 FOUND_STEPS = 20  # EM steps with estimated levels: more change less than the uncertainty of the levels
 AS_ACCURATE = 0.5  # standard deviations of a run with a given seed: plans whose mean errors differ by this at most are as accurate
-SMALLEST = 1e-9  # variance of seed effects, relative to the remaining noise
+LEAST_RATIO = 1e-9  # of the variance of seed effects to the remaining noise: in the limit, n seeds leave 1 / n of that variance
 TIE_PROBABILITY = 0.05  # a plan that is better than the chosen one with at least this probability ties with it
 
 
@@ -156,7 +156,7 @@ class Estimate:
         """The estimate after runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
         posterior, prior, levels = prior.after(runs), prior.with_divergence(runs), prior.levels
         level_mean, level_deviation = posterior.levels()
-        ratio = max(prior.shared, SMALLEST)
+        ratio = max(prior.shared, LEAST_RATIO)
         unknown = replace(prior, shared=ratio).without_seed_effects(runs).common / ratio  # share of the variance of seeds' effects
         measured: dict[int, list[float]] = {}
         for run in runs:

@@ -59,7 +59,7 @@ TOGETHER, APART, NOISIER = (
     4.0,
 )  # of such a task: standard deviations of its mean and of its plans, relative to random guessing; factor on the noise of a run
 LENGTH = 2.5  # of likeness, in bits of precision lost
-SAME_FEATURE = 1e-9
+SAME_FEATURE = 1e-9  # bits of precision: features that differ by less are equal
 NUGGET = 0.01  # variance that features do not explain, relative to the explained one
 MOST_POINTS = 64  # levels that new plans are predicted from
 Z_90 = 1.645  # standard deviations to each side of a 90 % interval
