@@ -27,14 +27,21 @@ def peak_bytes(call: Callable[[], object], folder: Path) -> int:
 def peak_and_rest(call: Callable[[], Any], folder: Path) -> tuple[Any, tuple[int, int]]:
     """The result of `call`, the most bytes that it had allocated at one time, and those that are allocated when it returns."""
     file = folder / "trace.json"
-    gc.collect()  # tensors of earlier tests that are freed meanwhile would count as negative bytes
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     profiler.export_chrome_trace(str(file))
     changes = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
     held = peak = 0
-    for event in sorted(changes, key=lambda e: e["ts"]):
-        held += event["args"]["Bytes"]
+    sizes: dict[
+        int, int
+    ] = {}  # by address: what was allocated before `call` and is released meanwhile is not there, and does not count
+    for args in (event["args"] for event in sorted(changes, key=lambda e: e["ts"])):
+        if args["Bytes"] > 0:
+            sizes[args["Addr"]] = args["Bytes"]
+            held += args["Bytes"]
+        else:
+            held -= sizes.pop(args["Addr"], 0)
         peak = max(peak, held)
     return result, (peak, held)
 

@@ -29,6 +29,17 @@ def test_peak_is_what_is_held_at_one_time(call: object, mib: int, tmp_path: Path
     assert mib * MIB <= peak < mib * MIB + 4096
 
 
+def test_memory_from_before_that_is_released_meanwhile_does_not_count(tmp_path: Path) -> None:
+    before = [torch.ones(MIB)]
+
+    def call() -> torch.Tensor:
+        first = torch.ones(MIB // 4)
+        before.clear()
+        return first + 1
+
+    assert 2 * MIB <= peak_bytes(call, tmp_path) < 2 * MIB + 4096
+
+
 def test_temporaries_inside_an_operator_count(tmp_path: Path) -> None:
     x = torch.ones(2, MIB // 4).T  # sorting makes a contiguous copy, values and indices
     assert peak_bytes(lambda: torch.sort(x, 0).values[:1].clone(), tmp_path) > 4 * MIB

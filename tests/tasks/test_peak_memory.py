@@ -24,6 +24,17 @@ def test_tensors_that_come_and_go_on_a_cpu() -> None:
     assert meter.bytes == 7 * MIB
 
 
+def test_memory_from_before_that_is_released_meanwhile_does_not_count() -> None:
+    before = [torch.zeros(size, dtype=torch.uint8) for size in (10_000, 5 * MIB)]
+    meter = CpuMeter()
+    meter.start()
+    first = torch.zeros(2 * MIB, dtype=torch.uint8)
+    before.clear()
+    second = torch.zeros(3 * MIB, dtype=torch.uint8)
+    meter.stop()
+    assert meter.bytes == first.nbytes + second.nbytes
+
+
 def test_temporaries_inside_of_operators_are_counted() -> None:
     x = torch.zeros(MIB)
     meter = CpuMeter()

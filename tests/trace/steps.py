@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
 
 from paredown.models import MODELS, OF_TEXT, random_batch
 from paredown.models.transformer import token_loss
 from paredown.trace.module_watch import Watch
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
+from tests.support import memory
 
 Step = tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]
 
@@ -55,18 +56,14 @@ def peak_bytes(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Callable[..
     """The most bytes that a real step holds at once beside parameters, buffers and the batch, by torch's profiler."""
     loss(model(batch[0]), batch[1]).backward()  # the first step allocates what later ones reuse
     model.zero_grad()
-    gc.collect()  # tensors of earlier tests that are freed meanwhile would count as negative bytes
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+
+    def step() -> Tensor:
         output = model(batch[0])
         loss(output, batch[1]).backward()
-    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = peak = 0
-    for _, nbytes in changes:
-        held += nbytes
-        peak = max(peak, held)
-    del output
-    return peak
+        return output
+
+    with TemporaryDirectory() as folder:
+        return memory.peak_bytes(step, Path(folder))
 
 
 def names_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> set[str]:

@@ -29,6 +29,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import autograd
+from torch import autograd, nn
 
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import footprint
@@ -106,7 +107,7 @@ class CpuMeter(Meter):
         """Start measuring, before the model is made."""
         if not hasattr(autograd, "_enable_profiler_legacy") or autograd._profiler_enabled():
             return
-        gc.collect()  # garbage that is freed later would count as released by the training
+        gc.collect()  # garbage that is freed later could count as released by the training
         state, choices = autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()  # type: ignore[attr-defined]
         autograd._enable_profiler_legacy(autograd.ProfilerConfig(state, False, True, False, False, False, choices))
         self._runs = True
@@ -124,12 +125,22 @@ class CpuMeter(Meter):
 
 
 def largest_sum(events: list[Any]) -> int:
-    """The largest running sum of allocated minus released bytes."""
+    """The largest running sum of allocated minus released bytes.
+
+    Memory may be released that was allocated before the first event, and does not count. Events have no addresses: a release counts if
+    something of its size was allocated and is not released yet.
+    """
     held = peak = 0
+    num_held: Counter[int] = Counter()  # by size
     for event in events:
-        if event.kind() == "memory_alloc":
-            held += event.cpu_memory_usage()
-            peak = max(peak, held)
+        if event.kind() != "memory_alloc":
+            continue
+        size = event.cpu_memory_usage()
+        if size < 0 and not num_held[-size]:
+            continue
+        num_held[abs(size)] += 1 if size > 0 else -1
+        held += size
+        peak = max(peak, held)
     return peak
 
 
@@ -200,16 +211,20 @@ def evaluate(
     `device`: CUDA if available when None. `mode`: "store" or "simulate", as in `apply`. `progress(step, steps, training loss)` is called up
     to a hundred times.
     """
-    setting = make_setting(task, plan, seed=seed, device=device, mode=mode)
+    return trial_and_model(make_setting(task, plan, seed=seed, device=device, mode=mode), progress)[0]
+
+
+def trial_and_model(setting: TrainingSetup, progress: ProgressCallback | None = None) -> tuple[Trial, nn.Module | None]:
+    """The trial of `evaluate`, and the trained model with plain weights; None after running out of memory."""
     meter, timer = meter_of(setting.device), StepTimer(setting.device)
     with seeded(setting), deterministic(setting.device):
         head, begun = empty_trial(setting), time.perf_counter()
-        trial = _outcome(head, setting, meter, timer, progress)
+        trial, model = _outcome(head, setting, meter, timer, progress)
     trial = replace(trial, seconds=time.perf_counter() - begun)
     if setting.mode != "store":  # simulate mode saves no memory and allocates more, and its steps take longer
-        return trial
+        return trial, model
     has_time = trial.status is not Status.OUT_OF_MEMORY
-    return replace(trial, measured_peak_bytes=meter.bytes, step_seconds=timer.seconds() if has_time else None)
+    return replace(trial, measured_peak_bytes=meter.bytes, step_seconds=timer.seconds() if has_time else None), model
 
 
 def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> float | None:
@@ -263,8 +278,10 @@ def find_device(device: Any) -> torch.device:
     return torch.device(wanted)
 
 
-def _outcome(head: Trial, setting: TrainingSetup, meter: Meter, timer: StepTimer, progress: ProgressCallback | None) -> Trial:
-    """The trial without peak memory and times. After running out of memory, memory that the exception held is freed."""
+def _outcome(
+    head: Trial, setting: TrainingSetup, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
+) -> tuple[Trial, nn.Module | None]:
+    """The trial without peak memory and times, and the model. After running out of memory, memory that the exception held is freed."""
     task, curve = setting.task, curve_of(setting.task)
     try:
         return _run(head, setting, curve, meter, timer, progress)
@@ -279,7 +296,7 @@ def _outcome(head: Trial, setting: TrainingSetup, meter: Meter, timer: StepTimer
     gc.collect()
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
-    return replace(head, status=Status.OUT_OF_MEMORY, reason=reason, curve=tuple(curve.points))
+    return replace(head, status=Status.OUT_OF_MEMORY, reason=reason, curve=tuple(curve.points)), None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -289,7 +306,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _run(
     head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
-) -> Trial:
+) -> tuple[Trial, nn.Module]:
     """Train and evaluate; the session is closed after an exception too."""
 
     def after(step: int) -> None:
@@ -307,9 +324,9 @@ def _run(
         if curve.verdict is not None:
             trial = replace(trial, status=curve.verdict.status, reason=curve.verdict.reason)
         if trial.status is Status.DIVERGED:
-            return trial
+            return trial, model
         error, loss = judge(loop)
-    return with_scores(trial, error, loss)
+    return with_scores(trial, error, loss), model
 
 
 # --- predicted bytes --------------------------------------------------------------------------------------------------
