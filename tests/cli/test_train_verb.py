@@ -38,6 +38,7 @@ def test_training_is_the_trial_that_evaluate_gives(folder: Path) -> None:
         expected = pare.evaluate(MLP, plan, device="cpu")
         assert (run["error"], run["loss"]) == (expected.error, expected.loss)
         assert run["predicted_peak_bytes"] == expected.predicted_peak_bytes
+        assert run["measured_peak_bytes"] == pytest.approx(expected.measured_peak_bytes, abs=1024), "all weights are counted"
     assert json.loads(Path("runs.json").read_text()) == value
     weights = torch.load("w.pt", weights_only=True)
     assert all(type(tensor) is torch.Tensor and tensor.isfinite().all() for tensor in weights.values())
@@ -141,7 +142,7 @@ def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: P
 @pytest.mark.parametrize(
     ("arguments", "where", "is_kept"),
     [
-        (("train", MLP), "paredown.tasks.evaluate.evaluate", False),
+        (("train", MLP), "paredown.tasks.evaluate.trial_and_model", False),
         (("pick", MLP), "paredown.pick.pick.pick", False),
         (("pick", MLP, "--store", "t.db"), "paredown.pick.pick.pick", True),
         (("sweep", "run", "s.toml"), "paredown.cli.sweep_verbs.work_on", True),

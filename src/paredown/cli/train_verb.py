@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,7 +105,7 @@ def train(
     runs = [*_baseline_run(chosen, compares=compare), TrainingRun(name, chosen)]
     verified = {} if not verify else _verified(runs[-1], named_task, seed=seed, device=device, out=out, is_json=is_json)
     for run in runs:
-        run.train(named_task, seed=seed, device=device, mode=mode)
+        run.train(named_task, seed=seed, device=device, mode=mode, keeps_model=save is not None and run is runs[-1])
     last = runs[-1]
     ends = _saved_weights(last, save)
     advice = last.advice(named_task, plans)
@@ -181,12 +181,12 @@ def _exit_if_failed(last: TrainingRun, advice: str | None) -> None:
 
 @dataclass
 class TrainingRun:
-    """One training run: its plan, and after `train` its trial and model."""
+    """One training run: its plan, and after `train` its trial, and its model if asked to keep it."""
 
     name: str
     plan: Plan
     _trial: Trial | None = None
-    _made: list[nn.Module] = field(default_factory=list["nn.Module"])
+    _model: nn.Module | None = None
 
     @property
     def trial(self) -> Trial:
@@ -197,26 +197,24 @@ class TrainingRun:
     @property
     def model(self) -> nn.Module:
         """The trained model, with plain weights."""
-        return self._made[-1]
+        assert self._model is not None
+        return self._model
 
     @property
     def is_done(self) -> bool:
         """Whether all steps ran."""
         return self.trial.status.value == "done"
 
-    def train(self, task: Task, *, seed: int, device: str | None, mode: str) -> None:
+    def train(self, task: Task, *, seed: int, device: str | None, mode: str, keeps_model: bool = False) -> None:
         """Train, with a progress bar on a terminal."""
-        from paredown.tasks.evaluate import evaluate, find_device
+        from paredown.tasks.evaluate import make_setting, trial_and_model
         from paredown.tasks.threads import suited_threads
 
-        def make(number: int) -> nn.Module:
-            self._made[:] = [task.make_model(number)]  # the last model made is the trained one; earlier ones are traced
-            return self._made[-1]
-
-        with_model = replace(task, make_model=make)
-        with suited_threads(with_model, find_device(device)), progress_bar(f"training {self.name}") as report:
+        setting = make_setting(task, self.plan, seed=seed, device=device, mode=mode)
+        with suited_threads(task, setting.device), progress_bar(f"training {self.name}") as report:
             progress = lambda step, steps, loss: report(step, steps, f"loss {loss:.4f}")  # noqa: E731
-            self._trial = evaluate(with_model, self.plan, seed=seed, device=device, mode=mode, progress=progress)
+            self._trial, model = trial_and_model(setting, progress)
+        self._model = model if keeps_model else None
 
     def advice(self, task: Task, frontier: Frontier | None) -> str | None:
         """Which role grew most and which smaller plan to try, if the run ran out of memory; else None."""
