@@ -159,7 +159,7 @@ def test_state_is_one_moment_of_matrices_and_two_of_the_others() -> None:
 def test_a_step_decodes_some_rows_of_one_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak of a step beside what is stored, as the allocator reports it: it does not grow with the number of layers."""
     side, piece, peaks = 256, 4096, list[int]()
-    monkeypatch.setattr(reference, "PIECE", piece)
+    monkeypatch.setattr(reference, "update_rows", lambda rows, cols: piece // cols)
     for count in (1, 2):
         model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(count))).bfloat16()
         optimizer = Muon(model.parameters(), tier="half")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from math import floor, inf
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from paredown.optim.reference import Fold, UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
 from tests.optim.made import HYPERS, NEAREST, TIERS, assert_same_unit, moved, slot, tensors, unit
 from tests.support.compare import assert_same_bits
+from tests.support.memory import peak_bytes
 
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)
@@ -218,9 +220,39 @@ def test_pieces_are_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
     u = unit("adamw", TIERS["lpmm"], 9, 300, is_broken=True)
     cut = moved(u)
     reference.update(RULES["adamw"], u, HYPERS["adamw"], 3, 4)
-    monkeypatch.setattr(reference, "PIECE", 600)
+    monkeypatch.setattr(reference, "update_rows", lambda rows, cols: 2)
     reference.update(RULES["adamw"], cut, HYPERS["adamw"], 3, 4)
     assert_same_unit(cut, u)
+
+
+@pytest.mark.parametrize("text", ["int8/64@bf16", "uint4/32@bf16+bf16", "e4m3fn"])
+def test_folds_in_pieces_are_one_encoding(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "update_rows", lambda rows, cols: 2)
+    first, second = torch.randn(2, 9, 100, generator=torch.Generator().manual_seed(0)).abs().unbind()
+    packed, seeds = encode(torch.zeros(9, 100), text), (Seed(4, 3, 1, first_index=700), Seed(4, 3, 2, first_index=700))
+    reference.fold(packed, first, Fold(0.5, None, seeds[0], is_first=True))
+    expected = encode(0.5 * first, text, rounding="stochastic", seed=seeds[0])
+    assert_same_bits(packed.decode(), expected.decode())
+    reference.fold(packed, second, Fold(2.0, None, seeds[1], is_first=False))
+    expected = encode(expected.decode() + 2.0 * second, text, rounding="stochastic", seed=seeds[1])
+    assert_same_bits(packed.decode(), expected.decode())
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (2048, 1024)])
+@pytest.mark.parametrize("tier", ["half", "lpmm"])
+@pytest.mark.parametrize("name", ["sgd", "sgdm", "adamw", "lion"])
+def test_an_update_allocates_for_an_eighth_of_the_parameter(name: str, tier: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    u = unit(name, TIERS[tier], *shape)
+    used = peak_bytes(lambda: reference.update(RULES[name], u, HYPERS[name], 3, 4), tmp_path)
+    assert used < 91 * max(shape[0] * shape[1] // 16, 1 << 15), "an eighth of a large parameter is at most 2^17 values"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("text", ["int8/64@bf16", "int4/64@bf16"])
+def test_a_fold_allocates_for_a_part_of_the_gradient(text: str, is_first: bool, tmp_path: Path) -> None:
+    packed, grad = encode(torch.zeros(2048, 1024), text), torch.linspace(-1, 1, 1 << 21).view(2048, 1024)
+    how = Fold(1.0, None, Seed(0, 0), is_first=is_first)
+    assert peak_bytes(lambda: reference.fold(packed, grad, how), tmp_path) < 30 * (1 << 17) < grad.nbytes
 
 
 def test_counters() -> None:

@@ -112,6 +112,7 @@ def test_bytes_are_predicted_and_measured() -> None:
     assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.05)
     packed = run(replace(task, steps=3), Plan.preset("lpmm"))
     assert packed.predicted_peak_bytes is not None and packed.predicted_peak_bytes < trial.predicted_peak_bytes
+    assert packed.measured_peak_bytes == pytest.approx(packed.predicted_peak_bytes, rel=0.05)
 
 
 class Choosy(nn.Module):

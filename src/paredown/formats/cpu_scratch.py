@@ -1,7 +1,8 @@
-"""How many values the CPU codec encodes at a time, and the memory that it takes for them beside input and result.
+"""How many values the CPU codec encodes and an optimizer updates at a time, and the memory that encoding takes beside input and result.
 
 `codec/cpu.py` works piece by piece; plans count its scratch memory, which small steps consist of in good part. A piece is an eighth of the
-tensor, so that scratch is no larger than a float32 copy of it, and at most 2^17 values, so that a piece fits the cache.
+tensor, so that scratch is no larger than a float32 copy of it, and at most 2^17 values, so that a piece fits the cache. Optimizers update
+parameters in such pieces too (`optim/reference.py`); an update takes up to 90 bytes for each value of one, which plans do not count.
 
     scratch  =  values of a piece  x  bytes per value     (measured by torch's profiler, and compared with it by a test)
 
@@ -23,6 +24,7 @@ CAST_BYTES = 4  # for each value of a tensor in 16 bits
 TABLE_BYTES = 74.0  # for each value of a piece that is encoded by a search in a table
 FLOAT_BYTES = 3.0  # more for floats than for integers
 ENCODE_8, ENCODE_BELOW, ENCODE_ABOVE = 18.2, 26.0, 51.0  # bytes for each value of a piece, by the bits of its element
+FEWEST_UPDATED = 1 << 15  # values of a parameter that an optimizer updates at a time; with 2^14 an update takes 1.8 times as long
 DECODE_8, DECODE_BELOW, DECODE_ABOVE = 12.0, 24.0, 40.0
 
 
@@ -45,3 +47,13 @@ def decode_scratch(format: Format, numel: int) -> int:
     width = format.element.width
     rate = DECODE_8 if width == BYTE else DECODE_BELOW if width < BYTE else DECODE_ABOVE
     return int(rate * piece_values(width, numel))
+
+
+def update_rows(rows: int, cols: int) -> int:
+    """Rows of a parameter (rows, cols) that an optimizer on a CPU updates at a time: an eighth, of at least FEWEST_UPDATED values.
+
+    >>> update_rows(512, 512), update_rows(10, 64), update_rows(4096, 1 << 18)
+    (64, 10, 1)
+    """
+    size = min(max(rows * cols // PIECES, FEWEST_UPDATED), MOST_VALUES)
+    return max(1, min(rows, size // max(cols, 1)))

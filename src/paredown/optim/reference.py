@@ -41,7 +41,7 @@ Units with the same `UpdateLayout` are updated in one kernel launch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -63,6 +63,7 @@ from paredown.codec.reference import (
     unpack_bits,
     values_of,
 )
+from paredown.formats.cpu_scratch import update_rows
 from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
@@ -109,6 +110,11 @@ class UpdateSlot:
         """The codes, or the plain tensor."""
         assert self.parts.codes is not None
         return self.parts.codes
+
+    def rows(self, rows: slice) -> UpdateSlot:
+        """Some rows of it."""
+        codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
+        return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
 
 class UpdateLayout(NamedTuple):
@@ -157,7 +163,7 @@ STAYS_ABOVE = 0.2  # of the largest value: a sticky scale is lowered below this
 SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # factors from the random bits of a weight to those of its moments
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # factors from the random bits of four weights to those of each
-PIECE, GPU_PIECE = 1 << 18, 1 << 20  # values at a time, on a CPU and on a GPU, where a piece is some 100 launches
+GPU_PIECE = 1 << 20  # values at a time on a GPU, where a piece is some 100 launches
 GIVEN = "given"
 
 
@@ -166,7 +172,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
-    for rows in _pieces(unit):
+    for rows in _pieces(unit.rows, unit.cols, unit.weight.codes.device):
         piece = _Piece(unit, rows, block, Seed(seed, 8 * unit.tensor_id, step, unit.first_index + rows.start * unit.cols))
         g = values(piece.slot(unit.gradient), unit.cols, factor)
         old = [values(piece.slot(slot), unit.cols) for slot in (unit.weight, *unit.moments)]
@@ -176,17 +182,17 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
             p, moments = rule.update(old[0], g, tuple(old[1:]), numbers)
         else:
             p, moments = step_along(direction[rows], old[0], numbers, (unit.rows, unit.cols)), look_ahead(g, old[1], numbers)[:1]
-        if (
-            old[0].data_ptr() == piece.slot(unit.weight).codes.data_ptr()
-        ):  # a float32 weight is overwritten before the changes are counted
-            old[0] = old[0].clone()
-        piece.store(old[0], p, moments)
+        weight = old[0]
+        del g, old  # their memory is reused
+        if weight.data_ptr() == piece.slot(unit.weight).codes.data_ptr():  # float32, overwritten before the changes are counted
+            weight = weight.clone()
+        piece.store(weight, p, moments)
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
     """The mean that a rule of matrices orthogonalizes, bfloat16 (rows, cols), from pieces of momentum and gradient; stores nothing."""
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
-    for rows in _pieces(unit):
+    for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))
         g, m = values(piece.slot(unit.gradient), unit.cols, factor), values(piece.slot(unit.moments[0]), unit.cols)
         mean[rows] = look_ahead(g, m, numbers)[1]
@@ -206,12 +212,16 @@ class Fold(NamedTuple):
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
     """Add a gradient to a packed sum, in place."""
     slot = UpdateSlot(packed.format, how.rounding, packed.parts)
-    rows, cols = packed.format.rows_and_cols(packed.shape)
-    x = grad.detach().reshape(rows, cols).float() * as_float32(how.weight)
-    if not how.is_first:
-        x = values(slot, cols, how.factor) + x
-    encoding = Encoding(packed.format, how.rounding, default_overflow(packed.format), how.seed)  # without a block inf stays inf
-    _copy(packed.parts, cpu.encode_rows(x, encoding, None))
+    num_rows, cols = packed.format.rows_and_cols(packed.shape)
+    grad = grad.detach().reshape(num_rows, cols)
+    for rows in [slice(0, num_rows)] if packed.format.has_tensor_scale else _pieces(num_rows, cols, grad.device):
+        piece = slot.rows(rows)
+        x = grad[rows].float() * as_float32(how.weight)
+        if not how.is_first:
+            x = values(piece, cols, how.factor) + x
+        seed = replace(how.seed, first_index=how.seed.first_index + rows.start * cols)
+        encoding = Encoding(packed.format, how.rounding, default_overflow(packed.format), seed)  # without a block inf stays inf
+        _copy(piece.parts, cpu.encode_rows(x, encoding, None))
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
@@ -237,11 +247,13 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
     return values_of(unpack_bits(codes, element.width, cols), element)
 
 
-def _pieces(unit: UpdateUnit) -> Iterator[slice]:
-    height = max(1, (GPU_PIECE if unit.weight.codes.is_cuda else PIECE) // max(unit.cols, 1))
-    for first in range(0, unit.rows, height):
-        if unit.cols:
-            yield slice(first, min(first + height, unit.rows))
+def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
+    """The rows that are updated at a time."""
+    if not cols:
+        return
+    height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
+    for first in range(0, rows, height):
+        yield slice(first, min(first + height, rows))
 
 
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
@@ -257,9 +269,7 @@ class _Piece:
 
     def slot(self, slot: UpdateSlot) -> UpdateSlot:
         """The rows of a slot."""
-        parts = slot.parts
-        codes, scales, minimums = (t if t is None else t[self.rows] for t in (parts.codes, parts.scales, parts.minimums))
-        return UpdateSlot(slot.format, slot.rounding, PackedParts(codes, scales, minimums, parts.tensor_scale), slot.roots)
+        return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
         """Encode the new parameter `p` and its moments, skip blocks with a value that is not finite, and update the diagnostic counters."""
@@ -374,11 +384,13 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
         inverse = inverse * (1 - 2.0**-22)
     if not format.element.signed:
         x = x.clamp(min=0.0)
-    y = x.double() * spread(inverse, format.block, x.shape[1])  # exact in float64, and so is the threshold below
-    codes = y.round()
+    y = x.double().mul_(
+        spread(inverse, format.block, x.shape[1])
+    )  # exact in float64, and so are the fraction and its threshold below
+    codes = y.round() if bits is None else y.floor()
     if bits is not None:
-        codes = y.floor()
-        codes = codes + (y >= codes + (1 - ((bits >> 9) & 0x7FFFFF).float() * 2.0**-23))
+        threshold = (bits >> 9).bitwise_and_(0x7FFFFF).float().mul_(-(2.0**-23)).add_(1.0)
+        codes.add_(y.sub_(codes) >= threshold)
     width = format.element.width
     codes = codes.to(torch.int16)
     return PackedParts(codes.to(torch.uint8) if width == 8 else pack_bits(codes.long() & ((1 << width) - 1), width), scales)
