@@ -49,11 +49,11 @@ def name_of(requirement: str) -> str:
 
 
 def install(*what: str, pins: list[str]) -> None:
-    """pip install `what` under `pins`."""
+    """pip install `what` under `pins`; Python compiles what is imported, when it is."""
     constraints = Path(sys.prefix) / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraints), *what]
-    subprocess.run(command, check=True)
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile", "-c", str(constraints)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *what], check=True)
 
 
 if __name__ == "__main__":
