@@ -272,6 +272,32 @@ def test_accumulators_use_the_rounding_of_the_keyword() -> None:
     assert torch.equal(optimizer.entries[0].gradient.decode(), expected)
 
 
+def test_a_scaler_with_microbatches() -> None:
+    """Unscaling is for whole sums; an infinite one is left out, and the next is begun."""
+    model = nn.Linear(128, 64, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1, microbatches=2, gradient="int8/64@bf16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = model.weight.detach().clone()
+
+    def passes(*factors: float) -> None:
+        for factor in factors:
+            scaler.scale(model.weight.sum() * factor).backward()
+            if optimizer.updates_next:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    passes(1.0, float("inf"))
+    assert torch.equal(before, model.weight) and scaler.get_scale() == 2.0 and optimizer.updates == 0
+    passes(1.0, 3.0)
+    torch.testing.assert_close(before - model.weight, torch.full((64, 128), 0.2), rtol=0.02, atol=0.0)
+    scaler.scale(model.weight.sum()).backward()
+    with pytest.raises(OptimError, match="updates_next"):
+        scaler.step(optimizer)
+
+
 # --- underflow, the paper's two remedies ------------------------------------------------------------------------------
 
 
@@ -450,123 +476,3 @@ def test_options_without_a_packed_form_are_refused() -> None:
     for option in ("amsgrad", "differentiable", "capturable"):
         with pytest.raises(OptimError, match=f"{option}=True has no packed form"):
             AdamW(network().parameters(), **{option: True}, **PACKED)
-
-
-def test_after_close_the_plain_parameters_are_trained() -> None:
-    model = nn.Linear(128, 64, bias=False)
-    session = paredown.apply(Plan.preset("lpmm"), model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for closes in (False, True):
-        if closes:
-            session.close()
-        before = model.weight.detach().clone()
-        model(torch.ones(1, 128)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        moved = before - model.weight.detach()
-        assert moved.mean().item() == pytest.approx(0.1, rel=0.01)
-    assert moved.std() < 1e-3  # float32 now
-
-
-@pytest.mark.parametrize("options", [{}, {"release": True}, {"microbatches": 2}, {"moment1": None}], ids=str)
-@pytest.mark.parametrize("tier", TIERS)
-def test_an_optimizer_made_before_apply_follows_the_plan_as_one_made_after_it(tier: str, options: dict[str, Any]) -> None:
-    results: list[list[Tensor]] = []
-    for optimizer_first in (True, False):
-        model = network()
-        optimizer = AdamW(model.parameters(), **options) if optimizer_first else None
-        session = paredown.apply(Plan.preset(tier), model)
-        optimizer = optimizer or AdamW(model.parameters(), **options)
-        curve = losses(model, optimizer, 6)
-        saved = optimizer.state_dict()["state"]
-        tensors = [t for i in sorted(saved) for _, t in sorted(saved[i].items())]
-        assert "exp_avg_sq.codes" in saved[0] and ("exp_avg.codes" in saved[0]) is ("moment1" not in options)
-        results.append([torch.tensor(curve), *(p.detach().clone() for p in model.parameters()), *tensors])
-        results[-1].append(torch.tensor([*repr(session.changes).encode()]))
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)
-
-
-def test_an_optimizer_made_before_apply_folds_a_gradient_that_is_there_already() -> None:
-    model = nn.Linear(128, 64, bias=False)
-    optimizer = SGD(model.parameters(), lr=0.5)
-    model.weight.sum().backward()
-    paredown.apply(Plan.uniform(gradient="int8/64@bf16"), model)
-    before = model.weight.detach().clone()
-    optimizer.step()
-    assert "PackedGradient" in repr(model.weight.grad)
-    torch.testing.assert_close(before - model.weight.detach(), torch.full((64, 128), 0.5), rtol=0.01, atol=0.0)
-
-
-def test_an_optimizer_with_state_is_refused_by_apply_and_left_unmodified() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters())
-    losses(model, optimizer, 1)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(paredown.errors.ApplyError, match=r"has 0.weight and has state already \(1 updates\).*export_state"):
-        paredown.apply(Plan.preset("lpmm"), model)
-    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
-    losses(model, optimizer, 1)
-    del optimizer
-    paredown.apply(Plan.preset("lpmm"), model)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"amsgrad": True}, "amsgrad=True has no packed form"),
-    ({"weight": "bf16"}, "is stored in int8/64@e8m0 by the session's plan, and the optimizer requests bf16"),
-])  # fmt: skip
-def test_a_plan_that_contradicts_an_optimizer_made_before_is_refused_before_packing(options: dict[str, Any], message: str) -> None:
-    model = network().bfloat16()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = AdamW(model.parameters(), **options)
-    with pytest.raises(OptimError, match=message):
-        paredown.apply(Plan.preset("lpmm"), model)
-    assert all(type(p) is nn.Parameter and torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert all(entry.choices.name.startswith("parameter") for entry in optimizer.entries)
-
-
-def test_a_session_does_not_keep_an_optimizer_alive() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters())
-    session = paredown.apply(Plan.preset("lpmm"), model)
-    alive = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert alive() is None and "no optimizer of paredown.optim" in repr(session.changes)
-
-
-def test_a_weight_that_the_session_leaves_plain_is_updated_in_place() -> None:
-    model = nn.Linear(128, 64, bias=False).half()
-    session = paredown.apply(Plan.preset("half"), model)
-    optimizer = SGD(model.parameters(), lr=0.5)
-    assert "weight=weight" in repr(session.changes)
-    before = model.weight.detach().clone()
-    model.weight.sum().backward()
-    optimizer.step()
-    assert (before - model.weight.detach()).float().mean().item() == pytest.approx(0.5, rel=0.01)
-
-
-def test_a_scaler_with_microbatches() -> None:
-    """Unscaling is for whole sums; an infinite one is left out, and the next is begun."""
-    model = nn.Linear(128, 64, bias=False)
-    optimizer = SGD(model.parameters(), lr=0.1, microbatches=2, gradient="int8/64@bf16")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = model.weight.detach().clone()
-
-    def passes(*factors: float) -> None:
-        for factor in factors:
-            scaler.scale(model.weight.sum() * factor).backward()
-            if optimizer.updates_next:
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-
-    passes(1.0, float("inf"))
-    assert torch.equal(before, model.weight) and scaler.get_scale() == 2.0 and optimizer.updates == 0
-    passes(1.0, 3.0)
-    torch.testing.assert_close(before - model.weight, torch.full((64, 128), 0.2), rtol=0.02, atol=0.0)
-    scaler.scale(model.weight.sum()).backward()
-    with pytest.raises(OptimError, match="updates_next"):
-        scaler.step(optimizer)
