@@ -244,7 +244,7 @@ def test_folds_in_pieces_are_one_encoding(text: str, monkeypatch: pytest.MonkeyP
 def test_an_update_allocates_for_an_eighth_of_the_parameter(name: str, tier: str, shape: tuple[int, int], tmp_path: Path) -> None:
     u = unit(name, TIERS[tier], *shape)
     used = peak_bytes(lambda: reference.update(RULES[name], u, HYPERS[name], 3, 4), tmp_path)
-    assert used < 91 * max(shape[0] * shape[1] // 16, 1 << 15), "an eighth of a large parameter is at most 2^17 values"
+    assert used < 110 * max(shape[0] * shape[1] // 16, 1 << 15), "89 bytes a value, and at most 2^17 values"
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -2,7 +2,7 @@
 
 `codec/cpu.py` works piece by piece; plans count its scratch memory, which small steps consist of in good part. A piece is an eighth of the
 tensor, so that scratch is no larger than a float32 copy of it, and at most 2^17 values, so that a piece fits the cache. Optimizers update
-parameters in such pieces too (`optim/reference.py`); an update takes up to 90 bytes for each value of one, which plans do not count.
+parameters in such pieces too (`optim/reference.py`); an update takes about 90 bytes for each value of one, which plans do not count.
 
     scratch  =  values of a piece  x  bytes per value     (measured by torch's profiler, and compared with it by a test)
 

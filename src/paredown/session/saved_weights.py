@@ -296,18 +296,20 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 # --- packed parameters while their module runs ------------------------------------------------------------------------------------
 
 
+Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the AccumulateGrad node of its parameter
+
+
 class WeightUse:
     """A packed parameter in use, with its reference counts from before the use.
 
-    It holds the AccumulateGrad node, so that a graph that also holds the node does not change the counts.
+    `accumulators` holds its AccumulateGrad node, so that a graph that also holds the node does not change the counts.
     """
 
-    __slots__ = ("_accumulator", "_like", "handle", "holders", "is_hooked", "parameter", "weight")
+    __slots__ = ("_accumulators", "handle", "holders", "is_hooked", "parameter", "weight")
 
-    def __init__(self, parameter: nn.Parameter, weight: Weight) -> None:
+    def __init__(self, parameter: nn.Parameter, weight: Weight, accumulators: Accumulators | None = None) -> None:
         self.parameter, self.weight = parameter, weight
-        self._accumulator: Any = None
-        self._like: Tensor | None = None
+        self._accumulators = accumulators if accumulators is not None else {}
         self.handle: Any = None
         self.holders, self.is_hooked = (0, 0), False
 
@@ -317,11 +319,12 @@ class WeightUse:
         if not self.parameter.requires_grad:  # frozen: it has no AccumulateGrad node
             weight.accumulator, self.holders = None, self.count()
             return
-        if self._like is not weight.empty:  # the dtype or device changed, and with it the AccumulateGrad node
-            self._accumulator, self._like = None, weight.empty
-        if self._accumulator is None and not torch.is_inference_mode_enabled():
-            self._accumulator = accumulator_of(self.parameter)
-        weight.accumulator = self._accumulator
+        like, node = self._accumulators.get(weight, (None, None))
+        if like is not weight.empty:  # there is none yet, or the dtype or device changed, and with it the node
+            node = None if torch.is_inference_mode_enabled() else accumulator_of(self.parameter)
+            if node is not None:
+                self._accumulators[weight] = weight.empty, node
+        weight.accumulator = node
         self.holders = self.count()
 
     def count(self) -> tuple[int, int]:
@@ -355,10 +358,11 @@ class WeightCall:
 class PackedModule:
     """A module with packed parameters; keeps what its calls need from one call to the next."""
 
-    __slots__ = ("_free", "_known", "finder", "module")
+    __slots__ = ("_accumulators", "_free", "_known", "finder", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.finder = module, SavedWeightFinder(module)
+        self._accumulators: Accumulators = {}  # finding a node creates another one, and replayed passes count nodes: found once
         self._known: list[tuple[int, Weight | None]] = []
         self._free: list[WeightCall] = []  # calls that ended, for reuse
 
@@ -367,13 +371,14 @@ class PackedModule:
         parameters = self.module._parameters.values()
         known = [(id(p), vars(p).get(KEY)) for p in parameters if p is not None]
         if known != self._known:
-            self._known, self._free = known, []
+            self._known, self._free, self._accumulators = known, [], {}
         try:
             call = self._free.pop()
         except IndexError:
             pairs = [(p, vars(p).get(KEY)) for p in parameters if p is not None]
             # nn.Parameter(p.data) of a packed parameter p is a view of the weight: it is decoded on use, as outside modules
-            call = WeightCall(self, [WeightUse(p, weight) for p, weight in pairs if weight is not None and weight.parameter is p])
+            packed = [(p, weight) for p, weight in pairs if weight is not None and weight.parameter is p]
+            call = WeightCall(self, [WeightUse(p, weight, self._accumulators) for p, weight in packed])
         call.first = next_number()
         return call
 

@@ -106,7 +106,7 @@ class Session:
         self._activations = Activations(plan, seed)
         self._is_checked, self._modules = False, list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
-        self._watch.on_saved_again = self._activations.save_again
+        self._watch.on_saved_again, self._watch.replays.receiver = self._activations.save_again, self._activations
         self._activations.on_small = self._watch.leave_out
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
@@ -345,8 +345,6 @@ class Session:
             self._activations.forwards += 1
             return False
         self._activations.begin(is_sharded=any(hasattr(kind, "reshard") for kind in set(map(type, self._modules))))
-        # trainable packed weights: finding their AccumulateGrad nodes creates others, not in every pass, and replays count nodes
-        self._watch.replays.receiver = None if self._weights.has_trainable else self._activations
         return True
 
     def _end(self, output: Any) -> None:

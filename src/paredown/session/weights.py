@@ -120,12 +120,6 @@ class Weights:
         self._remove_released()
         return sum(weight.nbytes for weight in self.weights.values())
 
-    @property
-    def has_trainable(self) -> bool:
-        """Whether a packed weight requires a gradient."""
-        with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
-            return any((p := weight.parameter) is not None and p.requires_grad for weight in self.weights.values())
-
     def changes(self) -> Iterator[Change]:
         """The weights that are not stored as the plan requests."""
         self._remove_released()
