@@ -1,4 +1,4 @@
-"""Packed parameters used outside their modules: attributes, values, writing, views, copies; no crashes."""
+"""Packed parameters used outside their modules, or in parts: attributes, values, writing, views, copies, gradients; no crashes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from paredown import Plan, apply
@@ -18,8 +21,9 @@ from paredown.codec.packed import encode
 from paredown.errors import OptimError
 from paredown.optim.packed_parameter import PackedParameter, WeightView
 from paredown.optim.packed_weight import Weight, weight_of
-from tests.session.nets import rows
-from tests.session.test_weights import LPMM
+from paredown.trace.autograd_graph import DECODED
+from tests.session.nets import INT8, assert_same, rows, weighted
+from tests.session.test_weights import CASES, LPMM, PLAN, alive, assert_equal, step
 
 
 def packed(values: Tensor | None = None, format: str = LPMM) -> tuple[nn.Linear, nn.Parameter, Tensor]:
@@ -256,3 +260,69 @@ def test_repr_is_that_of_the_values() -> None:
     assert repr(p) == repr(nn.Parameter(values))
     assert str(net) == "Linear(in_features=64, out_features=64, bias=True)"
     assert f"{p.mean():.3f}" == f"{values.mean():.3f}"
+
+
+# --- parts of parameters, and weights beside packed activations -------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """Products with parts of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tall, self.pair = nn.Parameter(torch.randn(128, 64) / 8), nn.Parameter(torch.randn(2, 64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.pair.unbind(0)
+        upper, lower = self.tall.split(64)
+        h = functional.linear(functional.linear(x, self.tall[:64]), self.tall.narrow(0, 40, 64)).tanh()
+        return h @ first + h @ second.T + h @ self.pair.select(0, 1) + functional.linear(h, lower) + functional.linear(x, upper)
+
+
+class Decoder(nn.Module):
+    """Its attention to another text multiplies by a third and by two thirds of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.TransformerDecoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x, x.flip(1))
+
+
+OF_PARTS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "parts of parameters": lambda: (Parts(), rows(97)),
+    "decoder": lambda: (Decoder(), rows(128).view(2, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_parts_of_parameters_are_decoded_in_backward(name: str, decoded: list[StorageWeakRef]) -> None:
+    net, x = OF_PARTS[name]()
+    assert_equal(net, x)
+    decoded.clear()
+    y = net(x)
+    assert decoded and alive(decoded) == 0, "nothing keeps decoded weights between forward and backward"
+    weighted(y).backward()
+
+
+@pytest.mark.parametrize("name", [*CASES, *OF_PARTS])
+def test_gradients_beside_packed_activations(name: str) -> None:
+    """Those of plain weights with the same values and the same activations in int8, in passes that repeat earlier ones too."""
+    net, x = {**CASES, **OF_PARTS}[name]()
+    apply(PLAN, net).close()  # values that int8 has
+    plain = copy.deepcopy(net)
+    session, other = apply(Plan.uniform(weight=LPMM, activation=INT8), net), apply(Plan.uniform(activation=INT8), plain)
+    for _ in range(6):
+        found, expected = (step(model, (x,), lambda y: weighted(y.float()), nullcontext) for model in (net, plain))
+        assert torch.equal(found[0], expected[0])
+        assert_same(found[1], expected[1])
+    assert session.weight_bytes > 0 and other.weight_bytes == 0
+
+
+def test_the_node_of_decoded_weights_is_known_by_its_name() -> None:
+    _, weight, _ = packed()
+    node = (weight * 2).grad_fn
+    assert node is not None and DECODED in (before.name() for before, _ in node.next_functions if before is not None)

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paredown.codec.packed import DTYPES
-from paredown.optim.packed_parameter import Decoded, PackedParameter, WeightView, plain_parameter
+from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
 from paredown.optim.packed_weight import KEY, PackHook, Weight, same_bits, weight_of
 from paredown.optim.sharded import packed_shards
 from paredown.trace.autograd_graph import (
     ACCUMULATE,
     CAST_NODE,
+    DECODED,
     IS_WEIGHT,
     NO_SEQUENCE,
     SAVES_NOTHING,
@@ -44,7 +45,6 @@ from paredown.trace.autograd_graph import (
 from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 from paredown.trace.second_passes import SecondPass
 
-DECODED = f"{Decoded.__name__}Backward"
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 COMPILED = "torch.compile runs its module, and skips the hooks that would decode it"
 SCRIPTED = "TorchScript runs its module"

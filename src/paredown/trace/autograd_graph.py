@@ -29,6 +29,7 @@ NO_SEQUENCE = 1 << 62  # AccumulateGrad nodes have numbers from here on
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 IS_WEIGHT = "is_of_weight"  # attribute of hooks that a session registers for packed weights
 ACCUMULATE = "torch::autograd::AccumulateGrad"
+DECODED = "DecodedBackward"  # of a packed weight that is used outside of its module
 VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
 CAST_NODE = "ToCopyBackward0"
 IN_PLACE_ON_VIEW = "torch::autograd::CopySlices"  # the tensors that the operation saves are not exposed
@@ -300,7 +301,7 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
             node = node.next_functions[0][0]
-        if node is not None and node.name() == ACCUMULATE:
+        if (node is not None and node.name() in (ACCUMULATE, DECODED)) or is_part_of_parameter(tensor):
             return "weight"
     elif operand == "weight" or tensor.requires_grad or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return "weight"
@@ -310,6 +311,12 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
     if storage in forward.inputs:
         return "input"
     return (node is None and forward.kind_of_constant(storage)) or "activation"
+
+
+def is_part_of_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter, by whatever operations: nn.MultiheadAttention multiplies by thirds of one."""
+    base = tensor._base
+    return isinstance(base, nn.Parameter) and base.is_leaf
 
 
 def is_view_modified_in_place(tensor: Tensor) -> bool:

@@ -138,8 +138,13 @@ class StoredForm(ABC):
         return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:
-        """Refer to the original storage, which `holder` keeps alive, and drop the packed data; False if it was modified since."""
+        """Refer to the original storage, which `holder` keeps alive, and drop the packed data.
+
+        False if it was modified since, or if `holder` has other memory by now, as a packed weight that is no longer decoded.
+        """
         if not self.is_whole or holder.dtype is not self.dtype or holder._version != self.version:
+            return False
+        if holder.untyped_storage()._cdata != self.weak_storage:
             return False
         self.plain_values = holder.detach().as_strided((self.numel,), (1,), 0)  # shares the version counter
         self._drop()
