@@ -178,3 +178,20 @@ def test_parameters_of_norms_that_change_before_backward() -> None:
         assert "modified in place" in str(error)
     else:
         assert relative_error([p.grad for p in net.parameters() if p.grad is not None], plain) < 0.02
+
+
+def test_memory_that_a_held_tensor_got_later_is_not_taken_for_the_saved_one() -> None:
+    """`.data =` changes no version: what was packed before stays packed, though the model holds the tensor when the pass ends."""
+    held: list[Tensor] = []
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        y = net.b(h)
+        held[:] = [h]
+        h.data = torch.zeros_like(h)
+        return y
+
+    expected = step(Net(lambda net, x: net.b(net.a(x))), rows())
+    net = Net(forward)
+    apply(activations(INT8), net)
+    assert relative_error(step(net, rows()), expected) < 0.02

@@ -19,12 +19,12 @@ from paredown.formats.format import Format
 
 MOST_VALUES, FEWEST_VALUES = 1 << 17, 1 << 14
 PIECES = 8  # of a tensor
+FEWEST_UPDATED = 1 << 15  # values of a parameter that an optimizer updates at a time; with 2^14 an update takes 1.8 times as long
 BYTE = 8  # bits
 CAST_BYTES = 4  # for each value of a tensor in 16 bits
 TABLE_BYTES = 74.0  # for each value of a piece that is encoded by a search in a table
 FLOAT_BYTES = 3.0  # more for floats than for integers
 ENCODE_8, ENCODE_BELOW, ENCODE_ABOVE = 18.2, 26.0, 51.0  # bytes for each value of a piece, by the bits of its element
-FEWEST_UPDATED = 1 << 15  # values of a parameter that an optimizer updates at a time; with 2^14 an update takes 1.8 times as long
 DECODE_8, DECODE_BELOW, DECODE_ABOVE = 12.0, 24.0, 40.0
 
 

@@ -384,9 +384,7 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
         inverse = inverse * (1 - 2.0**-22)
     if not format.element.signed:
         x = x.clamp(min=0.0)
-    y = x.double().mul_(
-        spread(inverse, format.block, x.shape[1])
-    )  # exact in float64, and so are the fraction and its threshold below
+    y = x.double().mul_(spread(inverse, format.block, x.shape[1]))  # exact in float64, as are its fraction and the threshold
     codes = y.round() if bits is None else y.floor()
     if bits is not None:
         threshold = (bits >> 9).bitwise_and_(0x7FFFFF).float().mul_(-(2.0**-23)).add_(1.0)
