@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from paredown import Plan, Role, apply
+from paredown.codec import backend
 from paredown.errors import ApplyError
 from paredown.papers.mixed_precision_assignments import high_plan
 from paredown.simulate import rounded_slots
@@ -231,6 +233,56 @@ def test_weights_in_blocks_are_copied_while_a_graph_is_captured() -> None:
     with session.capturing():
         assert torch.equal(net(x), expected)
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+
+
+READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "tensor", "as_tensor")
+
+
+class Captured(TorchFunctionMode):
+    """Fails where CUDA would in a capture: a tensor is read by the host or made of its numbers. Kernels of the interpreter may."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in READS, f"{name} synchronizes with the device"
+        return func(*args, **(kwargs or {}))
+
+
+def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            return function(*args, **options)
+
+    return call
+
+
+@pytest.mark.usefixtures("tabled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("num_warmups", [1, 3])
+@pytest.mark.parametrize("raised", [None, high_plan()], ids=["plain", "promotion"])
+def test_a_captured_step_does_not_synchronize(num_warmups: int, raised: Plan | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after passes in which values were counted; what these counts say is a warning of the first pass that is not captured."""
+    net, x, sent = Forked(), pictures(2, side=8), 1e-9 * torch.randn(2, 5)  # the plan rounds these errors to 0
+    session = apply(paper_plan(), net, mode=Simulate(raised=raised))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def run() -> None:
+        net(x).backward(sent)
+        optimizer.step()
+
+    for _ in range(num_warmups - 1):
+        run()
+    net(x).backward(sent)
+    before = session.counts
+    kernels = backend.find_kernels()
+    for name in ("round_trip_by_row", "round_many"):
+        monkeypatch.setattr(kernels, name, unwatched(getattr(kernels, name)))
+    with monkeypatch.context() as patch, Captured():
+        patch.setattr(rounded_slots, "is_capturing", lambda: True)
+        optimizer.step()  # a graph of the step alone
+        run()
+    assert session.counts == before, "captured steps are not counted"
+    with pytest.warns(UserWarning, match="training stalls") if num_warmups == 3 else nullcontext():
+        net(x)
 
 
 def place_of(text: str | None, raised: str | None) -> list[RoundedSlot | None]:

@@ -72,7 +72,7 @@ class RangeCounter:
     """Adds up the counts of slots on their device. Slots are known by number; `is_on`: whether the current forward pass is counted."""
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on = self.has_new = False  # has_new: a pass was counted after `new_warnings` read the counts
         self.num_passes = self.num_counted = 0
         self._rows: dict[tuple[int, Format], Tensor] = {}  # float64: the eight sums of `_sums`
         self._warned: set[Role] = set()
@@ -82,6 +82,7 @@ class RangeCounter:
         self.num_passes += 1
         self.is_on = not is_captured and (self.num_passes <= ALWAYS or self.num_passes % EVERY == 0)
         self.num_counted += self.is_on
+        self.has_new |= self.is_on
 
     def reset(self) -> None:
         """Count from zero: the formats changed."""
@@ -104,8 +105,9 @@ class RangeCounter:
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
         """A sentence for each role of gradients whose slots lose most of their magnitude, once; read after a counted pass."""
-        if not self.is_on or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
+        if not self.has_new or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
             return []
+        self.has_new = False
         lost = [row for row in self.counts(slots) if row.kept < LITTLE and row.role in GRADIENTS and row.role not in self._warned]
         self._warned.update(row.role for row in lost)
         return [_sentence([row for row in lost if row.role is role]) for role in dict.fromkeys(row.role for row in lost)]

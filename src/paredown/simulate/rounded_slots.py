@@ -37,6 +37,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.selectors import slot_key
 from paredown.plan.storage import UNMODIFIED, Assignment
 from paredown.roles import Role
+from paredown.session.value_bounds import is_capturing
 from paredown.simulate.range_counts import RangeCounter, RangeCounts
 
 SPARE = 256  # rows for slots that are added later, such as those of a loss
@@ -230,8 +231,7 @@ class RoundedSlots:
     def begin(self) -> None:
         """Start of a forward pass."""
         self._counter.add_(1)
-        is_captured = self.is_capturing or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        self._counter_of_range.begin(is_captured=is_captured)
+        self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
         """Round `x` in place to the format of `slot`, unrecorded by autograd; `counts_overflow`: overflowing values are counted first."""
@@ -248,7 +248,7 @@ class RoundedSlots:
         if x.dtype not in FLOATS:
             self.refused[slot.key] = f"its values are {str(x.dtype).removeprefix('torch.')}"
             return out if out is x else out.copy_(x)
-        if not self._counter_of_range.is_on:
+        if not self._counter_of_range.is_on or is_capturing():
             return self._round_uncounted(x, out, slot, counts_overflow=counts_overflow)
         before, current = (x.detach().clone() if out is x else x), slot.raised if self.is_raised(slot) else slot.assignment
         rounded = self._round_uncounted(x, out, slot, counts_overflow=counts_overflow)
@@ -275,7 +275,7 @@ class RoundedSlots:
                 batches.setdefault(slot.rounding, []).append((x.data, out.data, slot.number))
             else:
                 self._round(out if out is x else out.copy_(x.detach()), out, slot, counts_overflow=False)
-        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_captured = is_capturing()
         for rounding, rows in batches.items():
             assert self._table is not None and capture is not None
             memory = capture.take(rows)
@@ -313,7 +313,9 @@ class RoundedSlots:
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """A sentence for each role whose gradients vanish, once."""
+        """A sentence for each role whose gradients vanish, once; none while a CUDA graph is captured, since reading counts synchronizes."""
+        if is_capturing():
+            return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
 
     def _step(self) -> Any:
