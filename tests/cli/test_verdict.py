@@ -143,7 +143,7 @@ def test_a_terminal_gets_colours(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ("double", "activations4", "1:input", "it is float64, which no format can store."),
         ("double", "lpmm", "5.weight", "it is float64, which no format can store."),
-        ("both", "activation=int8", "1:input", "int8 without a block can only store values from"),
+        ("both", "activation=e4m3f", "1:input", "e4m3f without a block can only store values from"),
         ("held", "activations4", "second:input", "it is held outside of autograd as well: by the caller"),
     ],
 )

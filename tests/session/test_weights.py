@@ -437,6 +437,7 @@ def test_a_weight_that_changed_since_is_said_to_have() -> None:
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:torch.optim.SGD updates 3 weights")
 def test_training_with_torch_optim_follows_the_loss_down() -> None:
     torch.manual_seed(0)
     net = mlp()

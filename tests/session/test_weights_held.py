@@ -338,7 +338,7 @@ def test_a_parameter_of_the_format_already() -> None:
 
 
 def test_a_format_that_cannot_say_the_values() -> None:
-    assert "no code for inf or NaN" in reasons(scaled(mlp(), 1e5), Plan.uniform(weight="int8"))["weight=0.weight"]
+    assert "no code for inf or NaN" in reasons(scaled(mlp(), 1e5), Plan.uniform(weight="e4m3f"))["weight=0.weight"]
 
 
 def scaled(net: nn.Sequential, factor: float) -> nn.Sequential:

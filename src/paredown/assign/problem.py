@@ -42,7 +42,7 @@ from paredown.assign.strategies import (
     role_table_error,
 )
 from paredown.errors import PlanError
-from paredown.formats.catalog import is_small
+from paredown.formats.catalog import is_small, reason_not_to_store
 from paredown.formats.format import Format
 from paredown.plan.selectors import WILDCARDS, closest, slot_key
 from paredown.plan.storage import Assignment, significant_bits
@@ -127,6 +127,10 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
     ladder = tuple(Assignment.parse(level).format for level in levels)
+    for format in ladder:
+        reason = None if format is None else reason_not_to_store(format, Role.ACTIVATION.value)
+        if reason is not None:
+            raise PlanError(f"levels: {reason}.")
     bits = [inf if format is None else significant_bits(format) for format in ladder]
     for index, (better, worse) in enumerate(pairwise(bits)):
         if worse > better:

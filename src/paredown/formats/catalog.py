@@ -41,6 +41,7 @@ from math import prod
 from types import MappingProxyType
 
 from paredown.errors import FormatError
+from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 
 
@@ -141,3 +142,44 @@ def is_small(shape: Sequence[int]) -> bool:
     (True, True, False)
     """
     return len(shape) < MIN_DIMS or prod(shape) < MIN_NUMEL
+
+
+# --- Which formats can store a role ---
+
+RESIDUE = "residue"
+NEVER_SIGNED = ("activation", "moment2", RESIDUE)  # roles whose values may all be 0 or more
+LEAST_FLOAT_WIDTH = {"gradient": 16, "moment1": 16, "moment2": 16}  # of floats without a scale, by role; 8 for other roles
+
+
+def reason_not_to_store(format: Format, role: str) -> str | None:
+    """Why tensors of a role cannot be stored in `format` whatever their values are, with a format that can; None if they can.
+
+    Integers, tables and floats of fewer than 8 bits need a scale: int8 rounds weights of 0.02 to 0. Wider floats have the range without
+    one; gradients and moments of small values need 16 bits. The residue is 8 bits that follow a bf16 weight, and needs none. Unsigned
+    integers without a minimum cannot store negative values. This is the one check for all roles: plans call it in store mode
+    (`Plan.check_stored`), optimizers for their keywords, and `resolve_format` for activations.
+
+    >>> reason_not_to_store(Format.parse("nf4"), "frozen")
+    'nf4 has no scale: it can only store values from -1 to 1, and 0.0795803 is the smallest above 0; write nf4/64@bf16'
+    >>> reason_not_to_store(Format.parse("e4m3fn"), "weight"), reason_not_to_store(Format.parse("int8"), "residue")
+    (None, None)
+    """
+    element = format.element
+    is_float = element.kind is ElementKind.FLOAT
+    if format.block is None and role != RESIDUE and not (is_float and element.width >= LEAST_FLOAT_WIDTH.get(role, 8)):
+        span = f"{element.min_value:g} to {element.max_value:g}, and {element.smallest:g} is the smallest above 0"
+        return f"{format} has no scale: it can only store values from {span}; write {_scaled(format, role)}"
+    if element.kind is ElementKind.UINT and format.minimum is None and role not in NEVER_SIGNED:
+        return f"{format} has no code for negative values; write {_scaled(format, role)}"
+    return None
+
+
+def _scaled(format: Format, role: str) -> str:
+    """The text of a format like this one that can store the role."""
+    element = format.element
+    if element.kind is ElementKind.UINT and role not in NEVER_SIGNED:
+        return f"int{min(max(element.width, 2), 8)}/{format.block or 64}@{format.scale or 'bf16'}"
+    try:
+        return str(Format.parse(f"{element}/64@bf16"))
+    except FormatError:  # a table without 0
+        return "int8/64@bf16"

@@ -45,6 +45,8 @@ MODIFIED = (
 _LAST: list[weakref.ref[Weight]] = []  # at most one: the weight with deferred values (`write`)
 PackHook = Callable[[Tensor], Any]
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
+OnWrite = Callable[["Weight", Tensor], Callable[[], None] | None]
+SAMPLED = 1 << 20  # values of the first rows, on which errors of updates are measured
 
 
 class NoMemory(Tensor):
@@ -63,8 +65,8 @@ class Weight:
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
-        "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "is_checked", "is_pinned", "on_use", "places", "residue", "seen",
-        "size", "stride", "users", "version", "was_compiled", "written",
+        "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "is_checked", "is_pinned", "on_use", "on_write",
+        "places", "residue", "seen", "size", "stride", "users", "version", "was_compiled", "written",
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, packed: PackedTensor, packed_class: type[nn.Parameter]) -> None:
@@ -82,6 +84,7 @@ class Weight:
             None  # of a session: the pack hook of the checkpoint that runs
         )
         self.on_use: OnUse | None = None  # called after functions outside of modules: result, first new node, decoded values
+        self.on_write: OnWrite | None = None  # called with values before they are encoded; what it returns is called after
         self.places: set[Any] = set()  # verified sequences of operations from it to a saved cast or view of it
         self._ref = weakref.ref(parameter)
         self._packed_class = packed_class
@@ -122,6 +125,11 @@ class Weight:
         """Whether the parameter has left the session: it is plain and has no `Weight`, or another one."""
         parameter = self.parameter
         return parameter is not None and weight_of(parameter) is not self
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes."""
+        return self._packed.format
 
     @property
     def nbytes(self) -> int:
@@ -211,6 +219,7 @@ class Weight:
             values = values if values.dtype in DTYPES else values.to(self.dtype)
             if self._has(values):  # a checkpoint whose codes were loaded before: encoding again could change scales
                 return False
+            report = self.on_write(self, values) if self.on_write is not None else None
             packed = encode(values, self._packed.format, order="logical")
             is_same = (values.size(), values.device) == (self.size, self._packed.device)
             if is_same:
@@ -218,10 +227,33 @@ class Weight:
                     mine.copy_(new)
             if self.residue is not None and self.residue.device == values.device:
                 self.residue.zero_()
-        if not is_same or values.dtype is not self.dtype or strides_of(values) != self.stride:
+        is_other = not is_same or values.dtype is not self.dtype or strides_of(values) != self.stride
+        if is_other:
             self._take(values, replace(self._packed, dtype=values.dtype) if is_same else packed)
-            return True
-        return False
+        if report is not None:
+            report()
+        return is_other
+
+    def unencoded(self) -> Tensor | None:
+        """Values that were written and are not encoded yet; None if there are none."""
+        parameter = self.parameter
+        return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
+
+    def update_errors(self, values: Tensor) -> tuple[float, float]:
+        """Errors of `values` that replace the current ones, before they are encoded: (|update| / |values|, |rounding| / |update|).
+
+        Measured on the first rows; (1, 0) where shape, dtype or device differ, so that there is no update to speak of.
+        """
+        packed = self._packed
+        if (values.size(), values.dtype, values.device) != (self.size, self.dtype, packed.device) or not self.size.numel():
+            return 1.0, 0.0
+        with torch.no_grad(), outside_inference_mode():
+            num_rows = max(SAMPLED * self.size[0] // self.size.numel(), 1)
+            new = values.detach()[:num_rows].contiguous()
+            update = new.float() - _first_rows(packed, num_rows).decode().float()
+            rounding = encode(new, packed.format, order="logical").decode().float() - new.float()
+            change, error, norm = (float(torch.linalg.vector_norm(t)) for t in (update, rounding, new.float()))
+        return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
         """Whether `values` are the current ones, with the same shape, dtype, device and strides; the first row is compared first."""
@@ -230,12 +262,8 @@ class Weight:
             return False
         if strides_of(values) != self.stride:
             return False
-        if values.dim() and packed.format.block is not None:
-            tensors = (packed.parts.codes, packed.parts.scales, packed.parts.minimums)
-            first = PackedParts(*(None if t is None else t[:1] for t in tensors), tensor_scale=packed.parts.tensor_scale)
-            row = replace(packed, shape=torch.Size((1, *self.size[1:])), parts=first).decode()
-            if not same_bits(row, values[:1]):
-                return False
+        if values.dim() and packed.format.block is not None and not same_bits(_first_rows(packed, 1).decode(), values[:1]):
+            return False
         return same_bits(self.decode(), values)
 
     def changed(self) -> None:
@@ -364,6 +392,12 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 def outside_inference_mode() -> AbstractContextManager[Any]:
     """A context whose tensors are ordinary ones even if the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _first_rows(packed: PackedTensor, num_rows: int) -> PackedTensor:
+    tensors = (packed.parts.codes, packed.parts.scales, packed.parts.minimums)
+    parts = PackedParts(*(None if t is None else t[:num_rows] for t in tensors), tensor_scale=packed.parts.tensor_scale)
+    return replace(packed, shape=torch.Size((min(num_rows, packed.shape[0]), *packed.shape[1:])), parts=parts)
 
 
 def _can_be_packed(values: Tensor) -> bool:

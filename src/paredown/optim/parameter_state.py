@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paredown.codec.packed import DTYPES, PackedTensor
 from paredown.codec.reference import Encoding, PackedParts
 from paredown.errors import FormatError, OptimError
-from paredown.formats.catalog import TIERS, find_format, is_small
+from paredown.formats.catalog import TIERS, find_format, is_small, reason_not_to_store
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, default_rounding
 from paredown.optim.gradient_hooks import PackedGradient
@@ -187,14 +187,11 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
             f"{name}: residue={residue} beside weight={weight}: the residue is 'int8', the 8 bits that follow a 'bf16' weight. "
             "Give weight='bf16', residue='int8' (tiers 'safe' and 'fine_tune'), or residue=None."
         )
-    for role in (Role.MOMENT1, Role.MOMENT2, Role.GRADIENT):
-        format = wanted[role][0]
-        if format is not None and format.block is None and format.element.width < 16:
-            raise OptimError(
-                f"{name}: {role.value}={format} has no scale, and values of this role have no fixed range. "
-                f"Give it a block and a scale, such as '{format}/64@bf16'."
-            )
-        if format is not None and format.has_tensor_scale:
+    for role, (format, _) in wanted.items():
+        reason = None if format is None else reason_not_to_store(format, role.value)
+        if reason is not None:
+            raise OptimError(f"{name}: {role.value}={reason}.")
+        if role in (Role.MOMENT1, Role.MOMENT2, Role.GRADIENT) and format is not None and format.has_tensor_scale:
             raise OptimError(
                 f"{name}: {role.value}={format} has one scale for the whole tensor, which is not known before an update. "
                 "Give it a format with block scales only, such as 'int8/64@bf16'."

@@ -30,7 +30,7 @@ from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_data import PriorData
 from paredown.pick.task_prior import TaskPrior, random_guess_error
 from paredown.plan.calibration import find_calibration
-from paredown.plan.footprint import footprint
+from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
 from paredown.plan.step_time import predict_step
 from paredown.roles import Role
@@ -200,7 +200,7 @@ def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> Task
         return trace_task(task, plan, device)
 
     def bytes_of(plan: Plan) -> int:
-        return footprint(trace_of(plan), plan).peak_bytes
+        return peak_of(trace_of(plan), plan)
 
     if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in prior_data.plans):
         count_bytes = partial(_peppp_bytes, outline_task(task))

@@ -339,6 +339,7 @@ def footprint(
         raise PlanError(
             f"footprint takes a Trace and a Plan, in this order, not {types}: footprint(trace_step(model, batch), plan)."
         )
+    (plan or BASELINE).check_stored()
     return _footprint(trace, plan or BASELINE, distribution_of(trace, strategy, world_size, units, reduction))
 
 
@@ -412,8 +413,8 @@ def library_bound(trace: Trace) -> int:
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
-    """The expected peak of `trace` under `plan`."""
-    return footprint(trace, plan).peak_bytes
+    """The expected peak of `trace` under `plan`; that of a simulated plan counts its formats as if they were stored."""
+    return _footprint(trace, plan, None).peak_bytes
 
 
 def bound_of(trace: Trace, plan: Plan) -> int:

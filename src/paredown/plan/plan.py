@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack, cast
 
 from paredown.errors import PlanError
+from paredown.formats.catalog import reason_not_to_store
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.presets import PRESETS, ByRole
@@ -281,6 +282,27 @@ class Plan:
                 "Correct the names, take a plan of this model, or leave those rules out with plan.without(key)."
             )
         return [str(key) for key in missing]
+
+    def check_stored(self) -> None:
+        """Raise PlanError for the first rule whose format cannot store its role; store mode, footprints and `assign` call it.
+
+        Simulate mode stores nothing, and takes formats without a scale.
+
+        >>> Plan.uniform(frozen="nf4/64@bf16").check_stored()
+        >>> Plan.uniform(frozen="int8").check_stored()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        paredown.errors.PlanError: rule 'frozen': int8 has no scale: it can only store values from -127 to 127...
+        """
+        for selector, (key, assignment) in zip(self._index.keys, self.rules, strict=True):
+            role = Role.WEIGHT if selector.role is None and ":" not in key else selector.role or Role.ACTIVATION
+            if assignment.format is None or role is Role.ERROR:  # errors exist in simulate mode only
+                continue
+            reason = reason_not_to_store(assignment.format, role.value)
+            if reason is not None:
+                raise PlanError(
+                    f"rule {key!r}: {reason}. Simulate mode takes any format, since it rounds values and stores nothing."
+                )
 
     def diff(self, other: Plan) -> Differences:
         """The rules that differ, this plan's side first; empty when both have the same effect. Reasons are not compared."""

@@ -36,7 +36,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from paredown.errors import FormatError, PlanError
-from paredown.formats.catalog import find_format
+from paredown.formats.catalog import find_format, reason_not_to_store
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, default_rounding
@@ -179,9 +179,12 @@ def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: i
         return None, ""
     if dtype not in FLOAT_BYTES:
         return None, f"it is {dtype}, which no format can store"
+    unscaled = reason_not_to_store(requested, Role.ACTIVATION.value)
+    if unscaled is not None:
+        return None, unscaled
     if requested.block is None and requested.element.nan_code is None:
         limits = f"{requested.element.min_value:g} to {requested.element.max_value:g}"
-        return None, f"{requested} without a block can only store values from {limits}, unscaled: write {requested}/64@bf16"
+        return None, f"{requested} without a block can only store values from {limits}, and no NaN: write {requested}/64@bf16"
     format, reason, pin = requested, "", needs.pin
     if pin is not None and significant_bits(requested) < pin.significant_bits:
         format = PINNED if pin.significant_bits <= significant_bits(PINNED) else PINNED_WIDE

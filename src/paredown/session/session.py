@@ -98,6 +98,7 @@ class Session:
         guard: Guard | None = None,
         chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
+        plan.check_stored()
         self.plan = self.applied = plan  # a guard changes `plan`
         self._model = self.wrapper = weakref.ref(model)  # of the model, and of the DDP around it that `apply` was called with
         self._packs_activations = plan.packs_activations

@@ -55,6 +55,7 @@ from paredown.session.saved_weights import (
     release_saved_weights,
     top_hooks,
 )
+from paredown.session.weight_writes import WeightWrites
 from paredown.trace.autograd_graph import next_number
 from paredown.trace.hooks import Hook
 
@@ -85,7 +86,7 @@ class Weights:
         self.checkpointed: frozenset[nn.Module] = frozenset()  # modules in plan.recompute, whose own hooks end before those here
         self._held: dict[Weight, WeightUse] = {}
         self._running, self._lock = threading.local(), threading.RLock()
-        self._handles: list[Any] = []
+        self._handles, self._writes = list[Any](), WeightWrites()
         self._hooks: dict[Weight, list[Hook]] = {}  # the pre-hooks of the modules that have the weight
         self._frozen_linears: dict[Weight, list[weakref.ref[nn.Module]]] = {}  # modules without hooks, by their weights
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
@@ -108,6 +109,7 @@ class Weights:
             if reason is None:
                 self.weights[name] = weight = pack(parameter, format, PackedParameter)
                 weight.on_use, weight.hook_of_checkpoint = Used(self), hook_of_checkpoint
+                self._writes.watch(name, weight)
                 self.not_packed.pop(name, None)
                 return
         except CodecError as error:
@@ -143,6 +145,7 @@ class Weights:
         yield from self._added(parameters)
         for name in sorted(self.pinned & self.weights.keys()):
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "packed and unpacked", COMPILED)
+        yield from self._writes.changes()
         for name in self.held:
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
 
@@ -204,7 +207,9 @@ class Weights:
             packed, refused = packed_shards.pack_shards(sharded, model)
             self.not_packed.update(refused)
             self.shards.update(packed)
-            self.weights.update({name: shard.weight for name, shard in packed.items()})
+            for name, shard in packed.items():
+                self.weights[name] = shard.weight
+                self._writes.watch(name, shard.weight)
 
     def _repack_shards(self) -> None:
         """Pack shards that load_state_dict(assign=True) or model.to() has replaced by plain ones; encode deferred values of others."""
@@ -235,6 +240,7 @@ class Weights:
         self._handles.append(model.register_forward_pre_hook(Hook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
         self._handles.append(model.register_load_state_dict_post_hook(Hook(self._loaded)))
+        self._handles += self._writes.attach(model)
 
     def _register_hooks_of(self, module: nn.Module, weights: list[Weight]) -> None:
         place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters

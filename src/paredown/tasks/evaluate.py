@@ -42,7 +42,7 @@ import torch
 from torch import autograd, nn
 
 from paredown.errors import PlanError, TaskError, TraceError
-from paredown.plan.footprint import footprint
+from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
 from paredown.tasks.lookup import find_task
 from paredown.tasks.step_time import NUM_STEPS, NUM_WARM_UP, StepTimer
@@ -338,7 +338,7 @@ def _predicted(setting: TrainingSetup) -> int | None:
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
     try:
-        return footprint(trace_task(setting.task, setting.plan, setting.device.type), setting.plan).peak_bytes
+        return peak_of(trace_task(setting.task, setting.plan, setting.device.type), setting.plan)
     except TraceError:
         return None
     except PlanError as error:

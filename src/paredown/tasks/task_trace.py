@@ -4,7 +4,7 @@ Nothing is trained: the step runs on fake tensors, and the footprint of a plan i
 
 >>> from paredown.tasks.lookup import find_task
 >>> task = find_task("digits#model=mlp,optimizer=adamw,lr=0.001")
->>> footprint(trace_task(task, device="cpu")).peak_bytes
+>>> peak_of(trace_task(task, device="cpu"), Plan())
 1630624
 
 The optimizer's temporaries depend on the plan, and so does the trace:
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from paredown.errors import PlanError
-from paredown.plan.footprint import footprint
+from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import Selector
 from paredown.roles import Role
@@ -104,7 +104,7 @@ def predicted_bytes(text: str, plan: Plan, folder: Path, device: str | None = No
     A simulated plan with rules for values that no step stores has the bytes of PEPPP's memory model.
     """
     try:
-        return footprint(trace_task(_task_by_name(text, folder), plan, device), plan).peak_bytes
+        return peak_of(trace_task(_task_by_name(text, folder), plan, device), plan)
     except PlanError:
         return int(peppp_bytes(text, plan, folder))
 
