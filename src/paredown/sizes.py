@@ -85,6 +85,19 @@ def say_bytes(count: int) -> str:
     return f"{value:.2f} {unit}iB"
 
 
+def say_bytes_above(count: int) -> str:
+    """`say_bytes` rounded up, so that the text is a budget for `count` bytes.
+
+    >>> say_bytes_above(1025), say_bytes_above(5 * 2**30), say_bytes_above(2**20 - 1), say_bytes_above(7)
+    ('1.01 KiB', '5.00 GiB', '1.00 MiB', '7 B')
+    """
+    text = say_bytes(count)
+    if not 1024 <= count <= LARGEST or parse_bytes(text) >= count:
+        return text
+    number, unit = text.split()
+    return f"{float(number) + 0.01:.2f} {unit}"
+
+
 def say_bytes_twice(count: int) -> str:
     """`count` in binary and in decimal units, since makers of cards and torch count differently; once where both read alike.
 

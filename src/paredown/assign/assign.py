@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paredown.assign.checkpointed_layers import (
@@ -56,17 +57,18 @@ from paredown.assign.strategies import METHODS, AssignmentPoint, AssignMethod
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.calibration import Calibration
-from paredown.plan.footprint import Footprint, footprint
+from paredown.plan.footprint import Footprint, bound_of, footprint, peak_of
 from paredown.plan.plan import Plan
 from paredown.plan.replay import Interval, fixed_intervals
 from paredown.roles import Role
-from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_above, say_bytes_twice
 from paredown.trace.trace import Slot, Trace
 
 __all__ = ["assign"]
 
 
 NUM_NAMED_SLOTS = 3  # in an error
+LARGEST_MARGIN = 8  # a margin is at most one part in this many of the budget; 45 MiB of 370 was the most seen (decision 034)
 INCLUDED, NOT_ALLOWED = "Activation checkpointing is included.", "Activation checkpointing was not allowed."
 OF_TENSORS = "Recomputing single tensors is included.", "Recomputing single tensors was not allowed."
 TEMPLATE_FIELD = "recipe"  # of `made_for`; the name in files since version 0.1
@@ -88,7 +90,9 @@ def assign(
 ) -> Plan:
     """The plan of least predicted error whose peak is within `budget`: bytes, "6GiB", or "50%" of the baseline's peak.
 
-    On CUDA a plan keeps a margin for what is not predicted, which its reason states: `Footprint.bound_bytes` is within the budget.
+    A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as for `Footprint.fits`. On CUDA it keeps a margin below the
+    budget for what is not predicted, which its reason states: `Footprint.bound_bytes` is within the budget too, unless that margin would
+    be more than an eighth of the budget, or no plan had it.
     `method`: a row of METHODS. `levels`: the formats of activations, the best first (None: unmodified), for comparisons; then
     parameters are unmodified. `seed`: of method "random". `recompute`: whether repeated layers may be checkpointed (activation
     checkpointing), or single tensors of a compiled step recomputed, which costs time: None where formats would be slower or their errors
@@ -110,28 +114,79 @@ def assign(
     budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
     made_for = _made_for(trace, method, budget_bytes)
     is_percentage = isinstance(budget, str) and "%" in budget
-    if ladder is None and (baseline.peak_bytes if is_percentage else baseline.bound_bytes) <= budget_bytes:
+    planning = Planning.of(baseline, budget_bytes)
+    if ladder is None and (baseline.peak_bytes <= budget_bytes if is_percentage else planning.has(baseline)):
         margin = _margin(baseline, budget_bytes)
         reason = f"The baseline's peak is {say_bytes(baseline.peak_bytes)}, within {say_bytes(budget_bytes)}{margin}."
         return Plan((), reason, made_for)
 
-    problem_of = _problems(strategy, sensitivities, ladder, seed)
+    def planned(how: Planning) -> Plan:
+        problem_of = _problems(strategy, sensitivities, ladder, seed, keeps_margin=how.keeps_margin)
+        return _planned(
+            trace, how, problem_of, partial(_checked_plan, trace, how=how, made_for=made_for), preference, recompute, ladder
+        )
 
-    def plan_of(solution: Solution) -> Plan:
-        return _checked_plan(trace, solution, budget_bytes, made_for)
+    try:
+        return planned(planning)
+    except BudgetError:
+        if not planning.has_margin:
+            raise
+        return planned(Planning(budget_bytes, budget_bytes, keeps_margin=False))
 
+
+@dataclass(frozen=True)
+class Planning:
+    """How a budget is planned for: `bound_bytes` of footprints, or `peak_bytes` without `keeps_margin`, are at most `within_bytes`."""
+
+    budget_bytes: int
+    within_bytes: int
+    keeps_margin: bool
+
+    @staticmethod
+    def of(baseline: Footprint, budget_bytes: int) -> Planning:
+        """With the margin of `bound_bytes`, or an eighth of the budget where that of the baseline is larger."""
+        most = budget_bytes // LARGEST_MARGIN
+        is_small = baseline.bound_bytes - baseline.peak_bytes <= most
+        return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether it keeps a margin of any kind."""
+        return self.keeps_margin or self.within_bytes < self.budget_bytes
+
+    @property
+    def size_of(self) -> Callable[[Trace, Plan], int]:
+        """The size of a plan that is compared with `within_bytes`."""
+        return bound_of if self.keeps_margin else peak_of
+
+    def has(self, planned: Footprint) -> bool:
+        """Whether a footprint is within the budget with its margin."""
+        return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
+
+
+def _planned(
+    trace: Trace,
+    how: Planning,
+    problem_of: Callable[..., AssignmentProblem],
+    plan_of: Callable[[Solution], Plan],
+    preference: Preference | None,
+    recompute: bool | None,
+    ladder: Ladder | None,
+) -> Plan:
+    """The plan that is preferred, quickest or of least error, in this order as far as they were asked for."""
     if preference is not None:
-        return _preferred(trace, budget_bytes, problem_of, plan_of, preference, recompute)
-    if recompute is None and ladder is None and strategy.order is None and recompute_choices(trace):
-        quickest = quickest_plan(trace, budget_bytes, problem_of, plan_of)
+        return _preferred(trace, how, problem_of, plan_of, preference, recompute)
+    if recompute is None and ladder is None and problem_of(trace).method.order is None and recompute_choices(trace):
+        quickest = quickest_plan(trace, how.within_bytes, problem_of, plan_of, how.size_of)
         if quickest is not None:
             return plan_of(quickest)
-    return plan_of(_solve(trace, budget_bytes, problem_of, tolerated_error(trace, ladder or LADDER, recompute), recompute))
+    tolerated = tolerated_error(trace, ladder or LADDER, recompute)
+    return plan_of(_solve(trace, how.within_bytes, problem_of, tolerated, recompute))
 
 
 def _preferred(
     trace: Trace,
-    budget_bytes: int,
+    how: Planning,
     problem_of: Callable[..., AssignmentProblem],
     plan_of: Callable[[Solution], Plan],
     preference: Preference,
@@ -139,16 +194,16 @@ def _preferred(
 ) -> Plan:
     """The plan of a preference; with "speed" its reason has the predicted time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
-    exact = list(exact_solutions(trace, budget_bytes, problem_of)) if is_speed and has_layers else []
+    exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
-        accurate = _solve(trace, budget_bytes, problem_of, tolerated_error(trace, LADDER, recompute), recompute)
+        accurate = _solve(trace, how.within_bytes, problem_of, tolerated_error(trace, LADDER, recompute), recompute)
     except BudgetError:
         if not exact:
             raise
         accurate = exact[0]  # within the budget without its margin
     if not is_speed:
         return plan_of(accurate)
-    chosen = quickest_solution(trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact], has_layers=has_layers)
+    chosen = quickest_solution(trace, how.within_bytes, problem_of, plan_of, preference, [accurate, *exact], has_layers=has_layers)
     by = (
         f"by the costs of one H200, not of this device: {preference.note}"
         if preference.note
@@ -158,7 +213,7 @@ def _preferred(
 
 
 def _problems(
-    strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int
+    strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int, *, keeps_margin: bool
 ) -> Callable[..., AssignmentProblem]:
     """A function that makes the problem of a step, with the formats of `ladder` or of its second argument."""
     known: dict[Ladder | None, KnownItems] = {}
@@ -166,7 +221,8 @@ def _problems(
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
         is_local = sensitivities is None and strategy.eligible is None  # formats and errors of a slot follow from the slot alone
         items = known.setdefault(allowed, {}) if is_local else None
-        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, seed=seed, known=items)
+        shared = {"seed": seed, "known": items, "keeps_margin": keeps_margin}
+        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, **shared)
 
     return problem_of
 
@@ -203,17 +259,17 @@ def _solve(
     raise error
 
 
-def _checked_plan(trace: Trace, solution: Solution, budget_bytes: int, made_for: dict[str, Any]) -> Plan:
+def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any]) -> Plan:
     """The plan of a solution, whose footprint is within the budget, with its margin unless it quantizes nothing (assign/speed.py)."""
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED
     for rules in _rule_variants(problem, point, needs_activations=problem.trace.is_compiled and bool(layers)):
         planned = footprint(trace, Plan(rules, "", made_for, layers))
-        if (planned.peak_bytes if is_exact else planned.bound_bytes) <= budget_bytes:
-            return replace(planned.plan, reason=_reason(*solution, budget_bytes, planned))
+        if planned.peak_bytes <= how.budget_bytes if is_exact else how.has(planned):
+            return replace(planned.plan, reason=_reason(*solution, how.budget_bytes, planned))
     raise PlanError(
         f"the rules for this trace of {trace.model} do not lower its peak to the planned {point.peak_bytes} bytes, within a budget of "
-        f"{budget_bytes}: slots of the trace contradict one another. Trace the step again with trace_step."
+        f"{how.budget_bytes}: slots of the trace contradict one another. Trace the step again with trace_step."
     )
 
 
@@ -346,7 +402,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
     rest["workspace of libraries"] = ledger.workspace_bytes
     more = [f"{role} {say_bytes(size)}" for role, size in rest.items() if size]
     budget = say_bytes_twice(budget_bytes)
-    head = f"no plan of method {problem.method.name!r} fits {budget}; the smallest needs {say_bytes(smallest.peak_bytes)}"
+    head = f"no plan of method {problem.method.name!r} fits {budget}; the smallest needs {say_bytes_above(smallest.peak_bytes)}"
     parts = [f"{head}.", f"Largest at the peak: {named}." if named else ""]
     parts += [f"In addition, which no plan changes: {', '.join(more)}."] if more else []
     parts.append(_other_method(problem, budget_bytes) or _without_pins(problem, budget_bytes))
@@ -379,7 +435,7 @@ def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
     if not pinned:
         return ""
     free = replace(problem.trace, slots=tuple(_unpinned(slot) for slot in problem.trace.slots))
-    peak = AssignmentProblem.of(free, METHODS["role"], ladder=problem.ladder).smallest.peak_bytes
+    peak = AssignmentProblem.of(free, METHODS["role"], ladder=problem.ladder, keeps_margin=False).smallest.peak_bytes
     if peak > budget_bytes:
         return ""
     largest = max(pinned, key=lambda slot: slot.nbytes)
@@ -398,7 +454,7 @@ def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
     """A sentence if the default method reaches the budget, else an empty text."""
     if problem.method.order is None and not problem.method.keeps_residue:
         return ""
-    peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder).smallest.peak_bytes
+    peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder, keeps_margin=False).smallest.peak_bytes
     return f"Method 'role' reaches {say_bytes(peak)}." if peak <= budget_bytes else ""
 
 

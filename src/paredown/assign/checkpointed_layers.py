@@ -62,15 +62,18 @@ NUMBERED = re.compile(
 )  # an index of a ModuleList, or torchvision's encoder_layer_11; not conv1, which is part of a layer
 UNMODIFIED: Ladder = (None,)
 ProblemOf = Callable[[Trace, Ladder | None], AssignmentProblem]
+SizeOf = Callable[[Trace, Plan], int]  # `bound_of`, the peak with its margin, or `peak_of`
 
 
-def quickest_plan(trace: Trace, budget_bytes: int, problem_of: ProblemOf, plan_of: Callable[[Solution], Plan]) -> Solution | None:
+def quickest_plan(
+    trace: Trace, budget_bytes: int, problem_of: ProblemOf, plan_of: Callable[[Solution], Plan], size_of: SizeOf = bound_of
+) -> Solution | None:
     """The solution of least predicted time; None where only packed weights or optimizer state beside checkpointing can fit."""
     small, tolerated = (tolerated_error(trace, LADDER, recompute) for recompute in (True, None))
     problem = problem_of(trace, None)
     point = problem.best(budget_bytes)
     formats = None if point is None else (problem, point, ())
-    solutions = [formats, layers_alone(trace, budget_bytes, problem_of)]
+    solutions = [formats, layers_alone(trace, budget_bytes, problem_of, size_of)]
     if formats is None or formats[1].error > small or _packs_parameters(formats):
         solutions.append(_both(trace, budget_bytes, problem_of, small))
     if not _within(solutions, small):
@@ -85,12 +88,12 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
     return [solution for solution in solutions if solution is not None and solution[1].error <= error]
 
 
-def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Solution | None:
+def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf, size_of: SizeOf = bound_of) -> Solution | None:
     """The solution with the fewest recomputed layers or tensors and nothing quantized; None if recomputing all of them is not enough."""
     layers = recompute_choices(trace)
 
     def fits(count: int) -> bool:
-        return bound_of(trace, exact_plan(trace, layers[:count])) <= budget_bytes
+        return size_of(trace, exact_plan(trace, layers[:count])) <= budget_bytes
 
     if not layers or not fits(len(layers)):
         return None

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from paredown.assign.sensitivity import parameter_error
 from paredown.formats.catalog import TIERS, is_small
 from paredown.formats.format import Format
-from paredown.plan.footprint import DEVICES, STAYING, library_bound
+from paredown.plan.footprint import DEVICES, STAYING, library_bound, library_bytes
 from paredown.plan.plan import Plan
 from paredown.plan.replay import (
     Interval,
@@ -288,7 +288,7 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 class Ledger:
     """Bytes of every option (row) at every tick (column). Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
 
-    Bytes are those of `Footprint.bound_bytes`: with the margin for what an allocator cannot split.
+    Bytes are those of `Footprint.bound_bytes`, with the margin for what an allocator cannot split, or without it of `peak_bytes`.
     """
 
     items: tuple[Item, ...]
@@ -305,9 +305,10 @@ class Ledger:
     floor_bytes: int  # a lower bound of the peak: the largest sum, over ticks, of the fewest bytes of each item at that tick
 
     @staticmethod
-    def of(trace: Trace, items: Sequence[Item]) -> Ledger:
+    def of(trace: Trace, items: Sequence[Item], *, keeps_margin: bool = True) -> Ledger:
         """The ledger of a trace whose activations and parameters are `items`."""
-        allocated = partial(DEVICES[trace.device].bound, is_compiled=trace.is_compiled)
+        device = DEVICES[trace.device]
+        allocated = partial(device.bound, is_compiled=trace.is_compiled) if keeps_margin else device.rounded
         rows = [option for item in items for option in item.options]
         step = [output for output in trace.outputs if output.phase == "step"]
         fixed = _spans([[*fixed_intervals(trace), *unowned(trace)]], allocated)
@@ -317,7 +318,7 @@ class Ledger:
         item_of = np.repeat(np.arange(len(items), dtype=np.int64), counts)
         base, (least, most) = _held(fixed, ticks, 1)[0], _bounds(spans, item_of, ticks)
         can_peak = base + most + sum(allocated(output.nbytes) for output in step) >= (base + least).max(initial=0)
-        workspace_bytes = library_bound(trace)
+        workspace_bytes = (library_bound if keeps_margin else library_bytes)(trace)
         floor_bytes = int((base + least).max(initial=0)) + workspace_bytes
         ticks = ticks[can_peak]
         return Ledger(
@@ -354,7 +355,7 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Peak bytes of a choice, equal to `bound_bytes` of its plan's footprint."""
+        """Peak bytes of a choice, equal to `bound_bytes` of its plan's footprint, or to `peak_bytes` without margin."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:

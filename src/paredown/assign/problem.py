@@ -75,10 +75,12 @@ class AssignmentProblem:
         ladder: Ladder | None = None,
         seed: int = 0,
         known: KnownItems | None = None,
+        keeps_margin: bool = True,
     ) -> AssignmentProblem:
         """The problem of a trace for `method`; with a `ladder`, activations have its formats and parameters are unmodified.
 
-        `known`: items of problems with the same arguments, of traces that share slots with this one.
+        `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks are
+        `bound_bytes` of footprints, otherwise `peak_bytes`.
         """
         formats = LADDER if ladder is None else ladder
         error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)
@@ -89,7 +91,7 @@ class AssignmentProblem:
         rows = PRECISE_ROWS if method.keeps_residue else TIER_ROWS
         rows = rows if packs_parameters and trace.optimizer in SUPPORTED_OPTIMIZERS else FULL_ROWS
         items += parameter_items(trace, rows, frozen_rows=FROZEN_ROWS if packs_parameters else FULL_ROWS, known=known)
-        return AssignmentProblem(trace, method, Ledger.of(trace, items), ladder, seed)
+        return AssignmentProblem(trace, method, Ledger.of(trace, items, keeps_margin=keeps_margin), ladder, seed)
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:

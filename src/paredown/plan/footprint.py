@@ -97,8 +97,8 @@ class Allocator:
     conv_workspace: int  # the most that convolutions may allocate in addition
     unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
 
-    def rounded(self, nbytes: Any) -> Any:
-        """The size that is allocated for `nbytes`, a number or an array."""
+    def rounded(self, nbytes: Any, **_: Any) -> Any:
+        """The size that is allocated for `nbytes`, a number or an array; takes the arguments of `bound`."""
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
@@ -406,10 +406,14 @@ def _copied_bytes(arguments: str) -> int:
     return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0
 
 
+def library_bytes(trace: Trace) -> int:
+    """Bytes of libraries that `peak_bytes` of the baseline counts."""
+    return _workspace(step_under(trace, BASELINE))
+
+
 def library_bound(trace: Trace) -> int:
     """Bytes of libraries that `bound_bytes` of the baseline counts."""
-    step = step_under(trace, BASELINE)
-    return _workspace(step) + workspace_margin(step)
+    return library_bytes(trace) + workspace_margin(step_under(trace, BASELINE))
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
