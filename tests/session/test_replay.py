@@ -121,7 +121,10 @@ def test_replayed_passes_have_the_gradients_and_bytes_of_passes_followed_in_full
     assert_same(mine[0], theirs[0])
     assert mine[1] == theirs[1]
     if plan is ONE:
-        assert mine[2][-1] == 2 * 17 - 5, "of 17 modules that are called, the packed one is followed, three masks and the input"
+        kept = 5  # head, tail and the blocks: code around the model may call them, and they keep both hooks
+        assert mine[2][-1] == 2 * (17 - kept) - 4, (
+            "of the other modules that are called, the packed one is followed, and three masks"
+        )
 
 
 @pytest.mark.parametrize("plan", [ALL, ONE, Plan().set("activation=body.1.second:input", None).set("activation=body.0*", INT8)])

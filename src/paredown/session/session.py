@@ -65,7 +65,8 @@ from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.sizes import say_bytes
-from paredown.trace.module_watch import Watch, is_wrapped_by_compile, unwrapped
+from paredown.trace.entrances import is_wrapped_by_compile, unwrapped
+from paredown.trace.module_watch import Watch
 from paredown.trace.operations import MIN_PACKED_NUMEL, SMALL
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import CHUNKED_LOSS
@@ -109,6 +110,7 @@ class Session:
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
         self._watch.on_saved_again, self._watch.replays.receiver = self._activations.save_again, self._activations
         self._activations.on_small = self._watch.leave_out
+        self._watch.follow_submodules()
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
@@ -350,11 +352,16 @@ class Session:
 
     def _end(self, output: Any) -> None:
         self._activations.end(output)
-        if output is not None and not self._is_checked and not self._watch.checkpoints.lacks_second_passes:
-            seen = self._activations.names | self._watch.small | self._watch.checkpoints.in_second_passes | self._head.slots
-            self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
+        if output is None or not self._watch.collects_small or self._watch.checkpoints.lacks_second_passes:
+            return
+        if not self._is_checked and self._watch.entrance is self._model():  # another pass shows a part of the slots
+            self._missing = tuple(self.plan.check(self._seen_slots()))
             self._is_checked = True
-            self._watch.end_first_pass()
+        self._watch.end_first_pass()
+
+    def _seen_slots(self) -> list[tuple[tuple[str, ...], Role]]:
+        seen = self._activations.names | self._watch.small | self._watch.checkpoints.in_second_passes | self._head.slots
+        return [((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()
 
     def _model_name(self) -> str:
         model = self._model()

@@ -114,6 +114,9 @@ class Pass:
     recording: Any = None  # `replay.Recording`; None if the pass cannot be replayed
     replay: Any = None  # `replay.Replay` of an earlier pass
     is_unsure: bool = False  # whether modules are running that are not in `calls`: nodes of the first call may be theirs
+    parts: Any = None  # `graph_parts.KnownParts` of passes that enter through the same module
+    entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
+    depth: int = 0  # calls of that module that are running
     _constants: dict[int, tuple[str, Tensor]] | None = None
 
     @property

@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 Owner = TypeVar("Owner")
@@ -48,15 +49,24 @@ class Hook:
 class HookPlace:
     """The place of a registered hook among those of its module: the hook is taken out for a time, and put back in the same place."""
 
-    __slots__ = ("_before", "_hooks", "_id", "hook")
+    __slots__ = ("_before", "_hooks", "_id", "_module", "hook")
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, module: nn.Module, handle: Any) -> None:
         """`handle`: what `register_forward_hook` or `register_forward_pre_hook` of a module returned."""
+        self._module = module
         hooks = handle.hooks_dict_ref()
         self._hooks: OrderedDict[int, Any] = hooks
         self._id: int = handle.id
         self.hook: Hook = hooks[handle.id]
         self._before: frozenset[int] = frozenset()  # hooks before it, when it was taken out
+
+    def call_always(self, is_on: bool) -> None:
+        """Whether a forward hook is called after a forward that raised, too: then with None as the output."""
+        always: dict[int, bool] = self._module._forward_hooks_always_called
+        if is_on:
+            always[self._id] = True
+        else:
+            always.pop(self._id, None)
 
     def take_out(self) -> None:
         """Take the hook out, if it is there."""

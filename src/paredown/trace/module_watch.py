@@ -45,6 +45,7 @@ from paredown.trace.autograd_graph import (
     tensors_in,
 )
 from paredown.trace.checkpoints import REENTRANT, Checkpoints, HiddenLayer, running_checkpoint
+from paredown.trace.entrances import is_around, is_plain_leaf, likely_entrances
 from paredown.trace.graph_parts import FoundAgain, GraphPart, KnownParts, needs_of, point_of
 from paredown.trace.hooks import Hook, HookPlace
 from paredown.trace.operations import OperationRow, row_of
@@ -81,16 +82,19 @@ class Watch:
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
         self._leaves = {path for m, (path, _) in self._paths.items() if next(m.children(), None) is None and m is not model}
-        self._parts = KnownParts()
+        self._parts: dict[nn.Module, KnownParts] = {model: KnownParts()}  # by the module that a pass entered through
         self._parameters = [module._parameters for module in self._paths]
+        self.entrance = model  # of the pass that began last
         self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
         self._handles: dict[nn.Module, list[Any]] = {}
         self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # of modules inside of the model
         self.replays = Replays(self._report_nodes)
+        self.follows_submodules = False  # set it by `follow_submodules`
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
-        self.collects_small = True
+        self.collects_small = True  # in the running pass
+        self._known_entrances = set[nn.Module]()  # modules of which the first pass has ended
         self._left_out, self._max_left_bytes = frozenset[str](), 0  # names of tensors that are not reported up to this size
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         self.checkpoints = Checkpoints()
@@ -119,7 +123,7 @@ class Watch:
         after = module.register_forward_hook(hooks[1], always_call=is_root)
         self._handles[module] = [before, after]
         if not is_root:
-            self._hook_places[module] = HookPlace(before), HookPlace(after)
+            self._hook_places[module] = HookPlace(module, before), HookPlace(module, after)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -127,11 +131,20 @@ class Watch:
         self._running = threading.local()
 
     def end_first_pass(self) -> None:
-        """Stop collecting names of small tensors, and remove hooks inside of checkpointed modules, where nothing more is reported."""
+        """Stop collecting names of small tensors, and remove hooks inside of checkpointed modules, where nothing more is reported.
+
+        That is for passes that enter the model through the same module as the one that began last.
+        """
         self.collects_small = False
-        self._unfollowed = (self._called[True] - self._called[False]) & self._handles.keys()
-        self._remove(list(self._unfollowed))
+        self._known_entrances.add(self.entrance)
+        found = (self._called[True] - self._called[False]) & self._handles.keys()
+        self._unfollowed |= found
+        self._remove(list(found))
         self._called = {True: set(), False: set()}
+
+    def follow_submodules(self) -> None:
+        """Follow calls of modules inside of the model that no forward pass of the model makes, too."""
+        self.follows_submodules, self.replays.entrances = True, likely_entrances(self.model)
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
         """From the next pass on, do not report tensors with these names for which at most `max_bytes` would be packed."""
@@ -140,7 +153,7 @@ class Watch:
 
     def _forget(self) -> None:
         """Search the graph of the next pass."""
-        self._parts.clear()
+        self._parts = {self.model: KnownParts()}
         self.replays.clear()
 
     def _remove(self, modules: list[nn.Module]) -> None:
@@ -160,22 +173,30 @@ class Watch:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or self._current() is not None or not self._on_begin():
             return
+        self._begin_pass(module, (args, kwargs))
+
+    def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
+        """Begin the forward pass of this thread, which a call of `entrance` with the arguments `values` begins."""
         with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
             self._forget()
             self._needs = needs
-        path, is_plain_leaf = self._paths[module]
-        arguments = list(tensors_in((args, kwargs)))
+        self.entrance, self.collects_small = entrance, entrance not in self._known_entrances
+        path, is_plain_leaf = self._paths[self.model]
+        arguments = list(tensors_in(values))
         held = frozenset(t.untyped_storage()._cdata for t in arguments)
-        self._running.current = current = Pass(held, self._paths, [ModuleCall(module, path, is_plain_leaf, next_number())])
+        self._running.current = current = Pass(held, self._paths, [ModuleCall(self.model, path, is_plain_leaf, next_number())])
+        current.parts = self._parts.setdefault(entrance, KnownParts())
         current.checkpoints.add(checkpoint := running_checkpoint())  # around the model: the caller holds its inputs
         is_plain = checkpoint is None and top_default_hooks(True) is None and not self.collects_small and self.on_saved_again
-        self.replays.begin(current, self.replays.key(arguments, self._paths) if is_plain else None, self._passes, self._hook_places)
+        key = self.replays.key(entrance, arguments, self._paths) if is_plain else None
+        self.replays.begin(current, key, self._passes, self._hook_places)
+        return current
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         current = self._current()
-        if current is None or current.calls[0].module is not module:
+        if current is None or current.entrance is not None or current.calls[0].module is not module:
             return
         if len(current.calls) > 1 and any(call.module is module for call in current.calls[1:]):
             self._leave(module, args, output)
@@ -188,9 +209,13 @@ class Watch:
                 else:
                     self.replays.read(current, module, args, output)
         finally:
-            self._running.current = None
-            self._passes.remove(current)
-            self._on_end(output)
+            self._end_pass(current, output)
+
+    def _end_pass(self, current: Pass, output: Any) -> None:
+        """End the forward pass of this thread; an `output` of None: it raised."""
+        self._running.current = None
+        self._passes.remove(current)
+        self._on_end(output)
         if current.recording is not None and output is not None and not (self._passes or self.passed_over or self._unfollowed):
             self.replays.record(current, output, self._hook_places)
 
@@ -200,19 +225,19 @@ class Watch:
             current = self._pass_of(module, args)
             if current is None:
                 return
+        elif current.entrance is module:
+            current.depth += 1
         if self.collects_small:
-            inside = any(call.module in self.passed_over or call.is_checkpointed for call in current.calls)
-            self._called[inside].add(module)
+            self._note_call(current, module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
         current.called.append(path)
-        if times > 1:
-            path = f"{path}@{times}"
+        path = path if times == 1 else f"{path}@{times}"
         if self._on_enter is not None and current.saves is None:
             self._on_enter(path, args)
         if not is_grad_enabled():
             self._enter_hidden(current, module, path, args)
-        cache = None if current.is_branch else self._parts.calls.get(path)
+        cache = None if current.is_branch else current.parts.calls.get(path)
         current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
         current.is_repeated = False
         if top_default_hooks(True) is not None and current.saves is None:
@@ -226,9 +251,16 @@ class Watch:
             # it runs without the checkpoint of the first pass
             self._follow_again(module)
 
+    def _note_call(self, current: Pass, module: nn.Module) -> None:
+        inside = any(call.module in self.passed_over or call.is_checkpointed for call in current.calls)
+        self._called[inside].add(module)
+
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
         """The pass in which `module` is called: that of this thread or one that begins; None if the module is not followed in it."""
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
+        if current is not None and current.entrance is module:
+            current.depth += 1
+        current = current or self._enter_submodule(module, args)
         if current is not None and current.replay is not None:
             if module in current.replay.program.called:
                 return None
@@ -247,10 +279,48 @@ class Watch:
         for part in again:
             self._attach_to(part)
 
+    # --- passes that enter through a module inside of the model ---
+
+    def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
+        """The pass that begins by a call of `module` outside of all forward passes; None where it is not followed.
+
+        In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
+        """
+        if not self.follows_submodules or not is_grad_enabled() or running_backward() >= 0 or module not in self._hook_places:
+            return None
+        if self.was_compiled or any(is_around(other, module) for other in self._passes) or not self._on_begin():
+            return None
+        current = self._begin_pass(module, args)
+        current.entrance, current.depth = module, 1
+        self.replays.entrances.add(module)
+        self._hook_places[module][1].call_always(True)
+        return current
+
+    def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        """End the pass, if this is the call by which it began; an `output` of None: it raised."""
+        current.depth -= 1
+        if current.depth:
+            return self._return(current, module, args, output)
+        try:
+            if output is not None:
+                self._return(current, module, args, output)
+                del current.calls[1:]
+                if current.replay is not None:
+                    self.replays.read(current, self.model, args, output)
+        finally:
+            if module in self._hook_places:
+                self._hook_places[module][1].call_always(False)
+            self._end_pass(current, output)
+
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         current: Pass | None = getattr(self._running, "current", None)
         if current is None:
             return
+        leave = self._leave_submodule if current.entrance is module else self._return
+        leave(current, module, args, output)
+
+    def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        """Report what a call saved."""
         if current.replay is not None:
             return self.replays.read(current, module, args, output)
         call, over = current.calls[-1], current.over
@@ -311,10 +381,13 @@ class Watch:
         """
         if not self._passes or not torch.is_grad_enabled():
             return None
-        if len(self._passes) > 1:
+        around = [other for other in self._passes if is_around(other, module)]
+        if not around:
+            return None
+        if len(around) > 1:
             self.in_threads.add(self._paths.get(module, ("", False))[0])
             return None
-        whole = self._passes[0]
+        whole = around[0]
         call = ModuleCall(whole.calls[0].module, whole.calls[0].path, False, next_number())
         stops = frozenset(t.grad_fn for t in tensors_in(args))
         current = Pass(whole.inputs, whole.modules, [call], times=whole.times, is_branch=True, stops=stops)
@@ -349,10 +422,11 @@ class Watch:
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
         """`_report`; from the segment of the last pass where this one came to the same point."""
         key = current.calls[-1].path, before is not None
-        segment = self._parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
+        segment = current.parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
         tensors = segment.read_again(current, values, before) if segment is not None else None
         if tensors is None or segment is None:
-            self._parts.segments.pop(key, None)
+            if current.parts is not None:
+                current.parts.segments.pop(key, None)
             self._report(current, values, before)
         else:
             self._report_part(current, segment.part, tensors, of_args=before is not None)
@@ -393,7 +467,7 @@ class Watch:
             return
         is_leaf = current.calls[-1].path.partition("@")[0] in self._leaves
         kind = "before" if before is not None else "call" if is_leaf else "between"
-        part = self._parts.keep(current, (point, counts), (nodes, reported), values, kind)
+        part = current.parts.keep(current, (point, counts), (nodes, reported), values, kind)
         if current.recording is not None:
             current.recording.add_new(part, (nodes, reported), current, counts, of_args=before is not None)
 
@@ -478,23 +552,3 @@ class Watch:
         with torch.no_grad():
             self._on_saved(saved)
         return True
-
-
-def is_plain_leaf(module: nn.Module) -> bool:
-    """Whether `module` is a module of torch.nn without children: its slots are named by module and operand, without the operation."""
-    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-
-
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-
-def is_wrapped_by_compile(model: nn.Module) -> bool:
-    """Whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
-    return hasattr(model, "_orig_mod") or (isinstance(model, WRAPPERS) and is_wrapped_by_compile(model.module))
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
-    while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
-    return model

@@ -28,7 +28,7 @@ from paredown.trace.graph_parts import FoundAgain, GraphPart, Report
 from paredown.trace.hooks import HookPlace
 
 RECHECK = 128  # replayed passes of a program, after which one is followed in full
-MAX_PROGRAMS = 8  # of passes with different arguments
+MAX_PROGRAMS = 8  # of passes through one entrance with different arguments
 GROWTH = 4  # times as many equal passes are needed for the next program, after one that was replayed less than RECHECK times
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 HookPlaces = dict[nn.Module, tuple[HookPlace, HookPlace]]  # of the hooks before and after the calls of a module
@@ -161,6 +161,8 @@ class Program:
         # what is compared at each return, and read; the last one is that of no module
         self.steps = [(one.module, one.num_created, one.size, one.readings) for one in self.returns] + [(None, 0, None, ())]
         self.called = {one.module for one in recording.returns}
+        entrance: nn.Module = recording.key[0]
+        self.not_called = set(entrance.modules()) - self.called  # inside of the entrance, and not called
         self._paths = paths
         self.num_replays = 0
 
@@ -199,16 +201,17 @@ class Replays:
         self._last: dict[Any, tuple[list[Any], int]] = {}  # outline of the last pass, and how many before it had the same
         self._num_needed = 1  # passes like the one before it, before a program is made
         self._taken_out: list[HookPlace] = []
+        self.entrances = set[nn.Module]()  # modules that passes entered through, or are likely to
         self._lock = threading.Lock()  # passes may begin in several threads
 
-    def key(self, arguments: Sequence[Tensor], modules: Iterable[nn.Module]) -> Any:
+    def key(self, entrance: nn.Module, arguments: Sequence[Tensor], modules: Iterable[nn.Module]) -> Any:
         """What must be the same in passes that repeat each other, beyond their nodes; None if the pass is to be followed in full."""
         decides_by = self.receiver.replay_key() if self.receiver is not None else None
         if decides_by is None:
             return None
         sizes = tuple([(t.size(), t.dtype, t.requires_grad) for t in arguments])
         casts = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return decides_by, sizes, casts, tuple([module.training for module in modules])
+        return entrance, decides_by, sizes, casts, tuple([module.training for module in modules])
 
     def begin(self, current: Pass, key: Any, passes: list[Pass], places: HookPlaces) -> None:
         """Begin a pass beside those running: it repeats an earlier one, or is recorded, or neither if `key` is None."""
@@ -234,7 +237,7 @@ class Replays:
         key, outline = recording.key, recording.outline()
         last, num_equal = self._last.get(key, (None, 0))
         num_equal = num_equal + 1 if outline == last else 0
-        if len(self._last) >= MAX_PROGRAMS and key not in self._last:
+        if key not in self._last and sum(other[0] is key[0] for other in self._last) >= MAX_PROGRAMS:
             self.clear()
         self._last[key] = outline, num_equal
         is_compiled = any(place.hook.was_compiled for both in places.values() for place in both)
@@ -304,11 +307,15 @@ class Replays:
     # --- hooks ---
 
     def _take_out(self, places: HookPlaces) -> None:
-        """Take out the hooks that no program needs: of modules that all of them call, and after calls in which nothing is stored."""
+        """Take out the hooks that no program needs: of modules that all of them call, and after calls in which nothing is stored.
+
+        A program of another entrance need not call a module that is not inside of that. Entrances keep their hooks.
+        """
         if self._taken_out:
             return
         programs = self._programs.values()
-        called = set[nn.Module].intersection(*(program.called for program in programs))
+        called = set[nn.Module]().union(*(program.called for program in programs)) - self.entrances
+        called = called.difference(*(program.not_called for program in programs))
         followed = set[nn.Module].union(*(program.followed for program in programs))
         for module, (before, after) in places.items():
             if module in called:

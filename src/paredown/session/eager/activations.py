@@ -249,7 +249,7 @@ class Activations:
             # what `memory_of` returns, without another call
             memory = (tensor.get_device(), tensor.dtype, piece.storage.nbytes(), *place)
             if memory == slot.memory and piece.address not in inputs:
-                storage: ForwardStorage = getattr(self._local, "storage", None) or self._running[-1]
+                storage = self._current_storage()
                 if piece.address not in storage.unpacked:
                     if slot.is_unmodified and piece.address not in storage.at_address:  # as by `_leave`
                         storage.left[piece.key], storage.unpacked[piece.address] = slot.nbytes, tensor
@@ -340,9 +340,12 @@ class Activations:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
 
     def _current_storage(self) -> ForwardStorage:
-        """That of the forward pass of this thread; in a worker thread of a forward pass, that of the pass started last."""
+        """That of the forward pass of this thread; in a worker thread of a forward pass, that of the pass started last.
+
+        A new one in a thread that outlives the pass.
+        """
         storage: ForwardStorage | None = getattr(self._local, "storage", None)
-        return storage if storage is not None else self._running[-1]
+        return storage or (self._running[-1] if self._running else ForwardStorage())
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
         """The format of a slot: the plan's, limited by what backward needs and by dtype and size."""
