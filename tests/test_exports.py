@@ -114,9 +114,3 @@ def test_every_name_of_a_package_resolves(package: str) -> None:
     assert all(getattr(module, name) is not None for name in module.__all__)
     with pytest.raises(AttributeError, match=f"module 'paredown.{package}' has no attribute 'unheard_of'"):
         _ = module.unheard_of
-
-
-def test_errors_at_the_top_warn_for_one_release() -> None:
-    old = "ApplyError"
-    with pytest.warns(DeprecationWarning, match=rf"paredown\.{old} is paredown\.errors\.{old} now"):
-        assert getattr(paredown, old) is paredown.errors.ApplyError

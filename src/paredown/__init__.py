@@ -119,10 +119,6 @@ sys.modules[__name__].__class__ = _Package
 def __getattr__(name: str) -> Any:
     if name in ("errors", "optim"):
         return import_module(f"paredown.{name}")
-    if name.endswith("Error") and hasattr(import_module("paredown.errors"), name):
-        errors = import_module("paredown.errors")
-        errors.warn_renamed(f"paredown.{name}", f"paredown.errors.{name}")
-        return getattr(errors, name)
     if name not in _HOME:
         raise AttributeError(f"module 'paredown' has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOME[name]), name)  # the next look-up finds it

@@ -1,9 +1,4 @@
-"""The exceptions of paredown. Each is a `ParedownError`; its message names the value, the place, the limits and what to do next.
-
-`warn_renamed` is the DeprecationWarning of names that keep working for one release.
-"""
-
-from warnings import warn
+"""The exceptions of paredown. Each is a `ParedownError`; its message names the value, the place, the limits and what to do next."""
 
 LONGEST = 2000  # characters of a message; text quoted from a file can have any length
 
@@ -72,8 +67,3 @@ class TaskError(ParedownError, ValueError):
 
 class PriorError(ParedownError, ValueError):
     """A prior that cannot be read or written, or a name that no prior has."""
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn the caller of the calling function that `old` is called `new` now, and goes with the next release."""
-    warn(f"{old} is {new} now; the old name goes with the next release.", DeprecationWarning, stacklevel=3)

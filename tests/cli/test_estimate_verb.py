@@ -126,17 +126,6 @@ def test_a_plan_is_within_its_budget_and_is_explained(folder: Path) -> None:
     assert status == 0 and out.strip() == plan.explain()
 
 
-def test_names_of_version_0_1_are_accepted_for_one_release(folder: Path) -> None:
-    value = asked_json("plan", "net.py:both", "--budget", "70%", "--device", "cpu", "-o", "mine.json")
-    assert value["written_bytes"] == value["baseline_bytes"] and value["deprecated"] == {"written_bytes": "baseline_bytes"}
-    slots = asked_json("explain", "mine.json", "--model", "net.py:both", "--device", "cpu")["slots"]
-    assert slots and all(row["written_bytes"] == row["baseline_bytes"] for row in slots)
-    status, out, err = ask("estimate", "net.py:both", "--device", "cpu", "--plan", "as_written", "--json")
-    assert status == 0 and "plan 'as_written' is called 'baseline' now" in err
-    old, new = json.loads(out)["plans"], asked_json("estimate", "net.py:both", "--device", "cpu", "--plan", "baseline")["plans"]
-    assert [{**row, "plan": ""} for row in old] == [{**row, "plan": ""} for row in new]
-
-
 def test_a_file_is_replaced_only_if_asked(folder: Path) -> None:
     Path("plan.json").write_text("mine")
     words = ("plan", "net.py:both", "--budget", "70%", "--device", "cpu")

@@ -187,15 +187,13 @@ class DemoResult:
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
         budget = {"budget_bytes": self.picked.budget_bytes, "full_bytes": self.picked.full_bytes, "seconds": self.seconds}
-        baseline = self.baseline.trial.to_json()
-        runs = {"baseline": baseline, "as_written": baseline, "with_plan": self.packed.trial.to_json()}
+        runs = {"baseline": self.baseline.trial.to_json(), "with_plan": self.packed.trial.to_json()}
         return {
             "task": self.picked.task,
             "picked": self.picked.label,
             "reason": self.picked.reason,
             **budget,
             **runs,
-            "deprecated": {"as_written": "baseline"},
         }
 
     def in_words(self, files: dict[str, str]) -> list[str]:

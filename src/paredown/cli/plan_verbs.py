@@ -103,20 +103,12 @@ def make_plan(
         allowed = _budget(within.size, baseline.peak_bytes)
     made.save(out)
     if is_json:
-        sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, **baseline_bytes(baseline.peak_bytes)}
+        sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "baseline_bytes": baseline.peak_bytes}
         value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out)}
-        return emit({**value, "plan": made.to_json(), "deprecated": RENAMED})
+        return emit({**value, "plan": made.to_json()})
     fit = repr(foot.fits(allowed))
     hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {step_text(model, options)}"
     tell(made.reason, fit[0].upper() + fit[1:], f"The budget is {within.say(allowed)}.", "", hint)
-
-
-RENAMED = {"written_bytes": "baseline_bytes"}
-
-
-def baseline_bytes(nbytes: int) -> dict[str, int]:
-    """The JSON field `baseline_bytes`, and the same value under its name in version 0.1, `written_bytes`."""
-    return {"baseline_bytes": nbytes, "written_bytes": nbytes}
 
 
 def _budget(text: str, whole: int) -> int:
@@ -182,9 +174,9 @@ def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
     from paredown.plan.footprint import footprint
 
     trace = subject.trace(plan)
-    peaks = {**baseline_bytes(footprint(subject.trace()).peak_bytes), "peak_bytes": footprint(trace, plan).peak_bytes}
+    peaks = {"baseline_bytes": footprint(subject.trace()).peak_bytes, "peak_bytes": footprint(trace, plan).peak_bytes}
     slots = [
-        {"slot": row.slot, "role": row.role.value, **baseline_bytes(row.baseline_bytes), "nbytes": row.nbytes}
+        {"slot": row.slot, "role": row.role.value, "baseline_bytes": row.baseline_bytes, "nbytes": row.nbytes}
         | {"format": row.format, "what": row.what, "why": row.why}
         for row in explain_slots(trace, plan)
     ]
@@ -194,7 +186,6 @@ def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
         "model": subject.name,
         **peaks,
         "slots": slots,
-        "deprecated": RENAMED,
     }
 
 

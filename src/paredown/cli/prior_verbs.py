@@ -115,8 +115,6 @@ def summary(prior: PriorData) -> dict[str, Any]:
 
     import numpy as np
 
-    from paredown.pick.priors import FILE_FIELDS
-
     means = [float(row[known].mean()) if (known := np.isfinite(row)).any() else None for row in prior.errors]
     tasks = [
         {**asdict(task), "mean_error": mean, "noise": None if np.isnan(noise) else float(noise), "runs": int(count)}
@@ -128,13 +126,12 @@ def summary(prior: PriorData) -> dict[str, Any]:
         "entries": int(np.isfinite(prior.errors).sum()),
         "runs": int(prior.counts.sum()),
     }
-    plans = [{"label": p.label, "template": p.template, FILE_FIELDS["template"]: p.template, "level": p.level} for p in prior.plans]
+    plans = [{"label": p.label, "template": p.template, "level": p.level} for p in prior.plans]
     return {
         **head,
         "tasks": tasks,
         "plans": plans,
         "provenance": [dict(source) for source in prior.provenance],
-        "deprecated": {FILE_FIELDS["template"]: "template"},
     }
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paredown.assign.assign import assign
-from paredown.cli.output import BASELINE, say
+from paredown.cli.output import BASELINE
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
 from paredown.models.lora import add_lora
@@ -462,14 +462,10 @@ def example(text: str, num: int) -> Tensor:
 
 # --- the plan that an argument names ---------------------------------------------------------------------------------
 
-OLD_BASELINE = "as_written"  # its name in version 0.1
-
 
 def read_plan(text: str) -> Plan:
     """The plan that `text` names."""
-    if text == OLD_BASELINE:
-        say(f"plan {OLD_BASELINE!r} is called {BASELINE!r} now; the next release will not accept the old name.")
-    if text in (BASELINE, OLD_BASELINE):
+    if text == BASELINE:
         return Plan()
     if text and all(name in PRESETS for name in text.split("+")):
         return combine_presets(text.split("+")) if "+" in text else Plan.preset(text)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paredown.errors import warn_renamed
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.footprint import slot_bytes
@@ -46,12 +45,6 @@ class PlannedSlot:
     format: str
     what: str
     why: str
-
-    @property
-    def written_bytes(self) -> int:
-        """`baseline_bytes`, under its name in version 0.1; warns."""
-        warn_renamed("written_bytes of a slot", "baseline_bytes")
-        return self.baseline_bytes
 
     @property
     def cells(self) -> tuple[str, ...]:

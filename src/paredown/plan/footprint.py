@@ -33,7 +33,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from paredown.errors import CalibrationError, PlanError, warn_renamed
+from paredown.errors import CalibrationError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.calibration import Calibration, find_calibration
 from paredown.plan.checkpointed_trace import modules_of, outermost, step_under
@@ -243,12 +243,6 @@ class Footprint:
         """`model_bytes` of one process that has all rows, under the same strategy."""
         assert self.distribution is not None
         return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
-
-    @property
-    def as_written(self) -> Footprint:
-        """`baseline`, under its name in version 0.1; warns."""
-        warn_renamed("Footprint.as_written", "Footprint.baseline")
-        return self.baseline
 
     def __repr__(self) -> str:
         head, (columns, *rows) = self._table()

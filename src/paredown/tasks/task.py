@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import PurePath, PureWindowsPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paredown.errors import TaskError, warn_renamed
+from paredown.errors import TaskError
 from paredown.models.transformer import token_loss
 from paredown.plan.selectors import closest
 from paredown.tasks.data import Data
@@ -140,12 +139,6 @@ class Task:
             raise TaskError(f"autocast is a dtype such as torch.bfloat16, or None, not {self.autocast!r}.")
 
     @property
-    def recipe(self) -> OptimizerSettings:
-        """`settings`, under its name in version 0.1; warns."""
-        warn_renamed("Task.recipe", "Task.settings")
-        return self.settings
-
-    @property
     def judge(self) -> Loss:
         """The function (output, answers) -> mean error of a batch that `metric` selects."""
         return (METRICS[self.metric] or self.loss) if isinstance(self.metric, str) else self.metric
@@ -158,19 +151,3 @@ class Task:
     def __repr__(self) -> str:
         how = f"{self.steps} steps of {self.batch}, {self.settings.optimizer} at {self.settings.lr:g}"
         return f"Task({self.name}: {how}; {repr(self.data).partition('(')[2]}"
-
-
-def _accepts_recipe(init: Callable[..., None]) -> Callable[..., None]:
-    """`init` of `Task` that accepts the argument `settings` under its name in version 0.1, `recipe`, with a warning."""
-
-    @wraps(init)
-    def accepts(self: Task, *values: Any, **fields: Any) -> None:
-        if "recipe" in fields:
-            warn_renamed("the argument recipe of Task", "settings")
-            fields["settings"] = fields.pop("recipe")
-        init(self, *values, **fields)
-
-    return accepts
-
-
-Task.__init__ = _accepts_recipe(Task.__init__)
