@@ -2,8 +2,8 @@
 
 A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep; its path can name a directory.
 `read_json` returns the value of a file or raises the given ParedownError, and `load_json` the object that a `from_json` makes of it;
-`save_json` writes one. `object_parts` checks version and field names; `check_fields` checks values against a table of `Check`s. `brief`
-quotes any value in a message, also values that `repr` fails on.
+`save_json` writes one, and `replaced_file` any file: whole or not at all. `object_parts` checks version and field names;
+`check_fields` checks values against a table of `Check`s. `brief` quotes any value in a message, also values that `repr` fails on.
 
 >>> brief([1, 2]), brief(10**6000), brief([10**6000])
 ('[1, 2]', 'a whole number of about 6001 digits', 'a list of 1')
@@ -26,9 +26,13 @@ paredown.errors.ReportError: sizes[1]: a whole number from 0 to 2^53 is needed h
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import secrets
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -156,9 +160,67 @@ def load_json(
         raise error(f"{name or path}: {reason} {advice}".rstrip()) from None
 
 
-def save_json(path: PathText, value: Any, *, indent: int | None = None) -> None:
+def save_json(path: PathText, value: Any, error: Raises, *, indent: int | None = None) -> None:
     """Write a JSON value and a line feed to a file; ValueError for NaN and infinity, which JSON does not have."""
-    Path(path).write_text(json.dumps(value, allow_nan=False, indent=indent) + "\n", encoding="utf-8", newline="\n")
+    save_text(path, json.dumps(value, allow_nan=False, indent=indent) + "\n", error)
+
+
+def save_text(path: PathText, text: str, error: Raises) -> None:
+    """Write a file of UTF-8 text, whole or not at all; raises `error` with the reason if it cannot be written."""
+    data = text.encode()
+    with replaced_file(path, error) as part:
+        part.write_bytes(data)
+
+
+@contextmanager
+def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
+    """The path of a new file in the same folder, which replaces `path` when the block ends; a block that raises leaves `path` unmodified.
+
+    The new file is on the disk before it gets the name, and has the permissions of the file that it replaces. A link stays one: the file
+    that it names is replaced. Devices and pipes (/dev/stdout) are written directly. An OSError becomes `error` with advice.
+    """
+    target = _link_target(path, error)
+    part = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.part")
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            yield target
+            return
+        yield part
+        with part.open("r+b") as file:
+            os.fsync(file.fileno())
+        if target.is_file():
+            part.chmod(target.stat().st_mode & 0o7777)
+        part.replace(target)
+    except OSError as reason:
+        why = reason.strerror or type(reason).__name__
+        raise error(f"{path} cannot be written: {why}. {_advice(reason.errno, Path(path))}") from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _link_target(path: PathText, error: Raises) -> Path:
+    """The file that `path` names, through all links."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as reason:  # a zero byte or a lone surrogate in the path
+        raise error(f"{brief(str(path))} cannot be the path of a file: {reason}.") from None
+
+
+def _advice(number: int | None, path: Path) -> str:
+    """What to do about a file that cannot be written, by the number of its OSError."""
+    if path.is_dir():
+        return "It is a folder: give the path of a file."
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        what = "The file that had this name is unmodified" if path.exists() else "No part of it is left"
+        return f"{what}. Free space on its disk, or give a path on another one."
+    if not path.parent.is_dir():
+        return f"There is no folder {path.parent}: create it, or give a path in one that exists."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"A new file is written and renamed, and this user may not create one in {path.parent}: give a path in another folder."
+        )
+    return "Give another path."
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:

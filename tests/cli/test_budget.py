@@ -21,7 +21,9 @@ NET = ("net.py:both", "--plan", "baseline")
 def test_a_budget_in_gb_is_printed_in_both_units_with_the_cards_it_may_mean(folder: Path) -> None:
     status, out, _ = ask("estimate", *NET, "--budget", "24GB")
     assert status == 0
-    assert "The budget is 22.35 GiB (24.00 GB): cards sold as 24 GB have 21.9 to 23.5 GiB (--gpu 3090, 4090, a10, l4)." in out
+    assert (
+        "The budget is 22.35 GiB (24.00 GB): cards sold as 24 GB have 21.9 to 23.5 GiB (--gpu 3090, 3090ti, 4090, a10, l4)." in out
+    )
     assert "The budget is 24.00 GiB (25.77 GB).\n" in ask("estimate", *NET, "--budget", "24GiB")[1], "no card is meant"
     assert "The budget is 23.28 GiB (25.00 GB).\n" in ask("estimate", *NET, "--budget", "25GB")[1], "no card has this size"
 

@@ -132,7 +132,7 @@ class Sensitivities:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
-        save_json(path, self.to_json(), indent=1)
+        save_json(path, self.to_json(), PlanError, indent=1)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Sensitivities:

@@ -45,6 +45,7 @@ CARDS = (
     Card("3060", 12, 11.6),
     Card("3080", 10, 9.6),
     Card("3090", 24, 23.5),
+    Card("3090ti", 24, 23.5),
     Card("4070", 12, 11.5),
     Card("4080", 16, 15.5),
     Card("4090", 24, 23.5),
@@ -55,13 +56,17 @@ CARDS = (
     Card("a10", 24, 21.9),
     Card("l4", 24, 21.9),
     Card("a40", 48, 44.3),
+    Card("l40", 48, 44.3),
     Card("l40s", 48, 44.3),
+    Card("6000ada", 48, 47.3),
     Card("a6000", 48, 47.3),
     Card("a100-40gb", 40, 39.3),
     Card("a100-80gb", 80, 79.1),
     Card("h100", 80, 79.1),
     Card("h200", 141, 139.7),
     Card("b200", 180, 178.3),
+    Card("b300", 288, 267.6),
+    Card("mi300x", 192, 191.5),
 )
 ALIASES = {"a10g": "a10", "h10080gb": "h100", "v100": "v100-16gb or v100-32gb", "a100": "a100-40gb or a100-80gb"}
 
@@ -107,7 +112,9 @@ def needed_budget(budget: str | None, gpu: str | None, *, default: str | None = 
 
 def gpu_budget(text: str) -> Budget:
     """The budget of a card by name, or of a GPU of this machine (cuda, cuda:1): its memory that is free now."""
-    name = re.sub(r"nvidia|geforce|quadro|tesla|rtx|gtx|pcie|sxm[0-9]*|hbm[0-9a-z]*|[\s_-]", "", text.lower())
+    name = re.sub(
+        r"nvidia|amd|instinct|generation|geforce|quadro|tesla|rtx|gtx|pcie|sxm[0-9]*|hbm[0-9a-z]*|[\s_-]", "", text.lower()
+    )
     if (match := HERE.fullmatch(name)) is not None:
         return _budget_here(int(match["index"] or 0), text)
     name = ALIASES.get(name, name)

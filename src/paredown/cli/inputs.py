@@ -5,7 +5,6 @@ Reading a damaged file raises a ParedownError; no code that a file names is run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to a file through a temporary file, so that an interrupted write leaves no partial file."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8", newline="\n")
-    part.replace(path)
+    """Write `value` to a file, whole or not at all."""
+    serial.save_json(path, value, ParedownError, indent=1)
 
 
 def check_places(files: Mapping[str, Path | None]) -> None:

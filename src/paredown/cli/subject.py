@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paredown.assign.assign import assign
+from paredown.cli.config_checks import check_config, check_counts
 from paredown.cli.output import BASELINE
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
@@ -104,8 +105,7 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
 
 def _object(path: Path) -> dict[str, Any]:
     value = read_json(path, "config", TaskError, most_bytes=LARGEST)
-    if not isinstance(value, dict) or not isinstance(value.get("model_type"), str):
-        raise TaskError(f"{path} is no config of a Hugging Face model: it has no field model_type.")
+    check_config(value, path)
     return _without_fetched(value)
 
 
@@ -398,6 +398,7 @@ def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
     sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
     keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
     keywords |= {"picture": sizes["picture"]} if name == "vit" else {"context": sizes["length"]} if name == "gpt" else {}
+    check_counts(keywords, f"model {name!r}")
     try:
         with torch.device("meta"):
             model = MODELS[name](**keywords)
@@ -419,10 +420,8 @@ def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions
         return Subject(head, made, *_random_batch_and_loss(made, changes), assumed=(_assumed_batch(BATCH),))
     if isinstance(made, tuple) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module):
         return Subject(head, *made)
-    raise TaskError(
-        f"{function} returned {type(made).__name__}; it must return a paredown.Task, a model, (model, batch), (model, batch, loss) "
-        "or (model, batch, loss, optimizer)."
-    )
+    allowed = "a paredown.Task, a model, (model, batch), (model, batch, loss) or (model, batch, loss, optimizer)"
+    raise TaskError(f"{function} returned {type(made).__name__}; it must return {allowed}.")
 
 
 def _random_batch_and_loss(model: nn.Module, changes: SubjectOptions) -> tuple[Any, Callable[..., Tensor]]:

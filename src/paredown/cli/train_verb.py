@@ -30,6 +30,7 @@ from paredown.cli.budget import Budget, read_budget
 from paredown.cli.inputs import check_places, write_json
 from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
 from paredown.errors import ParedownError
+from paredown.serial import replaced_file
 from paredown.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -281,16 +282,26 @@ def check_weights_file(path: Path | None) -> None:
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """Save the state_dict of a model as plain tensors, loadable with weights_only=True."""
+    """Save the state_dict of a model as plain tensors, loadable with weights_only=True; the file appears whole or not at all."""
     import torch
 
-    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    if path.suffix == ".pt":
-        torch.save(state, path)
-        return
+    with replaced_file(path, ParedownError) as part:
+        if path.suffix == ".pt":
+            state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+            with part.open("wb") as file:
+                torch.save(state, file)
+        else:
+            _write_safetensors(model, part)
+
+
+def _write_safetensors(model: nn.Module, path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
-    save_model(model, str(path))
+    try:
+        save_model(model, str(path))
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(None, str(error)) from None
 
 
 def _frontier(path: Path) -> Frontier:

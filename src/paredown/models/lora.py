@@ -47,10 +47,11 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[s
     """
     layers = {path: module for path, module in model.named_modules() if _is_linear(module)}
     chosen = [path for path in layers if _is_target(path, targets)] if targets else _without_head(model, layers)
-    if not chosen:
+    missed = [target for target in targets if not any(_is_target(path, [target]) for path in layers)]
+    if not chosen or missed:
         names = ", ".join(list(dict.fromkeys(path.rpartition(".")[2] for path in layers))[:SHOWN])
-        missed = f"{', '.join(targets)} matches none of {len(layers)}, which are named {names}. Name some of these."
-        reason = missed if targets else "it has none, and LoRA needs nn.Linear."
+        unmatched = f"{', '.join(missed)} matches none of {len(layers)}, which are named {names}. Name some of these."
+        reason = unmatched if targets else "it has none, and LoRA needs nn.Linear."
         raise ValueError(f"no linear layer of {type(model).__name__} can have an adapter: {reason}")
     model.requires_grad_(False)
     for path in chosen:

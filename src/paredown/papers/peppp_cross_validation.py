@@ -31,7 +31,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from paredown.errors import BudgetError, PlanError
+from paredown.errors import BudgetError, PlanError, TaskError
 from paredown.papers.peppp_completion import complete
 from paredown.papers.peppp_experiment_design import Picker, TaskKnowledge
 from paredown.pick.pareto import undominated
@@ -158,6 +158,12 @@ class HeldOutTask:
         """Scores by the number of measurements."""
         errors = self.truth.errors[self.truth.feasible]
         predictions = picker(self.known, lambda plan: float(errors[plan]), counts)
+        missing = [count for count in counts if count not in predictions]
+        if missing:
+            raise TaskError(
+                f"the picker has no prediction after {missing[0]} measurements, but after {[*predictions]}; the task has {len(errors)} "
+                "feasible plans. Ask for counts that the picker has, or let it return one prediction for each of `counts`."
+            )
         return {
             count: self.truth.scores(prediction.drawn, prediction.expected, prediction.predicted, is_released=is_released)
             for count, prediction in predictions.items()

@@ -38,7 +38,7 @@ from paredown.formats.catalog import TIERS
 from paredown.pick.prior_data import Array, Mask, PlanRow, PriorData, TaskRow, join_priors, pooled_noise
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import closest
-from paredown.serial import SUMMED, TEXT, Check, brief, check_fields, load_json, object_parts, parse_json, read_dataclass
+from paredown.serial import SUMMED, TEXT, Check, brief, check_fields, load_json, object_parts, parse_json, read_dataclass, save_text
 
 __all__ = [
     "PlanRow",
@@ -198,14 +198,7 @@ def write_prior(prior_data: PriorData, path: Path, *, name: str | None = None) -
     """Write a prior to a file, one line for each task and plan; the file appears whole or not at all."""
     text = prior_to_text(prior_data if name is None else replace(prior_data, name=name))
     _check_readable(text, path.name)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        partial.replace(path)
-    except OSError as error:
-        raise PriorError(f"{path.name} cannot be written: {error.strerror}.") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    save_text(path, text, PriorError)
 
 
 def _check_readable(text: str, name: str) -> None:

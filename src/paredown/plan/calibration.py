@@ -196,16 +196,12 @@ class Calibration:
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the JSON, by default to the cache folder; returns the path."""
         target = calibration_path(self.device) if path is None else Path(path)
-        made = target.with_name(f"{target.name}.{os.getpid()}")  # another process may read the file now
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            save_json(made, self.to_json(), indent=1)
-            made.replace(target)
-        except OSError as error:
-            why = error.strerror or type(error).__name__
-            raise CalibrationError(
-                f"the calibration cannot be written to {target}: {why}. Set PAREDOWN_CACHE to a folder that this user may write."
-            ) from None
+            save_json(target, self.to_json(), CalibrationError, indent=1)
+        except (OSError, CalibrationError) as error:
+            advice = "Set PAREDOWN_CACHE to a folder that this user may write."
+            raise CalibrationError(f"the calibration cannot be written to {target}: {error} {advice}") from None
         return target
 
     def __str__(self) -> str:

@@ -33,7 +33,6 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple, Unpack, cast
 
 from paredown.errors import PlanError
@@ -54,7 +53,7 @@ from paredown.plan.selectors import (
 )
 from paredown.plan.storage import UNMODIFIED, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
-from paredown.serial import brief, load_json, object_parts
+from paredown.serial import brief, load_json, object_parts, save_text
 from paredown.tables import Table
 from paredown.trace.operations import CHECKPOINT, RECOMPUTES, Needs
 
@@ -375,7 +374,7 @@ class Plan:
         rules = ",\n".join(f"    {json.dumps(rule)}" for rule in value.pop("rules"))
         head = "".join(f"  {json.dumps(name)}: {json.dumps(part, sort_keys=True)},\n" for name, part in value.items())
         tail = f"[\n{rules}\n  ]" if rules else "[]"
-        Path(path).write_text(f'{{\n{head}  "rules": {tail}\n}}\n', encoding="utf-8", newline="\n")
+        save_text(path, f'{{\n{head}  "rules": {tail}\n}}\n', PlanError)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:

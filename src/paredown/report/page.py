@@ -18,11 +18,11 @@ import re
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from paredown.errors import ReportError
 from paredown.report.record import Record
+from paredown.serial import save_text
 from paredown.sizes import say_bytes
 from paredown.tables import Table
 from paredown.tasks.trial import say_step
@@ -49,16 +49,8 @@ def render(record: Record, *, live: str = "") -> str:
 
 
 def write(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write the page to a file through a temporary file, so that an interrupted write leaves no partial page."""
-    to = Path(path)
-    part = to.with_name(f".{to.name}.{os.getpid()}.part")
-    try:
-        part.write_text(render(record), encoding="utf-8")
-        part.replace(to)
-    except OSError as error:
-        raise ReportError(f"{to.name} cannot be written: {error.strerror}.") from None
-    finally:
-        part.unlink(missing_ok=True)
+    """Write the page to a file, whole or not at all."""
+    save_text(path, render(record), ReportError)
 
 
 def embedded(value: dict[str, Any]) -> str:

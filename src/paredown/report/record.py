@@ -241,7 +241,7 @@ class Record:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON to a file."""
-        save_json(path, self.to_json())
+        save_json(path, self.to_json(), ReportError)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Record:

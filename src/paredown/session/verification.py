@@ -145,7 +145,7 @@ class Verification:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the verification to `path` as JSON."""
-        save_json(path, self.to_json(), indent=1)
+        save_json(path, self.to_json(), PlanError, indent=1)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Verification:

@@ -31,6 +31,7 @@ from paredown.tables import TableRows
 ALWAYS, EVERY = 8, 16  # forward passes
 MIN_PASSES = 3  # counted before a warning
 LITTLE = 0.5  # of the magnitude: a slot that keeps less has lost its signal
+MOST_CHARS = 40  # of a format in a table
 GRADIENTS = (Role.ERROR, Role.GRADIENT)
 
 
@@ -65,7 +66,7 @@ class RangeCounts(TableRows[SlotCounts]):
         """Counts as shares of the values that are not 0."""
         counts = (row.num_underflows, row.num_flushed, row.num_saturated, row.num_nonfinite)
         shares = [f"{row.share(count):.2%}" for count in counts]
-        return row.slot, row.role.value, str(row.format), str(row.num_values), *shares, f"{row.kept:.1%}"
+        return row.slot, row.role.value, _brief(row.format), str(row.num_values), *shares, f"{row.kept:.1%}"
 
 
 class RangeCounter:
@@ -143,18 +144,30 @@ def _range(format: Format) -> tuple[float, float, float]:
     return -high if element.signed else -0.5, high, 2.0**element.min_exponent if is_float else element.smallest
 
 
+def _brief(format: Format) -> str:
+    """The text of a format; a table of many values is shown by their number, the smallest and the largest.
+
+    >>> _brief(Format.parse("[-1 0 1]")), _brief(Format.parse("[" + " ".join(str(k) for k in range(-99, 100)) + "]/64@bf16"))
+    ('[-1 0 1]', '[199 values from -99 to 99]/64@bf16')
+    """
+    text, table = str(format), format.element.table
+    short = f"[{len(table)} values from {table[0]:g} to {table[-1]:g}]" if table else ""
+    return text if len(text) <= MOST_CHARS else text.replace(str(format.element), short, 1)
+
+
 def _sentence(rows: list[SlotCounts]) -> str:
     """A warning about slots of one role, `rows`, that keep little of their magnitude."""
     worst, role = rows[0], rows[0].role.value
     who = f"1 {role} slot loses most of its" if len(rows) == 1 else f"{len(rows)} {role} slots lose most of their"
     element = worst.format.element
+    name = _brief(Format(element))
     if worst.num_flushed >= worst.num_saturated:
         share = worst.share(worst.num_flushed)
-        what = f"{share:.1%} of its nonzero values become 0, the smallest of {element} being {element.smallest:.3g}"
+        what = f"{share:.1%} of its nonzero values become 0, the smallest of {name} being {element.smallest:.3g}"
     else:
-        what = f"{worst.share(worst.num_saturated):.1%} of its values become the largest of {element}, {element.max_value:.5g}"
+        what = f"{worst.share(worst.num_saturated):.1%} of its values become the largest of {name}, {element.max_value:.5g}"
     return (
-        f"{who} magnitude, so that training stalls: {worst.slot!r} keeps {worst.kept:.1%} in {worst.format}; {what}. "
-        f"Use a format with a scale ({element}/32@e8m0) or with more exponent bits (e5m2, bf16), or scale the loss "
+        f"{who} magnitude, so that training stalls: {worst.slot!r} keeps {worst.kept:.1%} in {_brief(worst.format)}; {what}. "
+        f"Use a format with a scale ({name}/32@e8m0) or with more exponent bits (e5m2, bf16), or scale the loss "
         "(torch.amp.GradScaler). session.counts has all slots."
     )

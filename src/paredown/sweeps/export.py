@@ -15,7 +15,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,7 +24,7 @@ from typing import IO, Any
 from sqlalchemy import Connection, Row, func, select, update
 
 from paredown.errors import StoreError
-from paredown.serial import COUNT, NUMBER, TEXT, check_fields, or_none
+from paredown.serial import COUNT, NUMBER, TEXT, check_fields, or_none, replaced_file
 from paredown.sweeps.database import FINISHED, TRIALS, check_columns, is_same_store, readable
 from paredown.sweeps.store import BATCH, FREE, INSERTS, RESULT, Store, parsed_plan, to_spec
 from paredown.sweeps.sweep import label_of
@@ -54,15 +53,8 @@ def export(store: Store, to: str | Path, *, sweep: str | None = None) -> int:
     if path.suffix not in WRITERS:
         raise StoreError(f"{path.name} has suffix {path.suffix!r}, which is no format of an export. Allowed: {', '.join(WRITERS)}.")
     trials = rows(store, sweep)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file, readable("a trial"):
-            WRITERS[path.suffix](trials, file)
-        part.replace(path)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}.") from None
-    finally:
-        part.unlink(missing_ok=True)
+    with replaced_file(path, StoreError) as part, part.open("wb") as file, readable("a trial"):
+        WRITERS[path.suffix](trials, file)
     return len(trials)
 
 

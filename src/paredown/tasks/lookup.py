@@ -258,6 +258,8 @@ def call_user_function(source: Path | str, function: str, options: Mapping[str, 
         if not callable(make):
             names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             raise TaskError(f"{name} has no function {function!r}. Closest: {closest(function, names) or 'it has none'}.")
+        if isinstance(make, nn.Module):
+            raise TaskError(f"{name}: {function} is a model, not a function: write `def step(): return {function}`, and name step.")
         return make(**options)
 
 

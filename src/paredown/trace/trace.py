@@ -273,7 +273,7 @@ class Trace:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
-        save_json(path, self.to_json())
+        save_json(path, self.to_json(), TraceError)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
