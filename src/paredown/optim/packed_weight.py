@@ -46,7 +46,7 @@ _LAST: list[weakref.ref[Weight]] = []  # at most one: the weight with deferred v
 PackHook = Callable[[Tensor], Any]
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
 OnWrite = Callable[["Weight", Tensor], Callable[[], None] | None]
-SAMPLED = 1 << 20  # values of the first rows, on which errors of updates are measured
+SAMPLED = 1 << 20  # values of the first rows, on which rounding errors are measured
 
 
 class NoMemory(Tensor):
@@ -66,7 +66,7 @@ class Weight:
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
         "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "is_checked", "is_pinned", "on_use", "on_write",
-        "places", "residue", "seen", "size", "stride", "users", "version", "was_compiled", "written",
+        "places", "residue", "rounding_error", "seen", "size", "stride", "users", "version", "was_compiled", "written",
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, packed: PackedTensor, packed_class: type[nn.Parameter]) -> None:
@@ -85,6 +85,7 @@ class Weight:
         )
         self.on_use: OnUse | None = None  # called after functions outside of modules: result, first new node, decoded values
         self.on_write: OnWrite | None = None  # called with values before they are encoded; what it returns is called after
+        self.rounding_error: float | None = None  # |rounded - original| / |original| when it was packed; None: not measured
         self.places: set[Any] = set()  # verified sequences of operations from it to a saved cast or view of it
         self._ref = weakref.ref(parameter)
         self._packed_class = packed_class
@@ -248,7 +249,7 @@ class Weight:
         if (values.size(), values.dtype, values.device) != (self.size, self.dtype, packed.device) or not self.size.numel():
             return 1.0, 0.0
         with torch.no_grad(), outside_inference_mode():
-            num_rows = max(SAMPLED * self.size[0] // self.size.numel(), 1)
+            num_rows = _num_sampled_rows(self.size)
             new = values.detach()[:num_rows].contiguous()
             update = new.float() - _first_rows(packed, num_rows).decode().float()
             rounding = encode(new, packed.format, order="logical").decode().float() - new.float()
@@ -366,6 +367,11 @@ def pack(parameter: nn.Parameter, format: Format, packed_class: type[nn.Paramete
     with torch.no_grad(), outside_inference_mode():
         packed = encode(parameter.detach(), format, order="logical")
         weight = Weight(parameter, packed, packed_class)
+        values = parameter.detach()[: _num_sampled_rows(packed.shape)].float()
+        error, norm = (
+            float(torch.linalg.vector_norm(t)) for t in (_first_rows(packed, len(values)).decode().float() - values, values)
+        )
+        weight.rounding_error = error / norm if norm else 0.0
     vars(parameter)[KEY] = weight
     weight.hide()
     return weight
@@ -392,6 +398,11 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 def outside_inference_mode() -> AbstractContextManager[Any]:
     """A context whose tensors are ordinary ones even if the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _num_sampled_rows(shape: torch.Size) -> int:
+    """The number of rows with about SAMPLED values, at least 1."""
+    return max(SAMPLED * shape[0] // max(shape.numel(), 1), 1)
 
 
 def _first_rows(packed: PackedTensor, num_rows: int) -> PackedTensor:

@@ -3,7 +3,9 @@
     the unmodified step, twice     the baseline; if its two results differ, the tolerance of both plans is widened by that difference
     the exact plan                 the plan with every format replaced by fp32: each slot is stored, viewed, shared and decoded as under the
                                    plan, without quantization error. It must give the gradients of the baseline bit for bit
-    the plan                       must be within a tolerance that follows from the formats of its slots
+    the plan                       must be within a tolerance that follows from the formats of its slots. Where weights are packed, it is
+                                   compared with gradients of the weights before packing, and the first two with the rounded weights
+    packed weights                 their values must be within SAFETY times the error that their formats explain
 
 Each run starts with the same random state and the same buffers. The error of a parameter is |g - baseline| / (s sqrt(numel)), where s is
 the root mean square of its baseline gradient, or that of all parameters of its module where that is larger: the bias of a convolution
@@ -44,7 +46,7 @@ from paredown.session.guard_steps import count_examples, first_examples
 from paredown.session.probe import restored_state
 from paredown.session.probe_passes import nodes_behind
 from paredown.session.session import Session, apply, session_of
-from paredown.session.verification import EXACT, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
+from paredown.session.verification import EXACT, OFF, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.entrances import is_wrapped_by_compile, unwrapped
 from paredown.trace.fake.fake_step import Arguments, _loss_of, signature_errors
@@ -61,6 +63,10 @@ LOSSLESS: dict[type[StoredForm], str] = {
     StoredIntegers: "exact integers",
     StoredShape: "its shape alone",
 }
+ROUNDED_WEIGHTS = (
+    "weights were packed before verify was called: gradients are compared with those of the rounded weights, and the rounding errors of "
+    "weights with those that their formats explain"
+)
 OUTSIDE = "packed weights or modules under activation checkpointing"
 REENTRANT = "CheckpointFunctionBackward"  # torch.autograd.grad silently gives no gradients inside such a checkpoint
 Step = Callable[[Any], Tensor]
@@ -108,7 +114,7 @@ def verify_step(
     while True:
         try:
             with _session(session, plan, unwrapped(model), seed) as opened:
-                result = VerificationRuns(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
+                result = VerificationRuns(opened[0], unwrapped(model), partial(step, batch), opened[1]).verification(tolerance)
             break
         except torch.OutOfMemoryError:
             if count < 2:
@@ -155,10 +161,12 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 
 
 @contextmanager
-def _session(opened: Session | None, plan: Plan | None, model: nn.Module, seed: int) -> Generator[Session]:
-    """A context with the open session of the model, or with a temporary one whose end restores the weights."""
+def _session(
+    opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
+) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
+    """A context with the open session of the model, or with a temporary one whose end restores the weights, which come with it."""
     if opened is not None:
-        yield opened
+        yield opened, {}
         return
     assert plan is not None
     rules = tuple(rule for rule in plan.rules if Selector.parse(rule[0]).role in (None, *STORED))  # others are for optimizers
@@ -170,7 +178,7 @@ def _session(opened: Session | None, plan: Plan | None, model: nn.Module, seed: 
     copies = {name: p.detach().clone() for name, p in packed.items()}
     try:
         with apply(replace(plan, rules=rules), model, seed=seed) as session:
-            yield session
+            yield session, copies
     finally:
         for name, copy in copies.items():
             packed[name].data.copy_(copy)
@@ -179,11 +187,16 @@ def _session(opened: Session | None, plan: Plan | None, model: nn.Module, seed: 
 class VerificationRuns:
     """Runs of one step: unmodified, and with some or all slots stored."""
 
-    def __init__(self, session: Session, model: nn.Module, step: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, session: Session, model: nn.Module, step: Callable[[], Tensor], originals: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`originals`: values of packed weights before they were packed, by name; those of an open session are gone."""
         self.session, self.model, self.step = session, model, step
+        self.originals = {name: values for name, values in (originals or {}).items() if name in session._weights.weights}
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
-        self.baseline: Gradients = []
+        self.baseline: Gradients = []  # with the decoded values of packed weights: those of the exact plan, bit for bit
+        self.original: Gradients | None = None  # with the weights before packing; None where no weight is packed, or they are gone
         self.scales: list[float] = []
         self.formats: dict[str, str] = {}  # stored slot -> its format under the plan
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
@@ -192,18 +205,21 @@ class VerificationRuns:
         """The result of runs of the baseline, the exact plan and the plan, with the slots at fault."""
         with self._restored():
             self._measure_baseline()
-            noise = max(self._distances(self._unmodified()), default=0.0)
-            exact = self._distances(self.stored(is_exact=True))
+            noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
+            exact = self._distances(self.stored(is_exact=True), is_exact=True)
             errors = self._distances(self.stored(records_formats=True))
-            expected = sqrt(sum(error * error for error in self.errors.values()))
+            expected = sqrt(sum(error * error for error in (*self.errors.values(), *self._weight_errors().values())))
             limits = {True: NOISE * noise, False: (SAFETY * expected if tolerance is None else tolerance) + NOISE * noise}
             rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, errors, strict=True)]
             worst = {True: max(exact, default=0.0), False: max(errors, default=0.0)}
             faults, notes = self._faults([is_exact for is_exact in (True, False) if worst[is_exact] > limits[is_exact]], limits)
+        rows = [row for row, g in zip(rows, self.baseline, strict=True) if g is not None or row.error or row.exact_error]
+        off = self._weights_off()
+        notes += [ROUNDED_WEIGHTS] if self.session._weights.weights and self.original is None else []
         return Verification(
             type(self.model).__name__,
-            rows=tuple(row for row, g in zip(rows, self.baseline, strict=True) if g is not None or row.error or row.exact_error),
-            at_fault=tuple(faults),
+            rows=(*rows, *(Compared(fault.slot, 0.0, fault.error, OFF) for fault in off)),
+            at_fault=(*off, *faults),
             exact_tolerance=limits[True],
             tolerance=limits[False],
             reason=self._reason(expected, noise, tolerance),
@@ -242,8 +258,22 @@ class VerificationRuns:
                 )
             return self._gradients()
 
-    def _unmodified(self) -> Gradients:
-        """The gradients without the plan; packed weights are unpacked, with the decoded values of their formats."""
+    def _weight_errors(self) -> dict[str, float]:
+        """The expected rounding error of each weight whose original values gradients are compared with."""
+        weights = self.session._weights.weights if self.original is not None else {}
+        return {f"weight={name}": expected_error(weight.format, Rounding.NEAREST_EVEN) for name, weight in weights.items()}
+
+    def _weights_off(self) -> list[Fault]:
+        """The weights that packing has changed by more than their formats explain."""
+        found: list[Fault] = []
+        for name, weight in self.session._weights.weights.items():
+            error = weight.rounding_error
+            if error is not None and not error <= SAFETY * expected_error(weight.format, Rounding.NEAREST_EVEN):
+                found.append(Fault(f"weight={name}", str(weight.format), error, error, name, PLAN))
+        return found
+
+    def _unmodified(self, *, is_original: bool = False) -> Gradients:
+        """The gradients without the plan; packed weights have the decoded values of their formats, or those before packing."""
         weights, local = self.session._weights, self.session._checkpointed._local
         finish = weights._finish
         with ExitStack() as stack:
@@ -252,7 +282,22 @@ class VerificationRuns:
             stack.enter_context(self.session.unpacked())
             # saved weights are not replaced
             stack.enter_context(patched_attributes(weights, _finish=lambda call, output: finish(call, None), _held={}))
+            if is_original:
+                stack.enter_context(self._original_values())
             return self._gradients()
+
+    @contextmanager
+    def _original_values(self) -> Generator[None]:
+        """A context in which unpacked weights have the values before packing."""
+        parameters = {name: p for name, p in self.model.named_parameters() if name in self.originals}
+        decoded = {name: p.detach().clone() for name, p in parameters.items()}
+        try:
+            for name, p in parameters.items():
+                p.data.copy_(self.originals[name])
+            yield
+        finally:
+            for name, p in parameters.items():
+                p.data.copy_(decoded[name])
 
     def _gradients(self) -> Gradients:
         self.session._activations.forwards = self._forwards  # the same random bits in every run
@@ -293,7 +338,8 @@ class VerificationRuns:
 
     def _measure_baseline(self) -> None:
         self.baseline = self._unmodified()
-        norms = [0.0 if g is None else _norm(g) for g in self.baseline]
+        self.original = self._unmodified(is_original=True) if self.originals else None
+        norms = [0.0 if g is None else _norm(g) for g in self.original or self.baseline]
         if not all(map(isfinite, norms)):
             raise ApplyError(
                 "the gradients of this batch are not finite without the plan: there is nothing to compare with. Use another batch."
@@ -310,9 +356,10 @@ class VerificationRuns:
             for module, norm, size in zip(modules, norms, sizes, strict=True)
         ]
 
-    def _distances(self, gradients: Gradients) -> list[float]:
+    def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
         """The relative error of each gradient; 0 for the same bits, infinity where a gradient is missing or not finite."""
-        return [_distance(g, base, scale) for g, base, scale in zip(gradients, self.baseline, self.scales, strict=True)]
+        baseline = self.baseline if is_exact or self.original is None else self.original
+        return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
 
     # --- slots at fault -------------------------------------------------------------------------------------------------
 
@@ -333,30 +380,35 @@ class VerificationRuns:
         return faults, notes
 
     def _test(self, *, is_exact: bool, limit: float) -> Callable[[Sequence[str]], bool]:
-        return lambda names: max(self._distances(self.stored(names, is_exact=is_exact)), default=0.0) > limit
+        return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
         """A row for each slot of a group: errors with the whole group stored, and with this slot alone; no slots: with nothing stored."""
-        errors = self._distances(self.stored(group, is_exact=is_exact))
+        errors = self._distances(self.stored(group, is_exact=is_exact), is_exact=is_exact)
         error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN
         if len(group) < 2:
             slot = group[0] if group else OUTSIDE
             return [Fault(slot, self.formats.get(slot, ""), error, error, parameter, under)]
-        alone = {slot: max(self._distances(self.stored([slot], is_exact=is_exact))) for slot in group[: 4 * MAX_FAULTS]}
+        alone = {
+            slot: max(self._distances(self.stored([slot], is_exact=is_exact), is_exact=is_exact))
+            for slot in group[: 4 * MAX_FAULTS]
+        }
         worst = sorted(alone, key=lambda slot: -alone[slot])[:MAX_FAULTS]
         return [Fault(slot, self.formats[slot], error, alone[slot], parameter, under) for slot in worst]
 
     def _reason(self, expected: float, noise: float, tolerance: float | None) -> str:
         if tolerance is not None:
             text = f"tolerance={tolerance:g} was given"
-        elif not self.errors:
+        elif not (errors := {**self.errors, **self._weight_errors()}):
             text = "no slot has a format with quantization error, so that the plan is exact too"
         else:
-            coarsest = max(self.errors, key=lambda name: self.errors[name])
+            coarsest = max(errors, key=lambda name: errors[name])
+            weight = self.session._weights.weights.get(coarsest.removeprefix("weight="))
+            format = self.formats[coarsest] if weight is None else weight.format
             text = (
-                f"{SAFETY:g} x {expected:.2g}, the root of the sum of squared errors that are expected of {len(self.errors)} slots, "
-                f"the coarsest {self.formats[coarsest]} with {self.errors[coarsest]:.2g}"
+                f"{SAFETY:g} x {expected:.2g}, the root of the sum of squared errors that are expected of {len(errors)} slots, "
+                f"the coarsest {format} with {errors[coarsest]:.2g}"
             )
         return (
             text

@@ -1,5 +1,7 @@
 """Writes into packed weights that rounding would lose: one warning of each kind in a session, and a row of `changes` for each weight.
 
+Weights whose values the format does not suit have a row from the start (`Weight.rounding_error`).
+
     merges         code writes an update into a packed frozen weight, as PEFT's merge_and_unload() does: the sum is encoded again, and
                    steps of a 4-bit format are larger than most updates. After session.close() the same merge is exact
     foreign steps  an optimizer that is not of paredown.optim updates packed weights: their new values are rounded to nearest, which
@@ -29,11 +31,15 @@ from paredown.trace.hooks import Hook, register_weakly
 
 OWN = ("SGD", "AdamW", "Lion", "Muon")  # optimizers of paredown.optim
 LARGEST_UPDATE = 0.5  # of the norm of the values; a larger change is taken for new values
+COARSE = 0.5  # rounding error of a weight, of its norm, from which on it is a row
 LEAST_ERROR = 0.05  # of an update: below it, rounding is not worth a warning
 MERGED = (
     "{} is stored in {} and was written while packed: encoding it again rounds the new values, and the update ({:.2g} of the norm of "
     "the values) is off by {:.2g} %. Call session.close() before adapters are merged (merge_and_unload(), merge_adapter()): the weights "
     "are then plain, with the decoded values, and the sum is not rounded. session.changes lists all weights that were written."
+)
+COARSE_ROW = (
+    "rounding changed its values by {:.0f} % of their norm: give it a finer format, or one with a scale, such as int8/64@bf16"
 )
 MERGED_ROW = "an update was written while it was packed, and is off by {:.2g} %: call session.close() before merging adapters"
 FOREIGN = (
@@ -52,6 +58,7 @@ class WeightWrites:
         self._loading: WeakKeyDictionary[Weight, tuple[int, int] | None] = (
             WeakKeyDictionary()
         )  # versions of loaded values; None: at work
+        self._coarse: dict[str, Change] = {}
         self._merged: dict[str, Change] = {}
         self._foreign: Change | None = None
         self._stepping: list[tuple[str, Weight, float]] | None = (
@@ -65,9 +72,13 @@ class WeightWrites:
         """Observe what is written into a packed weight."""
         self._names[weight] = name
         weight.on_write = self._written
+        if weight.rounding_error is not None and not weight.rounding_error < COARSE:
+            format, reason = str(weight.format), COARSE_ROW.format(100 * weight.rounding_error)
+            self._coarse[name] = Change(f"weight={name}", format, format, reason)
 
     def changes(self) -> Iterator[Change]:
-        """A row for foreign steps, and one for each frozen weight into which an update was written."""
+        """A row for each weight that its format does not suit, one for foreign steps, and one for each merged frozen weight."""
+        yield from self._coarse.values()
         yield from [self._foreign] if self._foreign is not None else ()
         yield from self._merged.values()
 
