@@ -160,6 +160,7 @@ def test_all_parameters_train_under_packed_state(kind: str, preset: str, tmp_pat
     assert isinstance(trainer.optimizer.optimizer, pare.optim.AdamW) and trainer.optimizer.optimizer.updates == 2
     after = trainer.model.state_dict()
     assert not [name for name in before if torch.equal(before[name], after[name])]
+    callback.close()
     assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
 
 

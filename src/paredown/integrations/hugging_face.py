@@ -3,11 +3,13 @@
     trainer = Trainer(model=model, args=args, train_dataset=data)       # or a subclass of it
     callback = attach(trainer, plan)                                    # applies the plan, and logs which optimizer will run
     callback = attach(trainer, budget="24GiB")                          # or makes a plan for the trainer's own step first
-    trainer.train()                                                     # closes the session at its end: trainer.model is unmodified
+    trainer.train()                                                     # again, if you like; then evaluate(), save_model(), push_to_hub()
+    callback.close()                                                    # decodes all weights: trainer.model is unmodified
 
 Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold plain weights, which
 `from_pretrained` reads, and the codes of weights and moments in the optimizer's file: `trainer.train(resume_from_checkpoint=...)` resumes
-with the same bits. Memory and update statistics (`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
+with the same bits. Saving decodes packed weights one module at a time, into host memory (`saving.py`). Memory and update statistics
+(`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
 
 Where the plan requests formats of the optimizer, `attach` replaces the one that `TrainingArguments.optim` names by its equal in
 paredown.optim, and refuses one that has none there; otherwise the trainer's optimizer is kept. `callback.optimizer` says which, and why.
@@ -20,6 +22,7 @@ An out-of-memory error of `trainer.train()` gets a note: what the peak was made 
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any, final
 
 from transformers import TrainerCallback
@@ -30,12 +33,14 @@ from paredown.errors import ApplyError, OptimError
 from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.integrations.monitor import AppliedPlan, unwrap_optimizer
 from paredown.integrations.out_of_memory import LastCall
+from paredown.integrations.saving import SavesOnCpu
 from paredown.integrations.trainer_step import autocast_of, plan_within
+from paredown.optim.parameter_state import remove_owner
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.changes import requests_optimizer
 from paredown.session.guard import Guard
-from paredown.session.session import Session
+from paredown.session.session import Session, session_of
 from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.entrances import unwrapped
@@ -59,12 +64,15 @@ EQUALS = {
 }
 SGD_ARGUMENTS = ("momentum", "dampening", "nesterov")  # of TrainingArguments.optim_args
 log = logging.getLogger("paredown")
+# the sessions of `attach`, with the plan and the options that they were made with
+_ATTACHED: weakref.WeakKeyDictionary[Session | SimulatedSession, tuple[Plan, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 @final
 class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
-    """Applies a plan when the trainer is made, saves the session's state in checkpoints, logs, and closes the session at the end.
+    """Applies a plan when the trainer is made, saves the session's state in checkpoints, and logs.
 
+    The session stays open after `train()`, so that a base of which only the packed form fits the device is not decoded; `close` ends it.
     `attach` makes one. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but loggers
     then run before it and miss its numbers. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
     """
@@ -82,6 +90,8 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         self.is_simulated, self.has_chunked_loss = mode != "store", chunked_loss
         self.optimizer = "the optimizer is the trainer's."  # a sentence: which optimizer runs, and why
         self.last_call: LastCall | None = None  # of the model, for explanations of out-of-memory errors
+        self.sets_optimizer = False  # whether `attach` chose the class of the trainer's optimizer
+        self._saving: SavesOnCpu | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Apply the plan to the model, before the trainer makes an optimizer for it."""
@@ -91,6 +101,24 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
                 "itself. Leave the option False."
             )
         self.put_on(model)
+        if not self.is_simulated:
+            self._saving = SavesOnCpu(unwrapped(model))
+
+    def is_like(self, other: TrainerPlanCallback) -> bool:
+        """Whether both have the same plan and options."""
+        return (self.plan, self._options) == (other.plan, other._options)
+
+    def put_on(self, model: Any) -> None:
+        """Apply the plan to `model`; a session of an earlier `attach` goes on if it has the same plan and options, else it is closed."""
+        earlier = session_of(unwrapped(model))
+        if earlier is not None and _ATTACHED.get(earlier) == (self.plan, self._options):
+            self.go_on_with(earlier, unwrapped(model))
+            return
+        if earlier is not None and earlier in _ATTACHED:
+            earlier.close()
+        super().put_on(model)
+        assert self.session is not None
+        _ATTACHED[self.session] = self.plan, self._options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Restore the session's state from the trainer's, if the run resumes from a checkpoint."""
@@ -116,16 +144,24 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             state.log_history[-1].update(values)  # the trainer's copy of `logs`, made before callbacks run
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Print the session's summary, and close it, which restores the unmodified model."""
+        """Print the session's summary. The session stays open, for evaluation, saving and more training."""
         if state.is_world_process_zero:
             self.print_summary()
-        self.close()
 
     def close(self) -> None:
-        """Close the session, which restores the unmodified model; can be called more than once."""
+        """Close the session, which decodes all weights and restores the unmodified model; can be called more than once."""
+        self.detach()
+        super().close()
+
+    def detach(self) -> None:
+        """Remove from the model what this callback added, and leave the session open, for the callback of another `attach`."""
         if self.last_call is not None:
             self.last_call.close()
-        super().close()
+        if self._saving is not None:
+            self._saving.close()
+        if self._monitor is not None:
+            self._monitor.close()
+        self._monitor = None
 
     def state(self) -> dict[str, Any]:
         """The session's state, which the trainer saves in trainer_state.json."""
@@ -137,8 +173,9 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
     def _open(self) -> Session | SimulatedSession:
         if self.session is None or not self.is_open:
             raise ApplyError(
-                "there is no open session: training closes it at its end, and trainer.add_callback runs too late to apply a plan. Call "
-                "paredown.integrations.hugging_face.attach(trainer, plan) before trainer.train()."
+                "there is no open session: close() was called, or trainer.add_callback, which runs too late to apply a plan. Call "
+                "paredown.integrations.hugging_face.attach(trainer, plan) before trainer.train(). To train without a plan, call "
+                "trainer.remove_callback(TrainerPlanCallback)."
             )
         return self.session
 
@@ -200,21 +237,26 @@ def attach(
     if the plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
+    The session is open until `close()` of what is returned. A second `attach`, of the same trainer or of another one for the same model,
+    goes on with it if plan and options are the same; otherwise it closes the session first, as it does for a budget.
     """
     _check_attached(trainer, plan, budget)
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     chosen_plan: Any = plan
     if budget is not None:
+        _close_earlier(trainer)  # the step of the unmodified model is traced
         has_chunks = bool(options.get("chunked_loss", CHUNKED_LOSS))
         chosen_plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
     callback = TrainerPlanCallback(chosen_plan, **options)
+    _remove_earlier(trainer, callback)
     chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, so that they log its numbers
     if chosen is not None:
         of_model = {"adamw_params": optim.embeddings_and_head(unwrapped(trainer.model))} if chosen == "muon" else {}
         trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, chosen, **of_model)
+        callback.sets_optimizer = True
         if isinstance(callback.session, Session):
             callback.session.awaits_optimizer = True
     _log_choices(trainer, callback, callback.plan.reason if budget is not None else "")
@@ -222,6 +264,35 @@ def attach(
     if verify:
         _verify_first(trainer, callback)
     return callback
+
+
+def _close_earlier(trainer: Any) -> None:
+    """Close the session that an earlier `attach` has left open on the trainer's model."""
+    session = session_of(unwrapped(trainer.model))
+    if session is not None and session in _ATTACHED:
+        session.close()
+
+
+def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
+    """Remove the callbacks of earlier calls of `attach`, and the optimizer that they chose unless `callback` goes on with their session."""
+    for earlier in [each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerPlanCallback)]:
+        trainer.callback_handler.callbacks.remove(earlier)
+        earlier.detach()
+        if earlier.session is session_of(unwrapped(trainer.model)) and earlier.is_like(callback):
+            callback.sets_optimizer = earlier.sets_optimizer
+        elif earlier.sets_optimizer:
+            _drop_optimizer(trainer)
+
+
+def _drop_optimizer(trainer: Any) -> None:
+    """Make the next `train()` create another optimizer."""
+    if trainer.optimizer is not None:
+        dropped = unwrap_optimizer(trainer.optimizer)
+        for parameter in [p for group in dropped.param_groups for p in group["params"]]:
+            dropped.let_go(parameter)
+            remove_owner(parameter, dropped)
+        log.warning("paredown: the plan is another one: %s of the earlier plan is dropped with its state.", type(dropped).__name__)
+    trainer.optimizer = trainer.lr_scheduler = trainer.optimizer_cls_and_kwargs = None
 
 
 def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> None:

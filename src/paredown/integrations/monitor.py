@@ -34,6 +34,7 @@ from paredown.session.session import Session, apply
 from paredown.session.verify import verify_step
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.entrances import unwrapped
+from paredown.trace.hooks import Hook
 
 GIB = 2**30
 WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which are counted as weight
@@ -68,7 +69,7 @@ class Monitor:
 
     def __init__(self, session: Session | SimulatedSession, model: nn.Module) -> None:
         self.session, self._most = session, 0
-        self._handle = model.register_forward_hook(self._record)  # registered after the session's hooks, which pack
+        self._handle = model.register_forward_hook(Hook(self._record))  # registered after the session's hooks, which pack
 
     def numbers(self, optimizer: Any = None) -> dict[str, float]:
         """The current numbers; activation memory is the maximum since the last call of this method."""
@@ -164,8 +165,11 @@ class AppliedPlan:
 
     def put_on(self, model: nn.Module) -> None:
         """Apply the plan to `model`."""
-        self.session = session = apply(self.plan, model, **self._options)
-        self._monitor = Monitor(session, unwrapped(model))
+        self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
+
+    def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:
+        """Take over a session that is open on `model`."""
+        self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
         """Compare gradients of `step(batch)` with those of the unmodified model; on failure close the session and raise."""

@@ -1,0 +1,72 @@
+"""Saving a model with packed weights, without decoding all of them on its device at once.
+
+    with decoded_on_cpu(model):
+        state = model.state_dict()           # plain tensors; packed weights are decoded module by module, and moved to host memory
+    saving = SavesOnCpu(model)               # from now on model.save_pretrained(...) runs inside of that context
+    saving.close()
+
+`state_dict()` of a session has decoded weights on the device of the parameters, as for the unmodified model. A base of which only the
+packed form fits the device cannot be saved like that, nor can its adapters: PEFT makes the state dict of the whole model, and takes the
+adapters from it. `push_to_hub` calls `save_pretrained`, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from paredown.optim.packed_weight import weight_of
+from paredown.trace.hooks import Hook
+
+SAVE = "save_pretrained"
+
+
+@contextmanager
+def decoded_on_cpu(model: nn.Module) -> Generator[None]:
+    """Inside the context, packed weights are in host memory in the state dicts of `model`; tied ones are the same tensor."""
+    moved: dict[int, Tensor] = {}  # by id of the parameter: a weight under two names is the same tensor under both
+    handles = [module.register_state_dict_post_hook(Hook(partial(_move, moved))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Move the decoded weights of one module to host memory; the session's own hook, which decodes them, ran before."""
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if type(value) is Tensor and weight_of(parameter) is not None:
+            if id(parameter) not in moved:
+                moved[id(parameter)] = value.cpu()
+            state[prefix + name] = moved[id(parameter)]
+
+
+@final
+class SavesOnCpu:
+    """Stands for `save_pretrained` of a model until `close`; a copy of the model has its class's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._inner: Callable[..., Any] | None = getattr(model, SAVE, None)
+        if self._inner is not None:
+            vars(model)[SAVE] = self
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """What `save_pretrained` of the model returns."""
+        assert self._inner is not None
+        with decoded_on_cpu(self._model):
+            return self._inner(*args, **named)
+
+    def close(self) -> None:
+        """Remove it from the model."""
+        if vars(self._model).get(SAVE) is self:
+            del vars(self._model)[SAVE]
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model, SAVE)  # in copies: the method of the copy
