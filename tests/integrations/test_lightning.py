@@ -120,7 +120,7 @@ def test_the_part_that_is_called_is_found_or_asked_for(tmp_path: Path) -> None:
             self.other = nn.Linear(8, 8)
 
     with pytest.raises(ApplyError, match=r"PareCallback\(plan, module='net'\)"):
-        trainer(tmp_path, PareCallback(PLAN)).fit(Two(), batches())
+        trainer(tmp_path, PareCallback(PLAN, module="other")).fit(Two(), batches())
     with pytest.raises(ApplyError, match=r"has no part 'nett'\. It has 'net', 'other'"):
         trainer(tmp_path, PareCallback(PLAN, module="nett")).fit(Two(), batches())
     callback = PareCallback(PLAN, module="net")

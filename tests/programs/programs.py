@@ -43,6 +43,7 @@ class Options:
     retains_graph: bool = False  # and calls backward twice
     returns_more: bool = False  # a dict with an inner value
     evaluates: bool = False  # a forward pass without gradients before each step
+    calls_blocks: bool = False  # the step calls the blocks, one by one or in threads, and not the model
 
     def __str__(self) -> str:
         """Those that are not the default."""
@@ -225,8 +226,9 @@ def draw(number: int, attempt: int = 0) -> Program:
         lines.append(_line(rng, row, lines, (place, block), is_apart=options.structure == THREADS and block == 1))
         if has_twins and block == 0 and place < num_twins:
             lines.append(_twin(lines[-1], lines))
+    calls_blocks = random.Random(f"{number}, entrance").random() < 0.2
     needs = options.needs_input_gradient or any("permute" in line.row.text for line in lines)  # as in `_options`, of channels_last
-    return Program(number, tuple(lines), replace(options, needs_input_gradient=needs))
+    return Program(number, tuple(lines), replace(options, needs_input_gradient=needs, calls_blocks=calls_blocks))
 
 
 def _line(rng: random.Random, row: Operation, lines: list[Line], at: tuple[int, int], *, is_apart: bool) -> Line:

@@ -180,6 +180,7 @@ def _forward_and_backward(
     options = program.options
     dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
     total = torch.zeros((), device=options.device)
+    call = model.forward if options.calls_blocks else model  # not the hooks of the model, but those of its blocks
     for _ in range(options.num_forwards):
         x, weight = (torch.randn(64, 128, generator=generator).to(options.device) for _ in range(2))
         x = (values.disturbed(x, INPUT) if values.noise.is_in_values else x).to(dtype)
@@ -187,8 +188,8 @@ def _forward_and_backward(
         with torch.autocast(x.device.type, torch.bfloat16) if options.dtype == "autocast" else nullcontext():
             if options.evaluates:
                 with torch.no_grad():
-                    model(x)
-            output = model(x)
+                    call(x)
+            output = call(x)
         held.extend([output] if options.holds_outputs else [])
         result = output["result"] if isinstance(output, dict) else output
         total = total + (result.float() * weight).mean() * 64

@@ -135,7 +135,7 @@ def test_replayed_passes_have_the_changes_of_passes_followed_in_full(plan: Plan)
         with session:
             for number in range(8):
                 net(batch(number)).square().mean().backward()
-            assert replays == (taken_out(session) > 0)
+            assert replays == bool(session._watch.replays._programs)
             found.append((str(session.changes), str(session.explain())))
     assert found[0] == found[1]
 

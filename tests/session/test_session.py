@@ -208,15 +208,15 @@ def test_states_that_do_not_fit() -> None:
         session.load_state_dict({**session.state_dict(), "plan": activations(INT4).to_json()})
 
 
-def test_what_is_not_called_through_the_model_is_not_packed() -> None:
-    """A part called by itself, and `forward` called directly: right, and nothing is stored."""
+def test_modules_called_one_by_one_save_nothing_but_what_the_caller_holds() -> None:
     net = small()
     plain = step(net, rows())
     session = apply(activations(INT4), net)
     assert_same(step(net[:], rows()), plain)
     net.zero_grad()
     assert_same(step(nn.Sequential(*net), rows()), plain)
-    assert session.forwards == 0
+    assert session.forwards == 2 * len(net)
+    assert {change.reason for change in session.changes if change.slot.endswith(":input")} == {"the caller holds it"}
 
 
 def test_explaining_a_plan_for_optimizers_alone_does_not_say_that_nothing_ran() -> None:

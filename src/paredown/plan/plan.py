@@ -303,6 +303,10 @@ class Plan:
                     f"rule {key!r}: {reason}. Simulate mode takes any format, since it rounds values and stores nothing."
                 )
 
+    def unmatched(self, slots: Iterable[NamesAndRole]) -> list[str]:
+        """The names and patterns that match none of `slots`, as `check` takes them."""
+        return [str(key) for key in self._index.unmatched([(bare_names(names, Role(role)), Role(role)) for names, role in slots])]
+
     def diff(self, other: Plan) -> Differences:
         """The rules that differ, this plan's side first; empty when both have the same effect. Reasons are not compared."""
         mine, theirs = dict(self.rules), dict(other.rules)

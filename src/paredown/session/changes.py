@@ -270,13 +270,15 @@ class Summary:
     peak: str
     changes: Changes
     packing_share: float | None = None  # of the time of a step, where it was measured
+    nothing: str = ""  # the first line, where nothing is packed
 
     def lines(self) -> list[str]:
         """The lines that are printed."""
         cells = [*((row.name, str(row)) for row in self.stored), ("peak memory", self.peak)]
         width = max(len(name) for name, _ in cells)
         time = "" if self.packing_share is None else f", packing activations took {100 * self.packing_share:.0f} % of their time"
-        lines = [f"Session of {self.model}: {self.state}{time}", *(f"  {name.ljust(width)}  {text}" for name, text in cells)]
+        lines = [self.nothing] if self.nothing else []
+        lines += [f"Session of {self.model}: {self.state}{time}", *(f"  {name.ljust(width)}  {text}" for name, text in cells)]
         if not self.changes:
             return [*lines, "Everything is stored as requested"]
         rows = "1 row" if len(self.changes) == 1 else f"{len(self.changes)} rows"

@@ -31,14 +31,13 @@ from torch import Tensor, nn
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.loss.output_head import LOSS_SLOTS, OutputHead
-from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, request_formats, withdraw_requests
+from paredown.optim.parameter_state import request_formats, withdraw_requests
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
-from paredown.roles import FORMATTED, Role, weight_role
+from paredown.roles import FORMATTED, Role
 from paredown.session.changes import (
     CHECKPOINTED,
     QUANTIZED,
-    STATE,
     UNMODIFIED,
     Actions,
     Change,
@@ -60,6 +59,16 @@ from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs,
 from paredown.session.eager.activations import Activations
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
+from paredown.session.requested_formats import requested_formats_of
+from paredown.session.unused_plans import (
+    NOTHING,
+    UNSEEN,
+    UnseenSteps,
+    does_nothing,
+    scripted_changes,
+    scripted_parts,
+    unused_rules,
+)
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
 from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
@@ -81,6 +90,7 @@ COMPILED = "torch.compile runs the model: what it saves cannot be packed; call s
 IN_THREADS = (
     "it ran in a thread while several forward passes of the model were running: it is not known to which of them it belongs"
 )
+NOT_YET = "no forward pass so far has such a slot"
 NO_SUCH_TENSOR = "store mode has no such tensor"
 
 
@@ -103,6 +113,7 @@ class Session:
         self.plan = self.applied = plan  # a guard changes `plan`
         self._model = self.wrapper = weakref.ref(model)  # of the model, and of the DDP around it that `apply` was called with
         self._packs_activations = plan.packs_activations
+        self._scripted = scripted_parts(model) if self._packs_activations else []
         if not self._packs_activations:
             self._missing = tuple(plan.check(self._parameter_slots()))
         self._activations = Activations(plan, seed)
@@ -120,8 +131,10 @@ class Session:
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._weights.checkpointed = frozenset(self._checkpointed.modules)
+        self._unused = unused_rules(plan, model)
         self._attach(model, chunked_loss)
         request_formats(model, rows)
+        self._unseen = UnseenSteps(model, self) if self._packs_activations else None
         self._is_open = True
 
     def _attach(self, model: nn.Module, chunked_loss: bool) -> None:
@@ -214,6 +227,11 @@ class Session:
             small = f"{len(packed.small)} of at most {say_bytes(packed.max_left_bytes)}"
             rows.append(Change(small, str(rest), UNMODIFIED, SMALL))
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
+        rows += [*self._unused, *scripted_changes(self.plan, self._scripted)]
+        if not self._is_checked and self._packs_activations and self.forwards and self._compiled is None:
+            rows += [Change(name, "a format", "nothing", NOT_YET) for name in self.plan.unmatched(self._seen_slots())]
+        if self._is_unseen():
+            rows.append(Change("the model", "packed activations", UNMODIFIED, UNSEEN))
         rows += [Change(path, str(rest), UNMODIFIED, IN_THREADS) for path in sorted(self._watch.in_threads) if rest is not None]
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", UNMODIFIED, COMPILED))
@@ -260,7 +278,9 @@ class Session:
         sessions on a CPU, the share of packing in the time of the steps is measured (`packing_share`).
         """
         peak, share = peak_memory(self._model(), self.applied, trace), self._activations.packing_time.share
-        return Summary(self._model_name(), self._state(), self._stored_bytes(), peak, self.changes, share)
+        stored, has_run = self._stored_bytes(), not self._packs_activations or self.forwards > 0 or self._is_unseen()
+        nothing = NOTHING if self._compiled is None and does_nothing(self.applied, stored, has_run=has_run) else ""
+        return Summary(self._model_name(), self._state(), stored, peak, self.changes, share, nothing)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, the seed and the number of forward passes: with these, stochastic rounding continues with the same bits.
@@ -309,6 +329,8 @@ class Session:
         self._watch.detach()
         self._view_outputs.detach()
         self._head.detach()
+        if self._unseen is not None:
+            self._unseen.close()
         self._checkpointed.detach()
         self._weights.detach()
         if self._guard is not None:
@@ -362,6 +384,10 @@ class Session:
     def _seen_slots(self) -> list[tuple[tuple[str, ...], Role]]:
         seen = self._activations.names | self._watch.small | self._watch.checkpoints.in_second_passes | self._head.slots
         return [((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()
+
+    def _is_unseen(self) -> bool:
+        """Whether parameters have gradients although no forward pass was seen."""
+        return self._unseen is not None and self._compiled is None and not self._watch.was_compiled and self._unseen.check()
 
     def _model_name(self) -> str:
         model = self._model()
@@ -477,29 +503,3 @@ def session_of(model: nn.Module) -> Session | SimulatedSession | None:
 
 def _is_part(part: nn.Module, whole: nn.Module) -> bool:
     return any(module is part for module in whole.modules())
-
-
-# --- formats of optimizer state and gradients ------------------------------------------------------------------------------------
-
-
-def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
-    """The formats that `plan` gives to the parameters of `model`; ApplyError or OptimError if their optimizer cannot follow it."""
-    rows: list[tuple[nn.Parameter, RequestedFormats]] = []
-    checked: set[Any] = set()
-    for name, parameter in model.named_parameters():
-        assigned = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
-        assigned[Role.WEIGHT] = plan.find((name,), weight_role(is_frozen=not parameter.requires_grad))
-        choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in assigned.items()}
-        if any(format is not None for format, _ in choices.values()):
-            rows.append((parameter, RequestedFormats(name, choices)))
-            owner = owner_of(parameter)
-            if owner is not None and owner not in checked and owner.has_started:
-                raise ApplyError(
-                    f"{type(owner).__name__} of paredown.optim has {name} and has state already ({owner.updates} updates), which is not "
-                    "stored in the plan's formats. Apply the plan before the first step and before load_state_dict(); or apply it "
-                    "without that optimizer, make a new one, and load export_state() of the old one into it."
-                )
-            if owner is not None:
-                checked.add(owner)
-                owner.check_request(parameter, rows[-1][1])
-    return rows

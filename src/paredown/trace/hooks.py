@@ -49,24 +49,22 @@ class Hook:
 class HookPlace:
     """The place of a registered hook among those of its module: the hook is taken out for a time, and put back in the same place."""
 
-    __slots__ = ("_before", "_hooks", "_id", "_module", "hook")
+    __slots__ = ("_before", "_hooks", "_id", "hook")
 
-    def __init__(self, module: nn.Module, handle: Any) -> None:
+    def __init__(self, handle: Any) -> None:
         """`handle`: what `register_forward_hook` or `register_forward_pre_hook` of a module returned."""
-        self._module = module
         hooks = handle.hooks_dict_ref()
         self._hooks: OrderedDict[int, Any] = hooks
         self._id: int = handle.id
         self.hook: Hook = hooks[handle.id]
         self._before: frozenset[int] = frozenset()  # hooks before it, when it was taken out
 
-    def call_always(self, is_on: bool) -> None:
-        """Whether a forward hook is called after a forward that raised, too: then with None as the output."""
-        always: dict[int, bool] = self._module._forward_hooks_always_called
-        if is_on:
-            always[self._id] = True
-        else:
-            always.pop(self._id, None)
+    def call_always(self, module: nn.Module, *, is_on: bool) -> None:
+        """Whether this forward hook of `module` is called after a forward that raised, too: then with None as the output."""
+        always: dict[int, bool] = module._forward_hooks_always_called
+        always[self._id] = True
+        if not is_on:
+            del always[self._id]
 
     def take_out(self) -> None:
         """Take the hook out, if it is there."""

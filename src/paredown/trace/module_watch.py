@@ -123,7 +123,7 @@ class Watch:
         after = module.register_forward_hook(hooks[1], always_call=is_root)
         self._handles[module] = [before, after]
         if not is_root:
-            self._hook_places[module] = HookPlace(module, before), HookPlace(module, after)
+            self._hook_places[module] = HookPlace(before), HookPlace(after)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -293,7 +293,7 @@ class Watch:
         current = self._begin_pass(module, args)
         current.entrance, current.depth = module, 1
         self.replays.entrances.add(module)
-        self._hook_places[module][1].call_always(True)
+        self._hook_places[module][1].call_always(module, is_on=True)
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
@@ -309,7 +309,7 @@ class Watch:
                     self.replays.read(current, self.model, args, output)
         finally:
             if module in self._hook_places:
-                self._hook_places[module][1].call_always(False)
+                self._hook_places[module][1].call_always(module, is_on=False)
             self._end_pass(current, output)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,0 +1,114 @@
+"""Plans that do nothing on a model, or a part of them: rules without a tensor, scripted modules, and steps that no session saw.
+
+frozen=*        no parameter of the model is frozen: the preset frozen4 stores nothing
+net.encoder     a scripted module, whose inside no hook reads
+the model       an optimizer updated its parameters, and no module of it was called: autograd saved all activations unmodified
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from paredown.errors import ApplyError
+from paredown.optim.parameter_state import owner_of
+from paredown.plan.plan import Plan
+from paredown.plan.selectors import Selector
+from paredown.roles import Role
+from paredown.session.changes import UNMODIFIED, Change, StoredBytes
+from paredown.trace.hooks import register_weakly
+
+NONE_FROZEN = "no parameter is frozen: freeze the base by requires_grad_(False) before apply, or give weights a format by weight="
+NONE_TRAINED = "no parameter of the model requires a gradient"
+NO_PARAMETER = "the model has no parameters"
+UNSEEN = (
+    "its parameters have gradients, and no module of it was called: hooks of modules pack what is saved. "
+    "Call the model or its modules as functions, not their forward(), and not a copy of the model"
+)
+NOTHING = "Nothing is stored in a format of this plan: session.changes has the reasons"
+SCRIPTED = "torch.jit.script compiled it, and hooks cannot read what it saves inside: use the module that it was compiled from"
+
+
+def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
+    """The rules of whole roles that match no parameter of `model`, each as a row of changes."""
+    needs = [p.requires_grad for p in model.parameters()]
+    rows: list[Change] = []
+    for text, assignment in plan.rules:
+        key = Selector.parse(text)
+        if key.name is not None or key.role in (None, Role.ACTIVATION, Role.MASTER, Role.ERROR) or assignment.format is None:
+            continue
+        if key.role is Role.WEIGHT:
+            reason = "" if needs else NO_PARAMETER
+        elif key.role is Role.FROZEN:
+            reason = NONE_FROZEN if all(needs) else ""
+        else:
+            reason = "" if any(needs) else NONE_TRAINED
+        rows += [Change(f"{text}=*", str(assignment.format), "nothing", reason)] if reason else []
+    return rows
+
+
+def scripted_parts(model: nn.Module) -> list[str]:
+    """The paths of the outermost scripted modules inside of `model`; ApplyError if the model is one."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ApplyError(
+            "this model is a torch.jit.ScriptModule: it runs without Python, and no hook can pack what it saves. Apply the plan to the "
+            "model before torch.jit.script or torch.jit.trace, train that, and script it after training; session.compile() compiles it."
+        )
+    paths = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+
+
+def scripted_changes(plan: Plan, paths: Iterable[str]) -> list[Change]:
+    """A row for each scripted module whose activations the plan packs."""
+    rest = plan.find(("",), Role.ACTIVATION).format
+    return [Change(path, str(rest), UNMODIFIED, SCRIPTED) for path in paths if rest is not None]
+
+
+def does_nothing(plan: Plan, stored: Sequence[StoredBytes], *, has_run: bool) -> bool:
+    """Whether a plan with rules stores nothing packed; `has_run`: a step ran, or the plan does not pack activations."""
+    return bool(plan.rules) and has_run and not any(row.stored < row.baseline for row in stored)
+
+
+class Counted(Protocol):
+    """A session, as far as its steps are counted."""
+
+    @property
+    def forwards(self) -> int:
+        """Number of forward passes with gradients."""
+        ...
+
+
+class UnseenSteps:
+    """Notices that an optimizer updates the parameters of a model of which no forward pass was seen, and warns once."""
+
+    def __init__(self, model: nn.Module, session: Counted) -> None:
+        self._model, self._session = weakref.ref(model), weakref.ref(session)
+        self.were_seen = False  # whether there were such steps
+        self._handle = register_weakly(register_optimizer_step_post_hook, self, UnseenSteps._after_step)
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def check(self, among: set[nn.Parameter] | None = None) -> bool:
+        """Whether parameters (`among` these) have gradients and no forward pass was seen."""
+        model, session = self._model(), self._session()
+        if model is not None and session is not None and not self.were_seen and not session.forwards:
+            found = [p for p in model.parameters() if among is None or p in among]
+            self.were_seen = any(p.requires_grad and owner_of(p) is None and p.grad is not None for p in found)
+        return self.were_seen
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        session = self._session()
+        if self.were_seen or session is None or session.forwards:
+            return
+        if self.check({p for group in optimizer.param_groups for p in group["params"]}):
+            text = f"the plan packs activations, and nothing was packed in the step of {type(optimizer).__name__} over the model: {UNSEEN}."
+            warnings.warn(text, stacklevel=5)
