@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paredown.assign.assign import assign
-from paredown.cli.config_checks import check_config, check_counts
 from paredown.cli.output import BASELINE
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
@@ -46,6 +45,7 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
+from paredown.tasks.config_checks import check_config, check_counts
 from paredown.tasks.lookup import (
     WITH_FILE,
     WITHOUT_FILE,

@@ -80,8 +80,8 @@ class Counted(Protocol):
     """A session, as far as its steps are counted."""
 
     @property
-    def forwards(self) -> int:
-        """Number of forward passes with gradients."""
+    def has_run(self) -> bool:
+        """Whether a forward pass with gradients was seen; known without reading from a device."""
         ...
 
 
@@ -100,14 +100,14 @@ class UnseenSteps:
     def check(self, among: set[nn.Parameter] | None = None) -> bool:
         """Whether parameters (`among` these) have gradients and no forward pass was seen."""
         model, session = self._model(), self._session()
-        if model is not None and session is not None and not self.were_seen and not session.forwards:
+        if model is not None and session is not None and not self.were_seen and not session.has_run:
             found = [p for p in model.parameters() if among is None or p in among]
             self.were_seen = any(p.requires_grad and owner_of(p) is None and p.grad is not None for p in found)
         return self.were_seen
 
     def _after_step(self, optimizer: Optimizer) -> None:
         session = self._session()
-        if self.were_seen or session is None or session.forwards:
+        if self.were_seen or session is None or session.has_run:
             return
         if self.check({p for group in optimizer.param_groups for p in group["params"]}):
             text = f"the plan packs activations, and nothing was packed in the step of {type(optimizer).__name__} over the model: {UNSEEN}."
