@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paredown.models import MODELS, random_batch
-from paredown.trace import module_watch
+from paredown.trace import saved_reports
 from paredown.trace.autograd_graph import Pass, Saved, kind_of
 from paredown.trace.module_watch import Watch
 from paredown.trace.operations import ROWS, Use, row_of
@@ -267,13 +267,13 @@ def watched_again(model: nn.Module, x: Tensor) -> list[tuple[str, Use, str]]:
 def test_later_passes_do_not_search_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, searched = Between(), torch.randn(4, 8), list[int]()
     watch = Watch(model, lambda saved: None, min_numel=1)
-    search = module_watch.new_nodes
+    search = saved_reports.new_nodes
 
     def counted(values: Any, forward: Pass) -> list[tuple[int, Any]]:
         searched.append(1)
         return search(values, forward)
 
-    monkeypatch.setattr(module_watch, "new_nodes", counted)
+    monkeypatch.setattr(saved_reports, "new_nodes", counted)
     watch.attach()
     numbers: list[int] = []
     for _ in range(4):

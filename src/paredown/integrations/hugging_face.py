@@ -43,7 +43,7 @@ from paredown.session.guard import Guard
 from paredown.session.session import Session, session_of
 from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.entrances import unwrapped
+from paredown.trace.module_watch import unwrapped
 from paredown.trace.trace_step import CHUNKED_LOSS
 
 BETAS = "betas"

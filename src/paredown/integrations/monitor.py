@@ -33,8 +33,8 @@ from paredown.plan.plan import Plan
 from paredown.session.session import Session, apply
 from paredown.session.verify import verify_step
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.entrances import unwrapped
 from paredown.trace.hooks import Hook
+from paredown.trace.module_watch import unwrapped
 
 GIB = 2**30
 WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which are counted as weight

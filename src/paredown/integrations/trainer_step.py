@@ -27,7 +27,7 @@ from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.sizes import parse_bytes, say_bytes
-from paredown.trace.entrances import unwrapped
+from paredown.trace.module_watch import unwrapped
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
 

@@ -6,8 +6,8 @@
     session.close()                                                      # the unmodified model
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a model without a session. Activations are not packed in passes
-without gradients (eval under no_grad), inside checkpointed modules (which save nothing; `plan.recompute` names more of them), and in
-models that torch.compile compiles as a whole. Packed weights are the same parameters: ordinary tensors while their module runs, and
+without gradients (eval under no_grad), outside of calls of modules (a call of a part of the model is a forward pass too), inside
+checkpointed modules (which save nothing; `plan.recompute` names more of them), and in models that torch.compile compiles whole. Packed weights are the same parameters: ordinary tensors while their module runs, and
 otherwise as `optim/packed_parameter.py` describes.
 
 The optimizers of `paredown.optim` use the formats that the plan requests for moments and gradients, whether they are created before or
@@ -60,22 +60,13 @@ from paredown.session.eager.activations import Activations
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.requested_formats import requested_formats_of
-from paredown.session.unused_plans import (
-    NOTHING,
-    UNSEEN,
-    UnseenSteps,
-    does_nothing,
-    scripted_changes,
-    scripted_parts,
-    unused_rules,
-)
+from paredown.session.unused_plans import NOTHING, UNSEEN, UnseenSteps, does_nothing, scripted_changes, scripted_parts, unused_rules
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
 from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.sizes import say_bytes
-from paredown.trace.entrances import is_wrapped_by_compile, unwrapped
-from paredown.trace.module_watch import Watch
+from paredown.trace.module_watch import Watch, is_wrapped_by_compile, unwrapped
 from paredown.trace.operations import MIN_PACKED_NUMEL, SMALL
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import CHUNKED_LOSS
@@ -161,6 +152,11 @@ class Session:
     def forwards(self) -> int:
         """Number of forward passes with gradients so far: the step in the random bits of stochastic rounding."""
         return self._compiled.calls if self._compiled is not None else self._activations.forwards
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward pass with gradients has run; unlike `forwards`, this is known without reading from a device."""
+        return self._compiled.calls > 0 if self._compiled is not None else self._activations.has_run
 
     @property
     def stored_bytes(self) -> int:

@@ -48,8 +48,8 @@ from paredown.session.probe_passes import nodes_behind
 from paredown.session.session import Session, apply, session_of
 from paredown.session.verification import EXACT, OFF, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.entrances import is_wrapped_by_compile, unwrapped
 from paredown.trace.fake.fake_step import Arguments, _loss_of, signature_errors
+from paredown.trace.module_watch import is_wrapped_by_compile, unwrapped
 
 FP32 = Format.parse("fp32")
 SAFETY = 3.0

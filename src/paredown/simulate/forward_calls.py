@@ -33,8 +33,8 @@ from torch.nn.functional import log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
 from paredown.trace.autograd_graph import next_number
-from paredown.trace.entrances import is_plain_leaf
 from paredown.trace.hooks import Hook
+from paredown.trace.module_watch import is_plain_leaf
 
 MARK = "_paredown_value"  # the attribute of a tensor with (listener, value)
 MOVES = frozenset(

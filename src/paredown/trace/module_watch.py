@@ -12,6 +12,8 @@ checkpoint its inputs are reported (trace/checkpoints.py).
     relu@2:output            the second call of `relu` in one forward pass
     encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (trace/checkpoints.py)
 
+`model(x)` is one forward pass. With `follow_submodules`, `model.decoder(model.encoder(x))` is two: each outermost call of a module is one.
+
 Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
 `save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
 """
@@ -22,41 +24,31 @@ Not reported: nodes that no output of a module reaches, until one does; tensors 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
-from math import prod
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paredown.trace.autograd_graph import (
-    IN_PLACE_ON_VIEW,
-    SAVES_NOTHING,
     ModuleCall,
-    Named,
     Pass,
     Saved,
-    attributes,
-    describe,
-    new_nodes,
     next_number,
-    packable_bytes,
-    saved_of,
     tensors_in,
 )
-from paredown.trace.checkpoints import REENTRANT, Checkpoints, HiddenLayer, running_checkpoint
-from paredown.trace.entrances import is_around, is_plain_leaf, likely_entrances
-from paredown.trace.graph_parts import FoundAgain, GraphPart, KnownParts, needs_of, point_of
+from paredown.trace.checkpoints import HiddenLayer, running_checkpoint
+from paredown.trace.graph_parts import KnownParts, needs_of
 from paredown.trace.hooks import Hook, HookPlace
-from paredown.trace.operations import OperationRow, row_of
 from paredown.trace.replay import Replays
+from paredown.trace.saved_reports import SavedReports
 from paredown.trace.second_passes import ReentrantSaves, running_backward, top_default_hooks
 
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
-SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
-class Watch:
+@final
+class Watch(SavedReports):
     """Hooks on every module of `model` that call `on_saved` for each saved tensor; `attach()` registers, `detach()` removes them.
 
     `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
@@ -74,14 +66,12 @@ class Watch:
         on_enter: Callable[[str, Any], None] | None = None,
         min_numel: int = 0,
     ) -> None:
-        self.model, self._min_numel = model, min_numel  # smaller tensors are not reported
-        self._on_saved, self._on_begin, self._on_end, self._on_enter = on_saved, on_begin, on_end, on_enter
-        self.on_saved_again: SavedAgain | None = None
+        super().__init__(model, on_saved, min_numel)
+        self.model, self._on_begin, self._on_end, self._on_enter = model, on_begin, on_end, on_enter
         self._running = threading.local()
         self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
-        self._leaves = {path for m, (path, _) in self._paths.items() if next(m.children(), None) is None and m is not model}
         self._parts: dict[nn.Module, KnownParts] = {model: KnownParts()}  # by the module that a pass entered through
         self._parameters = [module._parameters for module in self._paths]
         self.entrance = model  # of the pass that began last
@@ -91,13 +81,8 @@ class Watch:
         self.replays = Replays(self._report_nodes)
         self.follows_submodules = False  # set it by `follow_submodules`
         self._root_hook = Hook()
-        self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
-        self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
-        self.collects_small = True  # in the running pass
         self._known_entrances = set[nn.Module]()  # modules of which the first pass has ended
-        self._left_out, self._max_left_bytes = frozenset[str](), 0  # names of tensors that are not reported up to this size
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
-        self.checkpoints = Checkpoints()
         # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
         self._unfollowed = set[nn.Module]()  # inside of checkpointed modules: their hooks were removed after the first pass
@@ -417,119 +402,6 @@ class Watch:
             self._running.current = current = None
         return current
 
-    # --- the graph ---
-
-    def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """`_report`; from the segment of the last pass where this one came to the same point."""
-        key = current.calls[-1].path, before is not None
-        segment = current.parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
-        tensors = segment.read_again(current, values, before) if segment is not None else None
-        if tensors is None or segment is None:
-            if current.parts is not None:
-                current.parts.segments.pop(key, None)
-            self._report(current, values, before)
-        else:
-            self._report_part(current, segment.part, tensors, of_args=before is not None)
-
-    def _report_part(self, current: Pass, part: GraphPart, tensors: list[FoundAgain], *, of_args: bool = False) -> None:
-        if current.recording is not None:
-            current.recording.add(part, tensors, of_args=of_args)
-        if tensors:
-            self._report_tensors(current, tensors)
-
-    def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
-        """Report tensors in places that an earlier pass reported."""
-        is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
-        set_grad_enabled(False)
-        try:
-            if save_again is not None:
-                for t, node, raw, tensor in tensors:
-                    save_again(t, node, raw, tensor, inputs)
-                return
-            for t, node, raw, tensor in tensors:
-                kind = "input" if tensor.untyped_storage()._cdata in current.inputs else "activation"
-                self._on_saved(t.again(kind, node, raw, tensor))
-        finally:
-            set_grad_enabled(is_enabled)
-
-    def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the new nodes behind `values`, each under the innermost running call that created it.
-
-        `before`: the first sequence number of the call whose arguments `values` are; None where they are outputs.
-        """
-        point, counts = point_of(current, before), [dict(call.counts) for call in current.calls]
-        nodes = new_nodes(values, current)
-        current.unreached = (next_number() if before is None else before) - current.calls[0].first - len(current.seen)
-        if current.is_branch:
-            current.of_threads.update(node for _, node in nodes)
-        reported = self._report_nodes(current, nodes) if nodes else []
-        if not self._min_numel or current.is_branch or current.of_threads or current.is_unsure:
-            return
-        is_leaf = current.calls[-1].path.partition("@")[0] in self._leaves
-        kind = "before" if before is not None else "call" if is_leaf else "between"
-        part = current.parts.keep(current, (point, counts), (nodes, reported), values, kind)
-        if current.recording is not None:
-            current.recording.add_new(part, (nodes, reported), current, counts, of_args=before is not None)
-
-    def _report_nodes(self, current: Pass, nodes: list[tuple[int, Any]]) -> list[tuple[int, Saved]]:
-        innermost, reported = current.calls[-1], list[tuple[int, Saved]]()
-        is_enabled = torch.is_grad_enabled()  # the model may have called this module under no_grad
-        torch._C._set_grad_enabled(False)
-        try:
-            for number, node in nodes:
-                call = innermost if innermost.first <= number else next(c for c in reversed(current.calls) if c.first <= number)
-                if current.is_unsure and call is current.calls[0]:
-                    continue
-                reported += [(number, saved) for saved in self._report_node(node, current, call)]
-        finally:
-            torch._C._set_grad_enabled(is_enabled)
-        return reported
-
-    def _report_node(self, node: Any, current: Pass, call: ModuleCall) -> Iterator[Saved]:
-        name = node.name()
-        if name in SAVES_NOTHING:
-            return
-        if name == IN_PLACE_ON_VIEW and prod(node._input_metadata[0].shape) >= self._min_numel:
-            self.in_place_on_views.add(call.path)
-        if name == REENTRANT and self.checkpoints.reports_inputs:
-            inputs = self.checkpoints.reentrant_inputs(node, current, call) if current.saves is None else ()
-            yield from (saved for saved in inputs if self._report_input(saved))
-            return
-        name = getattr(node, "stands_for", (name,))[0]
-        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if not (node._raw_saved_tensors if is_custom else attributes(name, type(node), False)):
-            return
-        row = row_of(name)
-        call.counts[row.op] = call.counts.get(row.op, 0) + 1
-        for named in saved_of(node, name, self._min_numel > 0):
-            saved = self._report_saved(node, row, named, current, call)
-            if saved is not None:
-                yield saved
-
-    def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report one tensor that a node saved; None if it is too small, or left out."""
-        is_large = named[2] is None or named[2].numel() >= self._min_numel
-        if not is_large and not self.collects_small:
-            return None
-        saved = describe(node, row, named, current, call)
-        if current.saves is not None and self.collects_small:
-            self.checkpoints.in_second_passes.add(saved.name)
-        if not is_large:
-            self._collect_small(saved)
-        if not is_large or self._is_left_out(saved):
-            return None
-        (current.saves or self._on_saved)(saved)
-        if saved.tensor is None and self.checkpoints.on_recomputation is not None and current.in_checkpoint:
-            current.hooked.append(saved)
-        return saved
-
-    def _collect_small(self, saved: Saved) -> None:
-        if saved.kind == "activation":
-            self.small.add(saved.name)
-
-    def _is_left_out(self, saved: Saved) -> bool:
-        return saved.name in self._left_out and saved.tensor is not None and packable_bytes(saved.tensor) <= self._max_left_bytes
-
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
@@ -542,13 +414,41 @@ class Watch:
         if current.hidden is not None:
             current.hidden_layers[next_number() - 1] = current.hidden
 
-    def _report_input(self, saved: Saved) -> bool:
-        """Report an input of a checkpoint; False if it is too small."""
-        assert saved.tensor is not None
-        if saved.tensor.numel() < self._min_numel:
-            if self.collects_small:
-                self._collect_small(saved)
-            return False
-        with torch.no_grad():
-            self._on_saved(saved)
-        return True
+
+def is_around(running: Pass, module: nn.Module) -> bool:
+    """Whether a call of `module` in another thread may belong to a pass that is running: it is inside of what the pass entered through."""
+    entrance = running.entrance
+    return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
+
+
+def likely_entrances(model: nn.Module) -> set[nn.Module]:
+    """The modules that code around a model calls directly, as far as that can be guessed: children, also those in a ModuleList or -Dict.
+
+    The forward of nn.Sequential calls all its children.
+    """
+    if type(model) is nn.Sequential:
+        return set()
+    found = set[nn.Module]()
+    for child in model.children():
+        found |= likely_entrances(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else {child}
+    return found
+
+
+def is_plain_leaf(module: nn.Module) -> bool:
+    """Whether `module` is a module of torch.nn without children: its slots are named by module and operand, without the operation."""
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def is_wrapped_by_compile(model: nn.Module) -> bool:
+    """Whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
+    return hasattr(model, "_orig_mod") or (isinstance(model, WRAPPERS) and is_wrapped_by_compile(model.module))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
+    while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
+    return model

@@ -105,6 +105,11 @@ class Activations:
         """Number of forward passes so far."""
         return self._count.value
 
+    @property
+    def has_run(self) -> bool:
+        """Whether there was one; known on the host, where a CUDA graph counts passes on the device."""
+        return self._count.has_run
+
     @forwards.setter
     def forwards(self, count: int) -> None:
         self._count.value = count
@@ -340,10 +345,7 @@ class Activations:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
 
     def _current_storage(self) -> ForwardStorage:
-        """That of the forward pass of this thread; in a worker thread of a forward pass, that of the pass started last.
-
-        A new one in a thread that outlives the pass.
-        """
+        """That of the forward pass of this thread; in a worker thread that of the pass started last, a new one if all have ended."""
         storage: ForwardStorage | None = getattr(self._local, "storage", None)
         return storage or (self._running[-1] if self._running else ForwardStorage())
 

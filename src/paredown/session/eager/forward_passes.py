@@ -71,6 +71,11 @@ class ForwardCount:
             self.on_host = max(self.on_host, *(int(step) for step in self.on_device.values()))
         return self.on_host
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the number is above 0, without reading from a device."""
+        return self._is_captured or self.on_host > 0
+
     @value.setter
     def value(self, count: int) -> None:
         self.on_host = count
