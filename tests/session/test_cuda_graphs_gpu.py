@@ -115,7 +115,7 @@ def test_a_capture_without_steps_before_it_is_refused() -> None:
 def test_a_graph_counts_forward_passes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     activations = Activations(Plan.preset("activations4"), seed=0)
     activations.forwards = 3
-    counter = activations._count.on_device[0] = torch.tensor([3], dtype=torch.int32)
+    counter = activations.count.on_device[0] = torch.tensor([3], dtype=torch.int32)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     activations.begin(is_sharded=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

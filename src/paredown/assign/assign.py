@@ -221,8 +221,8 @@ def _problems(
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
         is_local = sensitivities is None and strategy.eligible is None  # formats and errors of a slot follow from the slot alone
         items = known.setdefault(allowed, {}) if is_local else None
-        shared = {"seed": seed, "known": items, "keeps_margin": keeps_margin}
-        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, **shared)
+        given = partial(AssignmentProblem.of, step, strategy, sensitivities=sensitivities, ladder=allowed)
+        return given(seed=seed, known=items, keeps_margin=keeps_margin)
 
     return problem_of
 

@@ -195,7 +195,7 @@ class DeferredLogits(Tensor):
 def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a torch function, some of the arguments of which are deferred logits."""
     name = name_of(func)
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     is_attribute = getattr(func, "__name__", "") == "__get__"
     if name in ABOUT or (is_attribute and name not in NEED_VALUES) or (name == "type" and len(args) == 1):
         given = (args, kwargs) if name == "__hash__" else current((args, kwargs))

@@ -42,14 +42,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paredown.errors import ApplyError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.optim.packed_weight import Weight
-from paredown.optim.parameter_state import owner_of, request_of
+from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, request_of
 from paredown.optim.sharded.local_rows import local
 from paredown.optim.sharded.packed_shards import sharded_of_whole
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.roles import FORMATTED, Role
+from paredown.roles import FORMATTED, Role, weight_role
 from paredown.session.eager.activations import Activations
 from paredown.session.eager.slot_decisions import REASONS
 from paredown.sizes import say_bytes
@@ -401,3 +402,26 @@ def _used_instead(parameter: Tensor, role: Role) -> tuple[str, str] | None:
     if entry.choices.format(Role.GRADIENT) is None:
         return UNMODIFIED, "the optimizer was created with gradient=None for it"
     return UNMODIFIED, REPLICATED
+
+
+def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
+    """The formats that `plan` gives to the parameters of `model`; ApplyError or OptimError if their optimizer cannot follow it."""
+    rows: list[tuple[nn.Parameter, RequestedFormats]] = []
+    checked: set[Any] = set()
+    for name, parameter in model.named_parameters():
+        assigned = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
+        assigned[Role.WEIGHT] = plan.find((name,), weight_role(is_frozen=not parameter.requires_grad))
+        choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in assigned.items()}
+        if any(format is not None for format, _ in choices.values()):
+            rows.append((parameter, RequestedFormats(name, choices)))
+            owner = owner_of(parameter)
+            if owner is not None and owner not in checked and owner.has_started:
+                raise ApplyError(
+                    f"{type(owner).__name__} of paredown.optim has {name} and has state already ({owner.updates} updates), which is not "
+                    "stored in the plan's formats. Apply the plan before the first step and before load_state_dict(); or apply it "
+                    "without that optimizer, make a new one, and load export_state() of the old one into it."
+                )
+            if owner is not None:
+                checked.add(owner)
+                owner.check_request(parameter, rows[-1][1])
+    return rows

@@ -7,8 +7,8 @@
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a model without a session. Activations are not packed in passes
 without gradients (eval under no_grad), outside of calls of modules (a call of a part of the model is a forward pass too), inside
-checkpointed modules (which save nothing; `plan.recompute` names more of them), and in models that torch.compile compiles whole. Packed weights are the same parameters: ordinary tensors while their module runs, and
-otherwise as `optim/packed_parameter.py` describes.
+checkpointed modules (which save nothing; `plan.recompute` names more of them), and in models that torch.compile compiles whole. Packed
+weights are the same parameters: ordinary tensors while their module runs, and otherwise as `optim/packed_parameter.py` describes.
 
 The optimizers of `paredown.optim` use the formats that the plan requests for moments and gradients, whether they are created before or
 after `apply`. `session.changes` lists what an optimizer stores differently: small parameters, gradients that DistributedDataParallel or
@@ -51,6 +51,7 @@ from paredown.session.changes import (
     explain_session,
     peak_memory,
     recompute_changes,
+    requested_formats_of,
     requests_without_tensor,
     state_changes,
     stored_bytes,
@@ -59,7 +60,6 @@ from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs,
 from paredown.session.eager.activations import Activations
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
-from paredown.session.requested_formats import requested_formats_of
 from paredown.session.unused_plans import NOTHING, UNSEEN, UnseenSteps, does_nothing, scripted_changes, scripted_parts, unused_rules
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
 from paredown.session.weights import Weights
@@ -156,7 +156,7 @@ class Session:
     @property
     def has_run(self) -> bool:
         """Whether a forward pass with gradients has run; unlike `forwards`, this is known without reading from a device."""
-        return self._compiled.calls > 0 if self._compiled is not None else self._activations.has_run
+        return self._compiled.calls > 0 if self._compiled is not None else self._activations.count.has_run
 
     @property
     def stored_bytes(self) -> int:

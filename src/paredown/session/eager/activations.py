@@ -73,7 +73,7 @@ class Activations:
 
     def __init__(self, plan: Plan, seed: int) -> None:
         self.plan, self.seed = plan, seed
-        self._count = ForwardCount()
+        self.count = ForwardCount()
         self.is_sharded = False  # whether parameters are freed between forward and backward
         self.names: set[str] = set()  # of all slots reported so far
         self.decisions: dict[str, StorageDecision] = {}
@@ -103,16 +103,11 @@ class Activations:
     @property
     def forwards(self) -> int:
         """Number of forward passes so far."""
-        return self._count.value
-
-    @property
-    def has_run(self) -> bool:
-        """Whether there was one; known on the host, where a CUDA graph counts passes on the device."""
-        return self._count.has_run
+        return self.count.value
 
     @forwards.setter
     def forwards(self, count: int) -> None:
-        self._count.value = count
+        self.count.value = count
 
     @property
     def stored_bytes(self) -> int:
@@ -142,7 +137,7 @@ class Activations:
 
     def begin(self, *, is_sharded: bool) -> None:
         """Start of a forward pass."""
-        self._count.add()
+        self.count.add()
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
         self.stored_forms()  # drops dead references
@@ -178,8 +173,8 @@ class Activations:
         if not storage.is_replayed:
             self._restored_left = frozenset(forms[key].name for key in restored if key[0] in left)
         self.restored = self._restored_left.union(forms[key].name for key in restored)
-        baseline = self._count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
-        if self._count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
+        baseline = self.count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
+        if self.count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
             self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
         self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
 
@@ -383,10 +378,10 @@ class Activations:
             slot.is_unmodified = True
             return previous if previous is not None and self._keeps_enough(previous, saved) else None
         if slot.checks_values:
-            reason = self._bounds.known_reason(saved.name, decision.format, self._count.on_host)
+            reason = self._bounds.known_reason(saved.name, decision.format, self.count.on_host)
             if reason is None:
                 whole = saved if saved.tensor is not None else saved.again(saved.kind, node, None, piece.tensor)
-                reason = self._bounds.reason_to_keep(whole, decision.format, self._count.on_host)
+                reason = self._bounds.reason_to_keep(whole, decision.format, self.count.on_host)
             if reason:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
@@ -412,9 +407,9 @@ class Activations:
             how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
             codec = slot.codec = flat_codec(tensor, piece.numel, decision.format, how, seed)
             slot.by_address = codec.takes_address and piece.is_whole and slot.offset == 0
-        step = self._count.on_device.get(slot.memory[0])
+        step = self.count.on_device.get(slot.memory[0])
         if step is None:
-            step = self._count.at(tensor)
+            step = self.count.at(tensor)
         if not slot.by_address:
             return codec.encode(piece.flat(), step)
         found = storage.masks.get(piece.key) if storage.masks else None
