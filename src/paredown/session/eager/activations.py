@@ -173,7 +173,7 @@ class Activations:
         if not storage.is_replayed:
             self._restored_left = frozenset(forms[key].name for key in restored if key[0] in left)
         self.restored = self._restored_left.union(forms[key].name for key in restored)
-        baseline = self.count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
+        baseline = self._count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
         if self.count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
             self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
         self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
