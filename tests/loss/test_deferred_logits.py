@@ -225,7 +225,7 @@ def test_metadata_needs_no_logits() -> None:
         assert isinstance(part, DeferredLogits) and logits.grad_fn is not None and len({logits, part}) == 2
         with pytest.raises(RuntimeError, match="view"):  # as for ordinary logits
             part.view(-1, NUM_CLASSES)
-    assert not head.use.requests and seen.numel <= BATCH * LENGTH * SIZE
+    assert not head.use.requests and seen.numel <= NUM_CLASSES * SIZE  # the weight
 
 
 def test_the_hidden_states_are_freed_with_the_logits() -> None:

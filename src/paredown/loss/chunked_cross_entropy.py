@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_parameter import PackedParameter, WeightView
 from paredown.optim.packed_weight import weight_of
 
 CHUNK_BYTES = {"cuda": 128 * 2**20}  # of one chunk's logits, by device type
@@ -281,7 +281,7 @@ class Rows:
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The weight in the dtype of matrix products. A packed one is decoded in that dtype: no copy in its own dtype is held beside it."""
-    packed = weight_of(weight) if type(weight) is PackedParameter else None
+    packed = weight_of(weight) if isinstance(weight, PackedParameter | WeightView) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
 

@@ -13,9 +13,11 @@ In training, the output head of a language model (loss/output_head.py) returns `
     anything else                                      computed from all logits; `HeadUse` records the name of the function
 
 All logits are computed at most once, under the autocast settings of the head's call, and gradients flow through them. A function that
-writes into them, or registers a hook on them, makes them ordinary logits for all later functions.
+writes into them, registers a hook on them, or returns something that shares their memory (`.data`, `.detach()`, a view) makes them
+ordinary logits for all later functions.
 
-Logits that are first read after the weight has changed cannot be computed any more: that is an error.
+The operands of the head are held as they were at its call (loss/held_linear.py). Errors: logits that are first read after an operand has
+changed, which cannot be computed any more; and requests of the logits' gradient after a loss in chunks, which has none.
 """
 
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,11 +36,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paredown.loss.chunked_cross_entropy import CASTS, SCALES, ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype
+from paredown.loss.held_linear import HeldLinear
 from paredown.loss.recorded_calls import (
     ELEMENTWISE,
     SWAPS,
@@ -49,17 +54,17 @@ from paredown.loss.recorded_calls import (
     transform_of,
     without_device,
 )
-from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES, Decoded, PackedParameter
-from paredown.optim.packed_weight import weight_of
-from paredown.optim.parameter_state import owner_of
+from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES
+from paredown.trace.autograd_graph import has_storage
 
 ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
 NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do
 SUMS = frozenset(("add", "__add__", "__radd__"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
-CHANGED = (
-    "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
-    "more. Read them before optimizer.step(), or call paredown.apply(plan, model, chunked_loss=False)."
+NUMBERS = (float, bool, str, type(None))  # results that share no memory
+NO_GRADIENT = (
+    "{name} of the logits of {path}: their loss was computed in chunks, and their gradient is not computed. Call {remedy} before the loss, "
+    "or paredown.apply(plan, model, chunked_loss=False)."
 )
 
 
@@ -78,42 +83,34 @@ class HeadUse:
     num_losses: int = 0
     num_graphs: int = 0
     requests: Counter[str] = field(default_factory=Counter[str])
+    reasons: Counter[str] = field(default_factory=Counter[str])  # sentences: why calls of the head were not deferred
 
 
 class LogitsFamily:
     """One output of the head, and all deferred tensors made from it."""
 
-    def __init__(self, use: HeadUse, module: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> None:
-        self.use, self.module, self.hidden = use, module, hidden
-        self.device = use.device or hidden.device.type
-        self.dtype = dtype or product_dtype(hidden, self.device)
-        mixed = any(t.dtype is not dtype for t in (hidden, *self.parameters()))
+    def __init__(self, use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> None:
+        self.use, self.linear = use, linear
+        self.device = use.device or linear.hidden.device.type
+        self.dtype = dtype or product_dtype(linear.hidden, self.device)
+        mixed = any(operand is not dtype for operand in linear.dtypes)
         self.is_autocast = torch.is_autocast_enabled(self.device) if dtype is None else mixed
         self.is_real = False  # whether all functions use real logits from now on
+        self.has_loss = False  # in chunks
         self.members: list[weakref.ref[DeferredLogits]] = []
-        self._versions = hidden._version, *map(version_of, self.parameters())
         self._logits: Tensor | None = None
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The weight, and the bias if there is one."""
-        return [p for p in (self.module.weight, self.module.bias) if p is not None]  # type: ignore[misc]
-
-    def check(self) -> None:
-        """RuntimeError if the hidden states or the parameters have changed since the head was called."""
-        names = ("the input of the layer", "its weight", "its bias")
-        for name, before, now in zip(
-            names, self._versions, (self.hidden._version, *map(version_of, self.parameters())), strict=False
-        ):
-            if before != now:
-                raise RuntimeError(CHANGED.format(path=self.use.path, what=name))
 
     def logits(self) -> Tensor:
         """All logits, computed at the first call."""
         if self._logits is None:
             self.check()
-            with torch.enable_grad(), self.autocast():
-                self._logits = functional.linear(self.hidden, self.module.weight, self.module.bias)
+            with torch.inference_mode(False), torch.enable_grad(), self.autocast():
+                self._logits = self.linear.forward()
         return self._logits
+
+    def check(self) -> None:
+        """RuntimeError if the hidden states or the parameters have changed since the head was called."""
+        self.linear.check(self.use.path)
 
     def autocast(self) -> Any:
         """The autocast settings under which the head was called."""
@@ -124,13 +121,17 @@ class LogitsFamily:
         if not torch.is_grad_enabled():
             return self.values()
         self.check()
-        return self.module.weight, self.module.bias
+        return self.linear.operands()
 
     def values(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias, decoded if they are packed; gradients flow to them."""
         self.check()
-        values = [parameter_values(p) for p in self.parameters()]
-        return values[0], values[1] if len(values) > 1 else None
+        return self.linear.values()
+
+    def refuse_gradient(self, name: str, remedy: str) -> None:
+        """RuntimeError if a loss in chunks was computed, so that a request of the logits' gradient comes too late."""
+        if self.has_loss:
+            raise RuntimeError(NO_GRADIENT.format(name=name, path=self.use.path, remedy=remedy))
 
     def make_real(self) -> None:
         """Compute the logits of all members, before one of them is written."""
@@ -173,7 +174,7 @@ class DeferredLogits(Tensor):
             if self.parent is None or self.call is None:
                 self._logits = self.family.logits()
             else:
-                with torch.enable_grad():
+                with torch.inference_mode(False), torch.enable_grad():
                     self._logits = self.call(self.parent.logits())
         return self._logits
 
@@ -184,22 +185,30 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls from C++, which autograd has recorded already."""
+        given = args, kwargs or {}
         if func._schema.is_mutable:
-            make_real((args, kwargs))
-        args, kwargs = tree_map(_detached, (args, kwargs or {}))
-        return func(*args, **kwargs)
+            make_real(given)
+        args, kwargs = tree_map(_detached, given)
+        return without_aliases(func(*args, **kwargs), given)
 
 
 def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a torch function, some of the arguments of which are deferred logits."""
     name = name_of(func)
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     is_attribute = getattr(func, "__name__", "") == "__get__"
     if name in ABOUT or (is_attribute and name not in NEED_VALUES) or (name == "type" and len(args) == 1):
+        given = (args, kwargs) if name == "__hash__" else current((args, kwargs))
         with torch._C.DisableTorchFunction():  # modes too
-            return func(*args, **kwargs)
-    if name == "untyped_storage" and args[0]._logits is None:  # tools that sum the bytes of tensors
+            return func(*given[0], **given[1])
+    if name == "untyped_storage" and hasattr(first.rows, "fake_mode"):  # traces sum the bytes of tensors
         return torch.UntypedStorage(0)
+    if name in HOOKS or func is torch.autograd.grad:
+        for leaf in deferred_in(args if name in HOOKS else kwargs.get("inputs", args[1:2])):
+            leaf.family.refuse_gradient(name, "it" if name in HOOKS else "logits.retain_grad()")
+    if is_attribute and name == "grad" and first.family.has_loss and not first.family.is_real:
+        warnings.warn(NO_GRADIENT.format(name=name, path=first.family.use.path, remedy="logits.retain_grad()"), stacklevel=3)
+        return None
     if func is functional.cross_entropy:
         loss = chunked_loss_of(args, kwargs)
         if loss is not None:
@@ -224,6 +233,17 @@ def _disabled() -> Any:
 call_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
+def deferred_in(arguments: Any) -> list[DeferredLogits]:
+    """The deferred logits in the arguments of a call."""
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, DeferredLogits)]
+
+
+def current(arguments: Any) -> Any:
+    """The arguments with real logits in place of deferred ones that something may have written, or given another size or dtype."""
+    is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
+    return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
+
+
 def _detached(leaf: Any) -> Any:
     return real_of(leaf, "a call from C++").detach() if isinstance(leaf, DeferredLogits) else leaf
 
@@ -245,18 +265,48 @@ def real_of(logits: DeferredLogits, name: str) -> Tensor:
 
 def make_real(arguments: Any) -> None:
     """Use real logits from now on in place of the deferred ones in `arguments`, which something will write."""
-    for leaf in tree_leaves(arguments):
-        if isinstance(leaf, DeferredLogits):
-            leaf.family.make_real()
+    for leaf in deferred_in(arguments):
+        leaf.family.make_real()
 
 
 def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The result of `func` on real logits."""
-    writes = name in WRITES or name in HOOKS or getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs
-    if writes or (name.endswith("_") and not name.endswith("__")):
-        make_real((args, kwargs))
-    args, kwargs = tree_map(lambda leaf: real_of(leaf, name) if isinstance(leaf, DeferredLogits) else leaf, (args, kwargs))
-    return func(*args, **kwargs)
+    given = args, kwargs
+    if name in HOOKS or is_write(func, name, args, kwargs):
+        make_real(given)
+    args, kwargs = tree_map(lambda leaf: real_of(leaf, name) if isinstance(leaf, DeferredLogits) else leaf, given)
+    return without_aliases(func(*args, **kwargs), given)
+
+
+def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function may write to its arguments."""
+    if getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs or kwargs.get("inplace"):
+        return True
+    if any(overload._schema.is_mutable for overload in overloads_of(func)):
+        return True
+    is_positional = getattr(func, "__module__", "") == functional.__name__ and any(arg is True for arg in args)  # inplace=True
+    return is_positional or name in WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def overloads_of(func: Any) -> list[Any]:
+    """The operators of torch.ops that a call may run; none for functions of Python."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return [getattr(func, overload) for overload in func.overloads()]
+    return [func] if isinstance(func, torch._ops.OpOverload) else []
+
+
+def without_aliases(result: Any, arguments: Any) -> Any:
+    """A result of real logits; if it may share their memory, and so write to them, they are used from now on."""
+    members = deferred_in(arguments)
+    storages = {member.logits().untyped_storage()._cdata for member in members}
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) and has_storage(leaf) and leaf.layout is torch.strided:
+            is_alias = leaf.untyped_storage()._cdata in storages
+        else:
+            is_alias = not isinstance(leaf, NUMBERS)
+        if is_alias:
+            make_real(members)
+    return result
 
 
 # --- recorded calls ---------------------------------------------------------------------------------------------------------------
@@ -289,7 +339,7 @@ def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
         return None
     if logits.calls or any((one.adapter or one.is_class_first) for one in (logits, other)) or other.family is logits.family:
         return None
-    if any(call.name not in SCALES | CASTS for call in other.calls):
+    if other.family.linear.has_bias or any(call.name not in SCALES | CASTS for call in other.calls):
         return None
     scale = transform_of(tuple(call for call in other.calls if call.name in SCALES), torch.float32)
     rows = other.rows if scale is None else scale(other.rows)
@@ -340,16 +390,16 @@ def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogit
     return Recorded.apply(logits, call, make)  # type: ignore[return-value]
 
 
-def defer(use: HeadUse, module: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> DeferredLogits:
-    """The deferred output of `module`; `dtype`: of its matrix product, if that is not the one of autocast at this moment."""
-    family = LogitsFamily(use, module, hidden, dtype)
+def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> DeferredLogits:
+    """The deferred output of `linear`; `dtype`: of its matrix product, if that is not the one of autocast at this moment."""
+    family = LogitsFamily(use, linear, dtype)
     use.num_deferred += 1
-    layout = Layout.contiguous(*hidden.shape[:-1], module.out_features, dtype=family.dtype)
+    layout = Layout.contiguous(*linear.hidden.shape[:-1], linear.num_classes, dtype=family.dtype)
 
     def make() -> DeferredLogits:
-        return DeferredLogits(family, hidden, layout)
+        return DeferredLogits(family, linear.hidden, layout)
 
-    return Deferred.apply(hidden, module.weight, module.bias, family, make)  # type: ignore[return-value]
+    return Deferred.apply(linear.hidden, *linear.operands(), family, make)  # type: ignore[return-value]
 
 
 class Deferred(torch.autograd.Function):
@@ -358,21 +408,22 @@ class Deferred(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, family: LogitsFamily, make: Any) -> Tensor:
         """The deferred logits that `make` returns."""
-        ctx.family = family
+        ctx.family, ctx.bias_dtype = family, bias.dtype if bias is not None else None
         return make()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         """The gradients of a linear layer."""
         family: LogitsFamily = ctx.family
         with torch.no_grad():
             weight, _ = family.values()
             rows = grad.reshape(-1, grad.shape[-1]).to(family.dtype)
-            hidden, needs = family.hidden, ctx.needs_input_grad
+            hidden, needs = family.linear.hidden, ctx.needs_input_grad
             inputs = hidden.reshape(-1, hidden.shape[-1]).to(family.dtype)
             of_hidden = (rows @ weight.to(family.dtype)).reshape(hidden.shape).to(hidden.dtype) if needs[0] else None
             of_weight = (rows.t() @ inputs).to(weight.dtype) if needs[1] else None
-            return of_hidden, of_weight, rows.sum(0).to(family.module.bias.dtype) if needs[2] else None, None, None
+            return of_hidden, of_weight, rows.sum(0).to(ctx.bias_dtype) if needs[2] else None, None, None
 
 
 class Recorded(torch.autograd.Function):
@@ -385,6 +436,7 @@ class Recorded(torch.autograd.Function):
         return make()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         """The gradient of the call's input."""
         with torch.enable_grad():
@@ -411,6 +463,8 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     is_matrix = logits.dim() == 2 or logits.is_class_first
     if not is_matrix or target.dtype is not torch.int64 or target.shape != logits.rows.shape[:-1]:
         return None
+    if given["weight"] is not None and given["weight"].requires_grad:
+        return None
     if given["size_average"] is not None or given["reduce"] is not None or given["reduction"] not in ("mean", "sum", "none"):
         return None
     family = logits.family
@@ -421,22 +475,7 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     transform = transform_of(logits.calls, family.dtype)
     settings = ChunkSettings(family.dtype, transform, loss_dtype=logits.dtype, device=family.device)
     family.use.num_losses += 1
+    for part in (logits, *(logits.adapter[1:] if logits.adapter is not None else ())):
+        part.family.has_loss |= torch.is_grad_enabled()
     with family.use.around():
         return chunked_cross_entropy(logits.rows, weight, target, bias=bias, adapter=adapter, options=options, settings=settings)
-
-
-def parameter_values(parameter: nn.Parameter) -> Tensor:
-    """The parameter, or its decoded values if it is packed."""
-    if type(parameter) is not PackedParameter:
-        return parameter
-    weight = weight_of(parameter)
-    assert weight is not None
-    if parameter.requires_grad and torch.is_grad_enabled():
-        return Decoded.apply(parameter)  # type: ignore[return-value]
-    return weight.shared(weight.dtype)
-
-
-def version_of(parameter: nn.Parameter) -> Any:
-    """A value that changes whenever the parameter is written."""
-    weight, owner = weight_of(parameter), owner_of(parameter)
-    return parameter._version if weight is None else weight.version, owner.updates if owner is not None else 0

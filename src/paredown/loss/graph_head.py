@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from paredown.loss.chunked_cross_entropy import CASTS, SCALES, elementwise_call, without_last_casts
 from paredown.loss.deferred_logits import HeadUse, defer
+from paredown.loss.held_linear import HeldLinear
 from paredown.loss.loss_operator import OperatorSettings, chunked_loss
 from paredown.loss.recorded_calls import SWAPS, VIEWS, keeps_last
 
@@ -60,6 +61,7 @@ class DeferredOutput:
     """An output of a graph that is the hidden states in place of logits, and the functions that make the output from deferred logits."""
 
     index: int
+    operands: tuple[int, int | None]  # places of weight and bias among the inputs of the graph, whose callers may pass others
     dtype: torch.dtype
     calls: tuple[Callable[[Any], Any], ...]
 
@@ -72,14 +74,15 @@ class DeferredOutputs:
     module: nn.Linear
     outputs: tuple[DeferredOutput, ...]
 
-    def __call__(self, results: Any) -> Any:
-        """The outputs of one call."""
-        results, made = list(results), dict[int, Any]()
+    def __call__(self, results: Any, inputs: Sequence[Any]) -> Any:
+        """The outputs of one call with these inputs."""
+        results, made = list(results), dict[Any, Any]()
         for output in self.outputs:
-            hidden: Tensor = results[output.index]
-            logits = made.get(id(hidden))
+            hidden, (weight, bias) = results[output.index], output.operands
+            logits = made.get(key := (id(hidden), output.operands))
             if logits is None:
-                logits = made[id(hidden)] = defer(self.use, self.module, hidden, output.dtype)
+                held = HeldLinear(hidden, inputs[weight], inputs[bias] if bias is not None else None)
+                logits = made[key] = defer(self.use, held, output.dtype)
             for call in output.calls:
                 logits = call(logits)
             results[output.index] = logits if self.module.training else logits.logits()
@@ -93,7 +96,8 @@ def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, u
     """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
     heads = [node for node in gm.graph.nodes if is_head(node, examples, module)]
-    outputs = [output for node in heads for output in HeadGraph(gm, node, use).rewrite()]
+    places = {node: place for place, node in enumerate(examples)}
+    outputs = [output for node in heads for output in HeadGraph(gm, node, use, places).rewrite()]
     use.num_graphs += bool(heads)
     if heads:
         gm.recompile()  # without eliminate_dead_code: Dynamo's graphs have in-place functions, which FX takes for pure ones
@@ -111,8 +115,8 @@ def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> b
 class HeadGraph:
     """One call of the head in a graph."""
 
-    def __init__(self, gm: fx.GraphModule, linear: fx.Node, use: HeadUse) -> None:
-        self.graph, self.linear, self.use = gm.graph, linear, use
+    def __init__(self, gm: fx.GraphModule, linear: fx.Node, use: HeadUse, places: dict[fx.Node, int]) -> None:
+        self.graph, self.linear, self.use, self.places = gm.graph, linear, use, places
         arguments: tuple[Any, ...] = (*linear.args, None)
         self.hidden, self.weight, self.bias = arguments[:3]
         self.size = self.hidden.meta["example_value"].shape[-1]
@@ -184,6 +188,8 @@ class HeadGraph:
     def _add_output(self, logits: Followed, output: fx.Node) -> None:
         dynamic = [node for node in logits.path if len(node.all_input_nodes) > 1]
         self.readers += [DYNAMIC.format(name_of(node)) for node in dynamic]
+        if self.bias is not None and self.bias not in self.places:
+            self.readers.append(f"a sum with {name_of(self.bias)}")
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
@@ -277,7 +283,8 @@ class HeadGraph:
         places = [index for index, value in enumerate(values) if value is logits.node]
         output.args = (tuple(self.hidden if value is logits.node else value for value in values),)
         calls = tuple(as_function(node, previous) for previous, node in zip((self.linear, *logits.path), logits.path, strict=False))
-        return [DeferredOutput(index, self.linear.meta["example_value"].dtype, calls) for index in places]
+        operands = self.places[self.weight], self.places[self.bias] if self.bias is not None else None
+        return [DeferredOutput(index, operands, self.linear.meta["example_value"].dtype, calls) for index in places]
 
 
 def name_of(node: fx.Node) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from paredown.errors import ApplyError
 from paredown.loss.deferred_logits import HeadUse, defer
 from paredown.loss.graph_head import rewrite_head
+from paredown.loss.held_linear import HeldLinear
 from paredown.sizes import say_bytes
 from paredown.trace.autograd_graph import has_storage
 from paredown.trace.hooks import Hook
@@ -51,6 +53,9 @@ NO_HEAD = (
 FUSED = (
     "the model's forward is that of {}, which computes the loss of {:,} classes in chunks without calling it: nothing is left to do"
 )
+TRANSFORMED = "a transform of torch.func, or forward-mode differentiation, was active"
+OTHER_CALL = "its forward called F.linear in another way than nn.Linear does"
+NO_LEAF = "its weight was computed by other functions, such as a parametrization or the caller of functional_call"
 FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forward that replaces a model's -> its name
 
 
@@ -72,8 +77,12 @@ class HeadInput(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
-        if func is functional.linear and isinstance(first, HeadInput) and args[1] is first.module.weight:
-            return defer(first.use, first.module, first.hidden)
+        if func is functional.linear and isinstance(first, HeadInput) and not kwargs:
+            bias = args[2] if len(args) > 2 else None
+            if args[1] is first.module.weight and bias is first.module.bias:
+                return defer(first.use, HeldLinear(first.hidden, args[1], bias))
+        if func is functional.linear and isinstance(first, HeadInput):
+            first.use.reasons[OTHER_CALL] += 1
         args, kwargs = tree_map(lambda leaf: leaf.hidden if isinstance(leaf, HeadInput) else leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -125,8 +134,11 @@ class OutputHead:
             handle.remove()
         self._handles = []
 
-    def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any], Any] | None:
-        """Compute the loss in chunks in a graph of Dynamo; returns what its outputs have to pass through, None for unmodified outputs."""
+    def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any] | None:
+        """Compute the loss in chunks in a graph of Dynamo; returns what makes the outputs of a call from those of the graph and its inputs.
+
+        None for unmodified outputs.
+        """
         module = self._module() if self._module is not None else None
         if self._adapters:
             self.reason = ADAPTED
@@ -157,8 +169,9 @@ class OutputHead:
             reason = FUSED.format(self._fused_by, self._num_classes)
         if reason and self.is_found:
             yield self.use.path, ASKED, UNMODIFIED, reason
-        if self.use.requests:
-            yield self.use.path, ASKED, ALL, f"{', '.join(self.use.requests)} read them"
+        read = [f"{', '.join(self.use.requests)} read them"] if self.use.requests else []
+        if read or self.use.reasons:
+            yield self.use.path, ASKED, ALL, "; ".join([*self.use.reasons, *read])
 
     def _enter(self, module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not (module.training and torch.is_grad_enabled()) or bool(torch._C._get_tracing_state()) or len(args) != 1:
@@ -169,7 +182,11 @@ class OutputHead:
             self.reason = HOOKED
             return None
         hidden = args[0]
-        if not isinstance(hidden, Tensor) or not has_storage(hidden) or not module.weight.is_leaf:
+        if not isinstance(hidden, Tensor) or not has_storage(hidden):
+            return None
+        is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if is_transformed or not module.weight.is_leaf:
+            self.use.reasons[TRANSFORMED if is_transformed else NO_LEAF] += 1
             return None
         if hidden.dim() < 1 or not hidden.is_floating_point() or not (hidden.requires_grad or module.weight.requires_grad):
             return None

@@ -94,6 +94,8 @@ class PackedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():
             return call_in_compiled(func, args, kwargs or {})
+        if any(hasattr(kind, "is_deferred") for kind in types):  # deferred logits, which first become real ones
+            return NotImplemented
         if func is F.linear and not kwargs:
             result = _linear_of_frozen(*args)
             if result is not None:

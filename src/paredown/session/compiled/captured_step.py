@@ -176,7 +176,7 @@ class GraphCapture:
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
         with functorch_config.patch(enable_autograd_cache=False), self._forms, _padding(self.step.device):
             compiled: Any = compile_fx(gm, inputs, inner_compile=self._compile, config_patches=patches)  # type: ignore[return-value]
-        return compiled if outputs is None else lambda *args: outputs(compiled(*args))
+        return compiled if outputs is None else lambda *args: outputs(compiled(*args), args)
 
     def _on_partition(self, graph: CapturedGraph) -> None:
         self._partitioned = graph

@@ -42,14 +42,14 @@ class PackedGraph:
         self._num_calls = 0
         self._report = GraphReport([])
         deferred = backend.head.in_graph(gm, example_inputs) if backend.head is not None else None
-        self._outputs = deferred or (lambda outputs: outputs)
+        self._outputs = deferred or (lambda outputs, _: outputs)
         self._compiled = self._compile(example_inputs)
 
     def __call__(self, *args: Any) -> Any:
         """The outputs of the graph."""
         is_fake = any(isinstance(arg, FakeTensor) for arg in args)  # DDP splits graphs, and calls each part with fake tensors first
         if is_fake or not torch.is_grad_enabled():
-            return self._outputs(self._compiled(*args, *self._added))
+            return self._outputs(self._compiled(*args, *self._added), args)
         if self._seed != self._backend.seed():  # the session loaded the state of another one
             self._compiled = self._compile_for_seed(list(args))
         if self._plan is not self._backend.plan() and not self._is_dynamic:  # a guard changed it
@@ -65,7 +65,7 @@ class PackedGraph:
                 before.restore()
                 outputs = self._compiled(*args, *self._added)
         self._backend.on_call(self._report, outputs, self._added[1], self._num_calls)
-        return self._outputs(outputs)
+        return self._outputs(outputs, args)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         reports: list[GraphReport] = []

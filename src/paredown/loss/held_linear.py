@@ -1,0 +1,162 @@
+"""`HeldLinear`: the operands of one call of F.linear, held so that it can be computed later as it would have been computed then.
+
+    the graph       an alias of each operand, made at the call: later freezing, `detach_()` and replacing of parameters change nothing
+    the values      `check` raises where they are no longer those of the call: by version numbers, by the memory that a tensor has, and on a
+                    CPU by fingerprints too, since writes through `.data` change no version number
+
+The fingerprint of a matrix is its product with one fixed vector: the logits of one more row. A write that changes no bit of it changes
+logits by about their rounding. On other devices the comparison would wait for the device, so it is left out (docs/limits.md).
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paredown.optim.packed_parameter import Decoded, view_of
+from paredown.optim.packed_weight import weight_of
+from paredown.optim.parameter_state import owner_of
+from paredown.trace.autograd_graph import has_storage
+
+CHANGED = (
+    "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
+    "more. Read them before optimizer.step(), or call paredown.apply(plan, model, chunked_loss=False)."
+)
+PRINTED_VALUES = 2**20  # of a matrix, multiplied at a time
+
+
+class HeldLinear:
+    """Input, weight and bias of a call of F.linear."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._hidden, self._weight = HeldTensor(hidden, "the input of the layer"), HeldTensor(weight, "its weight")
+        self._bias = HeldTensor(bias, "its bias") if bias is not None else None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The input."""
+        return self._hidden.alias
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias."""
+        return self._bias is not None
+
+    @property
+    def num_classes(self) -> int:
+        """The number of outputs."""
+        return self._weight.alias.shape[0]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those of the operands."""
+        return [held.alias.dtype for held in self._all()]
+
+    def check(self, path: str) -> None:
+        """RuntimeError if a value has changed since the call; `path`: of the layer."""
+        for held in self._all():
+            if held.has_changed():
+                raise RuntimeError(CHANGED.format(path=path, what=held.name))
+
+    def forward(self) -> Tensor:
+        """The output of the layer."""
+        return functional.linear(self.hidden, *self.operands())
+
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, packed or not; gradients flow to them."""
+        return self._weight.operand(), self._bias.operand() if self._bias is not None else None
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, decoded if they are packed; gradients flow to them."""
+        return self._weight.values(), self._bias.values() if self._bias is not None else None
+
+    def _all(self) -> list[HeldTensor]:
+        return [held for held in (self._hidden, self._weight, self._bias) if held is not None]
+
+
+class HeldTensor:
+    """An operand as it was at the call: `alias` has its graph and its memory of that time."""
+
+    def __init__(self, given: Tensor, name: str) -> None:
+        self.given, self.name = given, name
+        self._packed = weight_of(given)  # in the forward of its module, a packed parameter has the class of others
+        self._needs_grad, self._version = given.requires_grad, version_of(given)
+        self._print = fingerprint(given) if self._packed is None else None
+        with torch.enable_grad():
+            self.alias = given.view_as(given) if self._packed is None else packed_alias(given)
+
+    def has_changed(self) -> bool:
+        """Whether the values are no longer those of the call, as far as can be seen."""
+        if version_of(self.given) != self._version:
+            return True
+        if (
+            self._packed is None
+            and has_storage(self.given)
+            and self.given.untyped_storage()._cdata != self.alias.untyped_storage()._cdata
+        ):
+            return True  # of p.data = other, and model.half()
+        now = fingerprint(self.alias) if self._print is not None else None
+        return now is not None and self._print is not None and not torch.equal(now, self._print)
+
+    def operand(self) -> Tensor:
+        """The alias; a packed parameter itself, whose own F.linear decodes, unless it was frozen or unfrozen since."""
+        is_same = self._packed is not None and self.given.requires_grad == self._needs_grad
+        return self.given if is_same else self.alias
+
+    def values(self) -> Tensor:
+        """The alias, or the decoded values of a packed parameter."""
+        if self._packed is None:
+            return self.alias
+        if self._needs_grad and torch.is_grad_enabled():
+            return Decoded.apply(self.alias)  # type: ignore[return-value]
+        return self._packed.shared(self._packed.dtype)
+
+
+class PackedAlias(torch.autograd.Function):
+    """A view of a packed parameter with the graph that it has now."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        """The view, without decoded values."""
+        return view_of(packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """The gradient, unchanged, for the parameter."""
+        return grad
+
+
+def packed_alias(packed: Tensor) -> Tensor:
+    """A view of a packed parameter, to which gradients flow if it requires them now."""
+    return PackedAlias.apply(packed) if packed.requires_grad else view_of(packed)  # type: ignore[return-value]
+
+
+def version_of(tensor: Tensor) -> Any:
+    """A value that changes whenever the tensor is written, but for writes through `.data`."""
+    weight, owner = weight_of(tensor), owner_of(tensor)
+    return tensor._version if weight is None else weight.version, owner.updates if owner is not None else 0
+
+
+def fingerprint(tensor: Tensor) -> Tensor | None:
+    """Bits that change with the values of a tensor, one number for each row of a matrix; None where values cannot be read at once.
+
+    >>> weight = nn.Parameter(torch.eye(3))
+    >>> before = fingerprint(weight)
+    >>> weight.data[1, 2] = 0.5
+    >>> before == fingerprint(weight)
+    tensor([ True, False,  True])
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    with torch.no_grad():
+        rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
+        vector = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64).sin().to(dtype)
+        parts = rows.split(max(1, PRINTED_VALUES // max(1, rows.shape[1])))
+        found = torch.cat([(part.to(dtype) * vector).sum(1) for part in parts])
+    return found.view(torch.int64 if dtype is torch.float64 else torch.int32)  # NaN equals itself
