@@ -511,7 +511,7 @@ def written_after_a_copy(model: Model, ids: Tensor) -> Any:
 def in_place_list_function(model: Model, ids: Tensor) -> Any:
     logits = model(ids)
     with torch.no_grad():
-        torch._foreach_mul_([logits], 0.5)
+        torch._foreach_mul_([logits], 0.5)  # pyright: ignore
     (loss := loss_of(logits, ids)).backward()
     return loss
 

@@ -5,7 +5,7 @@ What cannot be computed from deferred logits is an error or a warning with a sen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -185,7 +185,7 @@ def test_compiled_functional_calls_use_the_weights_that_they_are_given(is_inside
             logits: Any = functional_call(self.model, dict(zip(names, weights, strict=True)), (ids,))
             return loss_of(logits, ids) if is_inside else logits
 
-    def run(called: Any, weights: list[Tensor]) -> list[Tensor]:
+    def run(called: Any, weights: Sequence[Tensor]) -> list[Tensor]:
         result = called(batch(), *weights)
         loss = result if is_inside else loss_of(result, batch())
         return [loss.detach(), *torch.autograd.grad(loss, weights)]

@@ -54,7 +54,7 @@ FUSED = (
     "the model's forward is that of {}, which computes the loss of {:,} classes in chunks without calling it: nothing is left to do"
 )
 TRANSFORMED = "a transform of torch.func, or forward-mode differentiation, was active"
-OTHER_CALL = "its forward called {} in another way than nn.Linear does"
+OTHER_CALL = "its forward called F.linear in another way than nn.Linear does"
 NO_LEAF = "its weight was computed by other functions, such as a parametrization or the caller of functional_call"
 FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forward that replaces a model's -> its name
 
@@ -81,8 +81,8 @@ class HeadInput(Tensor):
             bias = args[2] if len(args) > 2 else None
             if args[1] is first.module.weight and bias is first.module.bias:
                 return defer(first.use, HeldLinear(first.hidden, args[1], bias))
-        if isinstance(first, HeadInput):
-            first.use.reasons[OTHER_CALL.format(getattr(func, "__name__", func))] += 1
+        if func is functional.linear and isinstance(first, HeadInput):
+            first.use.reasons[OTHER_CALL] += 1
         args, kwargs = tree_map(lambda leaf: leaf.hidden if isinstance(leaf, HeadInput) else leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
