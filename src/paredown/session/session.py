@@ -7,8 +7,8 @@
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a model without a session. Activations are not packed in passes
 without gradients (eval under no_grad), outside of calls of modules (a call of a part of the model is a forward pass too), inside
-checkpointed modules (which save nothing; `plan.recompute` names more of them), and in models that torch.compile compiles whole. Packed weights are the same parameters: ordinary tensors while their module runs, and
-otherwise as `optim/packed_parameter.py` describes.
+checkpointed modules (which save nothing; `plan.recompute` names more of them), and in models that torch.compile compiles as a whole.
+Packed weights are the same parameters: ordinary tensors while their module runs, and otherwise as `optim/packed_parameter.py` describes.
 
 The optimizers of `paredown.optim` use the formats that the plan requests for moments and gradients, whether they are created before or
 after `apply`. `session.changes` lists what an optimizer stores differently: small parameters, gradients that DistributedDataParallel or
