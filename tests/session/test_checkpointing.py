@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from paredown import Guard, Plan, Role, apply, footprint, optim, trace_step
 from paredown.errors import ApplyError
-from paredown.trace import module_watch
+from paredown.trace import saved_reports
 from tests.session.nets import INT8, assert_same, gradients, relative_error
 from tests.trace.steps import peak_bytes, step_of, traced
 
@@ -154,8 +154,8 @@ def test_what_is_inside_is_read_in_the_first_pass_alone(
     """Later passes pack the same: the same gradients to the bit, the same names, and fewer nodes looked at."""
     model, batch, loss = step_of(name)
     read: list[str] = []
-    describe = module_watch.describe
-    monkeypatch.setattr(module_watch, "describe", lambda *args: read.append(args[-1].path) or describe(*args))
+    describe = saved_reports.describe
+    monkeypatch.setattr(saved_reports, "describe", lambda *args: read.append(args[-1].path) or describe(*args))
     with apply(Plan.uniform(activation=INT8).recomputing(*layers), model) as session:
         first = run(model, batch, loss)
         changes, inside = session.changes, [path for path in read if session._checkpointed.has(path)]
