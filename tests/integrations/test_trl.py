@@ -290,7 +290,7 @@ def test_a_plan_is_made_for_the_trainers_own_step(kind: str, tmp_path: Path, cap
     assert not trainer.model.is_gradient_checkpointing and callback.plan.rules and callback.plan.reason in caplog.text
     assert callback.plan.made_for["batch"][0] == f"input_ids: {sizes_of(kind)} int64"
     trainer.train()
-    assert trainer.state.global_step == 1 and not callback.is_open
+    assert trainer.state.global_step == 1 and callback.is_open, "until close()"
     again = trainer_in(tmp_path, kind, wide()).model
     again.gradient_checkpointing_enable()
     trace = pare.trace_step(again.train(), tokens_of(*sizes_of(kind), fused_lm_head=True), optimizer="adamw", device="cpu")
