@@ -143,7 +143,7 @@ def _run(program: Program, plan: Plan | None, noise: Noise, *, is_compiled: bool
     outcome = Outcome()
     _train(program, compiled_model(model, session) if is_compiled else model, values, outcome)
     model.zero_grad(set_to_none=True)
-    _end_backward(program.options.device)
+    end_backward(program.options.device)
     if session is not None:
         bytes_left = session.stored_bytes
         session.close()
@@ -164,7 +164,7 @@ def _train(program: Program, model: nn.Module, values: Values, outcome: Outcome)
         losses: list[Tensor] = []
         inputs: list[Tensor] = []
         for _ in range(program.options.num_accumulated):
-            losses.append(_forward_and_backward(program, model, values, generator, inputs, held))
+            losses.append(forward_and_backward(program, model, values, generator, inputs, held))
         outcome.losses.append(torch.stack(losses))
         gradients = {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         gradients |= {f"input {place}": x.grad.clone() for place, x in enumerate(inputs) if x.grad is not None}
@@ -174,7 +174,7 @@ def _train(program: Program, model: nn.Module, values: Values, outcome: Outcome)
                 parameter.mul_(0.99)
 
 
-def _forward_and_backward(
+def forward_and_backward(
     program: Program, model: nn.Module, values: Values, generator: torch.Generator, inputs: list[Tensor], held: list[Any]
 ) -> Tensor:
     options = program.options
@@ -201,7 +201,7 @@ def _forward_and_backward(
     return total.detach()
 
 
-def _end_backward(device: str) -> None:
+def end_backward(device: str) -> None:
     """Wait until nothing of the last backward is alive in the thread in which autograd runs the nodes of a device.
 
     That thread drops its last node after backward() has returned, and before it takes up another one.
