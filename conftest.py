@@ -57,6 +57,8 @@ NEEDED_BY = {
         "src/paredown/sweeps/engines",
         "src/paredown/report/store_record.py",
         "tests/support/work.py",
+        "tests/sweeps/test_silent_server.py",
+        "tests/test_make_sweeps.py",
     ],
     "typer": ["src/paredown/cli"],
     "transformers": ["src/paredown/integrations/hugging_face.py"],
