@@ -46,7 +46,7 @@ _LAST: list[weakref.ref[Weight]] = []  # at most one: the weight with deferred v
 PackHook = Callable[[Tensor], Any]
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
 OnWrite = Callable[["Weight", Tensor], Callable[[], None] | None]
-SAMPLED = 1 << 20  # values of the first rows, on which rounding errors are measured
+SAMPLED = 1 << 13  # values of the first rows, on which rounding errors are measured
 
 
 class NoMemory(Tensor):
