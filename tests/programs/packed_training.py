@@ -4,7 +4,7 @@ Before every step a plain model gets the decoded weights (and the buffers) of th
 
     losses, gradients of inputs and of small parameters     the same bits. Where the plan packs activations in 8 bits, the plain model has
                                                             a session that packs activations alone; gradients that are not the same bits
-                                                            (one session recomputes what the other stores) are as near as judging.py asks
+                                                            are as near as judging.py asks
     gradients that are packed                               within one step of the format for every backward: a step is 1/127 of a block's
                                                             largest value, and stochastic rounding moves a value by up to one
     weights and moments after AdamW                         within one step of their formats of AdamW's definition in float64, from the
@@ -126,11 +126,13 @@ def gradient_faults(program: Program, found: Step, expected: Step) -> list[str]:
         allowed = SCALES * expected[2][name] / 127 if is_packed else torch.zeros(())
         if is_packed and found[1][name].dtype is torch.bfloat16:  # the plain sum is rounded, and so is what is decoded
             allowed = allowed + program.options.num_accumulated * 2.0**-8 * (theirs.abs() + allowed)
+        if program.options.structure == THREADS and program.options.dtype != "float32":
+            # Programs 130, 146 and 210 differ by one bit of bfloat16 under packed weights alone, always by the same one; 130 and 210 in
+            # float32 by one bit of that, 146 by none. That fits sums in another order; why the order changes is not known.
+            allowed = allowed + 2.0**-7 * theirs.abs().max()
         if (
-            program.options.structure == THREADS and program.options.dtype != "float32"
-        ):  # sums of bfloat16 in another order of threads
-            allowed = allowed + 2.0**-6 * theirs.abs().max()
-        if program.number % 2:  # a session may store an activation where the other recomputes it: two roundings to 8 bits
+            program.number % 2
+        ):  # of the first 120, 99 and 105 differ in 8 bits (with exact activations they do not); why is not known
             allowed = allowed + ROUNDED * theirs.square().mean().sqrt().clamp(min=largest / 10)
             mine, theirs = (mine - theirs).square().mean().sqrt(), torch.zeros(())
             allowed = allowed.mean()
