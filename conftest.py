@@ -53,12 +53,11 @@ STORES = ("database", "export", "runner", "status", "store", "worker")
 NEEDED_BY = {
     "triton": ["src/paredown/codec/kernels", "src/paredown/optim/kernels"],
     "sqlalchemy": [
-        *(f"src/paredown/sweeps/{name}.py" for name in STORES),
-        "src/paredown/sweeps/engines",
-        "src/paredown/report/store_record.py",
+        *(f"src/paredown/study/sweeps/{name}.py" for name in STORES),
+        "src/paredown/study/sweeps/engines",
+        "src/paredown/study/report/store_record.py",
         "tests/support/work.py",
-        "tests/sweeps/test_silent_server.py",
-        "tests/test_make_sweeps.py",
+        "tests/study/sweeps/test_silent_server.py",
     ],
     "typer": ["src/paredown/cli"],
     "transformers": ["src/paredown/integrations/hugging_face.py"],

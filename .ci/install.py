@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 11)
-EXTRAS = "cli,safetensors,search,test"  # unless others are named on the command line
+COMPILE = "import torch, paredown; paredown.encode(torch.ones(1 << 15), 'int8/64@bf16').decode()"
+EXTRAS = "cli,cpu,safetensors,search,test"  # unless others are named on the command line
 
 
 def main() -> None:
@@ -26,6 +28,9 @@ def main() -> None:
         install(tested, pins=[pin for pin in pins if name_of(pin) != "triton"])
     print(f"Installing paredown beside torch {metadata.version('torch')} ...", flush=True)
     install("-e", f"{ROOT}[{sys.argv[1] if len(sys.argv) > 1 else EXTRAS}]", pins=pins_beside_torch(pins))
+    if find_spec("numba") is not None:
+        print("Compiling the loops of the CPU codec (once; 15 seconds) ...", flush=True)
+        subprocess.run([sys.executable, "-c", COMPILE], check=True)
 
 
 def installed_torch() -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import paredown as pare
-from paredown.assign.checkpointed_layers import added_seconds, repeated_layers
+from paredown.assignment.checkpointed_layers import added_seconds, repeated_layers
 from paredown.models import MODELS
 from paredown.models.resnet import resnet50
 from paredown.models.transformer import ViT
@@ -78,7 +78,7 @@ class Row:
     peak_ratio: float | None = None
     time_ratio: float | None = None
     checkpointing_ratio: float | None = None
-    foreseen_seconds: float | None = None  # that the plan adds, by assign/checkpointed_layers.py
+    foreseen_seconds: float | None = None  # that the plan adds, by assignment/checkpointed_layers.py
     reason: str = ""
     error: str | None = None
 

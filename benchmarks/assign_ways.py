@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from train_activations import Task
 
 import paredown as pare
-from paredown.assign.problem import AssignmentProblem, ladder_of
-from paredown.assign.strategies import METHODS as ASSIGN_METHODS
+from paredown.assignment.assignment_problem import AssignmentProblem, ladder_of
+from paredown.assignment.strategies import METHODS as ASSIGN_METHODS
+from paredown.autograd import operations
+from paredown.autograd.operations import Use
+from paredown.plan.byte_intervals import slot_storages
 from paredown.plan.footprint import peak_of
-from paredown.plan.replay import slot_storages
 from paredown.roles import Role
-from paredown.trace import operations
-from paredown.trace.operations import Use
 
 LEVELS: dict[str, tuple[str | None, ...]] = {
     "int8/uint2": ("int8/64@bf16", "uint2/64@bf16+bf16"),  # two bits with an offset: four levels, where int2 has three

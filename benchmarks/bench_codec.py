@@ -1,6 +1,7 @@
 """Encode, decode and round_trip beside their peers, as a share of what the device copies: one table, and rows in results/codec.json.
 
-    python benchmarks/bench_codec.py                    # the GPU if there is one, and 2 threads of the CPU
+    python benchmarks/bench_codec.py                    # the GPU if there is one, 2 threads of the CPU, and one core
+    python benchmarks/bench_codec.py --core             # one core of the CPU alone
     PEERS=folder python benchmarks/bench_codec.py       # unpacked wheels of qtorch and bitsandbytes, where they are not installed
     python benchmarks/bench_codec.py --busy             # encode and decode on a CPU alone, and while another process keeps a core busy
 
@@ -23,7 +24,7 @@ from measure import Row, append, machine, time_call
 import paredown as pare
 from paredown.codec.backend import find_kernels
 
-PACKAGES = ("torch", "triton", "numpy", "qtorch", "bitsandbytes")
+PACKAGES = ("torch", "triton", "numpy", "numba", "qtorch", "bitsandbytes")
 OURS = "paredown"
 BLOCK_FORMATS = (
     "int8/64@bf16",
@@ -142,6 +143,52 @@ def cpu_cases(x: torch.Tensor) -> Iterator[Case]:
     )
 
 
+CORE_FORMATS = ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16", "e4m3fn/64@bf16", "nf4/64@fp32", "e4m3fn")
+
+
+def core_cases(x: torch.Tensor) -> Iterator[Case]:
+    """Encode and decode of float32 on one core, beside torch's casts and its own quantized tensors (scales given, in rows of 64)."""
+    y, numel = torch.empty_like(x), x.numel()
+    yield Case("copy fp32", "torch", 2 * x.nbytes, lambda: y.copy_(x))
+    for text in CORE_FORMATS:
+        moved = x.nbytes + pare.Format.parse(text).nbytes(x.shape)
+        for rounding, ours in (("nearest", "nearest_even"), ("stochastic", "stochastic")):
+            job = f"encode fp32 {text} {rounding}, one core"
+            yield Case(job, OURS, moved, lambda text=text, ours=ours: pare.encode(x, text, rounding=ours, seed=7))
+        packed = pare.encode(x, text)
+        yield Case(f"decode fp32 {text}, one core", OURS, moved, packed.decode)
+    half, narrow = x.bfloat16(), x.to(torch.float8_e4m3fn)
+    yield Case("encode fp32 bf16, one core", "torch .to(bfloat16)", 6 * numel, x.bfloat16)
+    yield Case("decode fp32 bf16, one core", "torch .float()", 6 * numel, half.float)
+    yield Case("encode fp32 e4m3fn nearest, one core", "torch .to(float8_e4m3fn)", 5 * numel, lambda: x.to(torch.float8_e4m3fn))
+    yield Case("decode fp32 e4m3fn, one core", "torch .float()", 5 * numel, narrow.float)
+    yield from quantized_cases(x.view(-1, 64))
+
+
+def quantized_cases(x: torch.Tensor) -> Iterator[Case]:
+    """torch's quantized tensors of 8 bits: one scale for the tensor, and one for each row."""
+    scales = x.abs().amax(1) / 127
+    zeros = torch.zeros(len(scales), dtype=torch.long)
+    by_tensor = torch.quantize_per_tensor(x, scales.max().item(), 0, torch.qint8)
+    by_row = torch.quantize_per_channel(x, scales, zeros, 0, torch.qint8)
+    job, moved = "fp32 int8/64@bf16", 5 * x.numel()
+    scale = scales.max().item()
+    yield Case(
+        f"encode {job} nearest, one core",
+        "torch.quantize_per_tensor",
+        moved,
+        lambda: torch.quantize_per_tensor(x, scale, 0, torch.qint8),
+    )
+    yield Case(
+        f"encode {job} nearest, one core",
+        "torch.quantize_per_channel",
+        moved,
+        lambda: torch.quantize_per_channel(x, scales, zeros, 0, torch.qint8),
+    )
+    yield Case(f"decode {job}, one core", "quantize_per_tensor", moved, by_tensor.dequantize)
+    yield Case(f"decode {job}, one core", "quantize_per_channel", moved, by_row.dequantize)
+
+
 def busy_rows(x: torch.Tensor) -> list[Row]:
     """Encode and decode of a float32 tensor, with and without a process that computes all the time."""
     rows: list[Row] = []
@@ -210,6 +257,7 @@ def main() -> None:
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--busy", action="store_true", help="only the CPU, alone and beside a busy process")
+    parser.add_argument("--core", action="store_true", help="only one core of the CPU")
     options = parser.parse_args()
     if "PEERS" in os.environ:
         sys.path.append(os.environ["PEERS"])
@@ -219,6 +267,13 @@ def main() -> None:
         rows = busy_rows(torch.randn(1 << 20))
         if not options.no_save:
             append("codec.json", machine("cpu", PACKAGES, options.commit), rows)
+        return
+    torch.set_num_threads(1)
+    x = torch.randn(1 << 20)
+    rows = run(core_cases(x), tuple(x.shape), "cpu")
+    if not options.no_save:
+        append("codec.json", machine("cpu", PACKAGES, options.commit), rows)
+    if options.core:
         return
     if torch.cuda.is_available():
         x = torch.randn(1 << options.log2_numel, device="cuda")

@@ -29,12 +29,12 @@ import numpy as np
 from bench_pick import SEED_DRAWS, Case, assigned, best_on_average, cases, coverage, hidden_seeds, picked, say_coverage, spreads
 from measure import RESULTS, machine
 
-from paredown.pick.candidates import BASELINE
-from paredown.pick.prior_collection import read_rows, row_of, template_row
-from paredown.pick.prior_data import PriorData, join_priors
-from paredown.pick.priors import load
-from paredown.pick.task_prior import random_guess_error
-from paredown.tasks.trial import Trial
+from paredown.study.pick.candidates import BASELINE
+from paredown.study.pick.prior_collection import read_rows, row_of, template_row
+from paredown.study.pick.prior_data import PriorData, join_priors
+from paredown.study.pick.priors import load
+from paredown.study.pick.task_prior import random_guess_error
+from paredown.study.tasks.trial import Trial
 
 Array = np.ndarray
 Way = Callable[[Case, int, int], tuple[int, int]]

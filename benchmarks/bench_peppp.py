@@ -27,10 +27,10 @@ import numpy as np
 from measure import RESULTS, machine
 from numpy.typing import NDArray
 
-from paredown.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, held_out_tasks, judge
-from paredown.papers.peppp_experiment_design import PICKERS, Picker, Pooled
-from paredown.pick.acquisition import propose_for_front
-from paredown.pick.posterior import Prior
+from paredown.study.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, held_out_tasks, judge
+from paredown.study.papers.peppp_experiment_design import PICKERS, Picker, Pooled
+from paredown.study.pick.acquisition import propose_for_front
+from paredown.study.pick.posterior import Prior
 
 Array = NDArray[np.float64]
 SCORES = ("convergence", "hypervolume", "regret", "mean_regret", "rmse")

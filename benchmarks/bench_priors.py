@@ -15,14 +15,14 @@ from heatmap import Dots, Map, draw, draw_dots
 from looked import find_twins
 from numpy.typing import NDArray
 
-from paredown.papers.peppp_completion import Effects, lost_share, split_variance
-from paredown.pick.pareto import undominated
-from paredown.pick.prior_collection import row_of
-from paredown.pick.prior_data import PriorData
-from paredown.pick.priors import available, load
-from paredown.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
-from paredown.pick.task_prior import is_calm
 from paredown.plan.plan import Plan
+from paredown.study.papers.peppp_completion import Effects, lost_share, split_variance
+from paredown.study.pick.pareto import undominated
+from paredown.study.pick.prior_collection import row_of
+from paredown.study.pick.prior_data import PriorData
+from paredown.study.pick.priors import available, load
+from paredown.study.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
+from paredown.study.pick.task_prior import is_calm
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from measure import RESULTS, machine
 
-from paredown.calibrate.device_time import empty_operation
-from paredown.calibrate.host_time import SmallNetwork, small_networks
+from paredown.predict.device_time import empty_operation
+from paredown.predict.host_time import SmallNetwork, small_networks
 
 PATH = RESULTS / "profiler.json"
 LOOPS, CALLS, STEPS, WARM_UP = 20, 100, 30, 5

@@ -28,13 +28,13 @@ from measure import append, machine
 from sqlalchemy import text
 
 from paredown.plan.plan import Plan
-from paredown.sweeps.database import parse_address
-from paredown.sweeps.engines.engine import InlineEngine, LocalEngine, RunTrial
-from paredown.sweeps.status import count
-from paredown.sweeps.store import Store
-from paredown.sweeps.sweep import EndedTrial, Sweep, TrialSpec
-from paredown.sweeps.worker import WorkerOptions, work
-from paredown.tasks.trial import Status, Trial
+from paredown.study.sweeps.database import parse_address
+from paredown.study.sweeps.engines.engine import InlineEngine, LocalEngine, RunTrial
+from paredown.study.sweeps.status import count
+from paredown.study.sweeps.store import Store
+from paredown.study.sweeps.sweep import EndedTrial, Sweep, TrialSpec
+from paredown.study.sweeps.worker import WorkerOptions, work
+from paredown.study.tasks.trial import Status, Trial
 
 PACKAGES = ("sqlalchemy", "psycopg", "torch")
 NAMES = {8: "eight", 16: "16", 64: "64"}  # numbers of workers on PostgreSQL; SQLite has one writer, and is measured with eight

@@ -33,10 +33,10 @@ from paredown.codec.backend import find_kernels
 from paredown.models.resnet import SumLastResNet
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import peppp_element, peppp_plan
-from paredown.sweeps.engines.cuda_graphs import GraphBench
-from paredown.tasks.evaluate import evaluate, make_setting
-from paredown.tasks.lookup import find_task
-from paredown.tasks.task import Task
+from paredown.study.sweeps.engines.cuda_graphs import GraphBench
+from paredown.study.tasks.evaluate import evaluate, make_setting
+from paredown.study.tasks.lookup import find_task
+from paredown.study.tasks.task import Task
 
 LOWS = ((3, 1), (3, 2), (3, 3), (3, 4), (4, 1), (4, 2), (4, 3), (4, 4), (5, 1), (5, 2), (5, 3))  # exponent and mantissa bits
 HIGHS = ((6, 7), (6, 9), (7, 7), (7, 9), (8, 7), (8, 9))

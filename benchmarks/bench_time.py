@@ -59,11 +59,11 @@ from torch import Tensor
 from turns import Runner, median_ratio, pin_to_quickest_cpu, take_turns
 
 import paredown as pare
-from paredown.calibrate.device_calibration import calibrate
-from paredown.calibrate.host_time import HostSpeed
-from paredown.calibrate.operation_time import with_operations
 from paredown.plan.calibration import Calibration
 from paredown.plan.step_time import StepTime, predict_step
+from paredown.predict.device_calibration import calibrate
+from paredown.predict.host_time import HostSpeed
+from paredown.predict.operation_time import with_operations
 
 FILE, SESSION_FILE, CALIBRATION_FILE = "time.json", "session.json", "calibration.json"
 SESSION_WAYS = (BASELINE, Way("int8/64@bf16", "int8/64@bf16"), Way("int4/64@bf16", "int4/64@bf16"))

@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from paredown.sweeps.runner import TaskFolder, add_sweep
-from paredown.sweeps.status import count
-from paredown.sweeps.store import Store
-from paredown.sweeps.sweep import load_sweep
-from paredown.tasks.task_trace import predicted_bytes
+from paredown.study.sweeps.runner import TaskFolder, add_sweep
+from paredown.study.sweeps.status import count
+from paredown.study.sweeps.store import Store
+from paredown.study.sweeps.sweep_file import load_sweep
+from paredown.study.tasks.task_trace import predicted_bytes
 
 FOLDER = Path(__file__).parent / "sweeps"
 MAIN = "from paredown.cli import main; main()"

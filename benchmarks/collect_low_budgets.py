@@ -38,12 +38,12 @@ from typing import Any
 import torch
 from low_budget_tasks import SETS, TaskSet, rates_of, tiny
 
-from paredown.assign.assign import PlanTemplate
+from paredown.assignment.assign import PlanTemplate
 from paredown.errors import BudgetError
-from paredown.pick.prior_collection import STATE_FORMATS
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.tasks.evaluate import (
+from paredown.study.pick.prior_collection import STATE_FORMATS
+from paredown.study.tasks.evaluate import (
     commit,
     curve_of,
     deterministic,
@@ -54,12 +54,12 @@ from paredown.tasks.evaluate import (
     seeded,
     versions,
 )
-from paredown.tasks.lookup import DATA, find_task, parse_options
-from paredown.tasks.step_time import NUM_STEPS, StepTimer
-from paredown.tasks.task import Task
-from paredown.tasks.task_trace import trace_task
-from paredown.tasks.training import Loop, TrainingSetup, judge, train, with_scores
-from paredown.tasks.trial import Status, Trial
+from paredown.study.tasks.lookup import DATA, find_task, parse_options
+from paredown.study.tasks.measured_time import NUM_STEPS, StepTimer
+from paredown.study.tasks.task import Task
+from paredown.study.tasks.task_trace import trace_task
+from paredown.study.tasks.training import Loop, TrainingSetup, judge, train, with_scores
+from paredown.study.tasks.trial import Status, Trial
 
 NUM_SEEDS = 3
 MOST_ATTEMPTS = 2

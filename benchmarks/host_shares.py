@@ -1,4 +1,4 @@
-"""Shares of a small step that views, module calls and gradients take of the host: SHARES of calibrate/host_time.py, from results/host.json.
+"""Shares of a small step that views, module calls and gradients take of the host: SHARES of predict/host_time.py, from results/host.json.
 
     python benchmarks/host_shares.py        # least squares over forward and backward of eight networks; needs scipy
 

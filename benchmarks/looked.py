@@ -16,10 +16,10 @@ from typing import Any, final
 
 import numpy as np
 
-from paredown.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 from paredown.plan.plan import Plan
-from paredown.sweeps.measurement import Measurer
-from paredown.tasks.trial import Status, Trial
+from paredown.study.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
+from paredown.study.sweeps.measurement import Measurer
+from paredown.study.tasks.trial import Status, Trial
 
 TASKS_OF_TWINS = 3  # at least, on which both plans ran with an equal seed
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from paredown.formats.catalog import TIERS
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS
-from paredown.sweeps.export import rows
-from paredown.sweeps.store import Store
+from paredown.study.sweeps.export import rows
+from paredown.study.sweeps.store import Store
 
 FOLDER = Path(__file__).parent / "sweeps"
 PICTURES = (  # those with ten classes first: they share captured graphs

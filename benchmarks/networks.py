@@ -153,10 +153,15 @@ class ScanLanguageModel(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Answer:
         """The loss of `labels`, and the logits."""
-        h = self.embedding(input_ids)
-        for layer in self.layers:
-            h = layer(h)
-        return answer(self.head(self.norm(h)), labels)
+        return answer_of_layers(self, input_ids, labels)
+
+
+def answer_of_layers(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Answer:
+    """The answer of a language model that has an embedding, layers, a norm and a head."""
+    h = model.embedding(input_ids)
+    for layer in model.layers:
+        h = layer(h)
+    return answer(model.head(model.norm(h)), labels)
 
 
 # --- an LSTM, and a graph ---------------------------------------------------------------------------------------------------------

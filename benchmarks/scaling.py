@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from paredown import Plan, footprint
 from paredown.plan.distribution import Communication, largest_unit_bytes
 from paredown.plan.footprint import Footprint
+from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
 from paredown.sizes import say_bytes
-from paredown.trace.trace import Slot, Trace
 
 WORLD_SIZES = (8, 64, 512)
 LINK = 50e9  # bytes a second that a GPU sends: 400 Gbit/s

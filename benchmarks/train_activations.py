@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from paredown.models import MODELS
 from paredown.models.transformer import token_loss
-from paredown.tasks.training import learning_rate
+from paredown.study.tasks.training import learning_rate
 
 WAYS = (BASELINE, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
 NUM_BYTES = 256

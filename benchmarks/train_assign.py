@@ -35,7 +35,10 @@ from train_activations import CHECK_EVERY, Pictures, find_file, learning_rate, n
 import paredown as pare
 from paredown.models.resnet import resnet18
 from paredown.models.small_networks import SqueezeNet
-from paredown.papers.mixed_precision_assignments import (
+from paredown.simulate.outline import Outline, outline
+from paredown.simulate.rounded_values import Simulate
+from paredown.simulate.simulated_session import SimulatedSession
+from paredown.study.papers.mixed_precision_assignments import (
     BASELINES,
     Low,
     demote,
@@ -45,9 +48,6 @@ from paredown.papers.mixed_precision_assignments import (
     tensors_of,
     total_bytes,
 )
-from paredown.simulate.outline import Outline, outline
-from paredown.simulate.rounded_values import Simulate
-from paredown.simulate.simulated_session import SimulatedSession
 
 FILE = "train_assign.json"
 RATIOS = (0.3, 0.5, 0.7, 0.9, 1.0)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, interpolate
 import paredown as pare
 from paredown.integrations import explain_on_out_of_memory
 from paredown.models import resnet18
-from paredown.tasks import find_task
+from paredown.study.tasks import find_task
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import paredown as pare
-from paredown.tasks import find_task
+from paredown.study.tasks import find_task
 
 # what operations give and take: activations and weights forward, errors backward
 STUDIED = {

@@ -21,7 +21,7 @@ def main() -> None:
         if not find_spec(package) and (package != "ray" or options.engine == "ray"):
             print(f"This example needs {package}: pip install 'paredown[{extra}]'. Nothing was run.")
             sys.exit(0)
-    from paredown.sweeps import Store, Sweep, TaskFolder, count, make_engine, rows, run_sweep
+    from paredown.study.sweeps import Store, Sweep, TaskFolder, count, make_engine, rows, run_sweep
 
     tasks = (f"digits#model=mlp,steps={options.steps}",)
     plans = tuple(pare.Plan.preset(name) for name in ("activations4", "lpmm"))

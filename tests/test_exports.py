@@ -103,7 +103,13 @@ def test_importing_and_encoding_print_nothing() -> None:
     assert run("import torch, paredown; paredown.round_trip(torch.ones(4), 'e4m3fn')") == ""
 
 
-PACKAGES = ("assign", "integrations", "papers", "pick", "plan", "report", "session", "simulate", "sweeps", "tasks", "trace")
+PACKAGES = (
+    "integrations",
+    "plan",
+    "session",
+    "simulate",
+    *(f"study.{name}" for name in ("papers", "pick", "report", "sweeps", "tasks")),
+)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,22 +1,32 @@
 """Imports point up the list of packages: what a layer may import is a row of ALLOWED, in order; a new folder needs a new row.
 
-`apply` and `verify` are a layer of their own: they start sessions of `session/` or of `simulate/`, and simulate mode uses the changes and
-the activation checkpointing of `session/`.
+A module named in a string is an import too. Four files load modules by name: the lazy public surface (`__init__.py` of the package, and
+`lazy.py` for those of its folders), the command line's application, which loads its verbs, and the look-up of tasks in modules of users.
+Optional packages are imported where they are used, by ordinary imports.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "paredown"
 TORCH = frozenset({"torch", "numpy", "triton"})
+MODULE = re.compile(r"paredown(\.\w+)+")  # a text that names a module
 MOST_FILES = 15  # of a package, beside __init__.py
-ENTRANCES = (("session", "session"), ("session", "verify"), ("session", "__init__"))
-BASE = frozenset({"errors", "lazy", "roles", "sizes", "tables", "serial"})
-STEP = BASE | {"formats", "trace", "plan"}
+BY_NAME = (
+    (),
+    ("lazy",),
+    ("cli", "application"),
+    ("study", "tasks", "lookup"),
+)  # modules that load others by name; (): the package itself
+BASE = frozenset({"errors", "lazy", "roles", "sizes", "tables", "serial", "version"})
+STEP = BASE | {"formats", "autograd", "plan"}
+STORE = STEP | {"codec", "optim", "loss", "session"}
+CORE = STORE | {"models", "simulate", "predict", "assignment", "check", "apply_plan"}
 # layer: (layers of paredown, packages from elsewhere beside the standard library); rows stand below all that they import
 ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": (frozenset(), frozenset()),
@@ -25,41 +35,42 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "serial": (frozenset({"errors"}), frozenset()),
     "sizes": (frozenset({"errors", "serial"}), frozenset()),
     "tables": (frozenset(), frozenset()),
+    "version": (frozenset(), frozenset()),
     "formats": (frozenset({"errors"}), frozenset()),
-    "codec": (frozenset({"errors", "formats"}), TORCH),
-    "trace": (BASE | {"formats"}, frozenset({"torch"})),
-    "plan": (BASE | {"formats", "trace"}, frozenset()),
-    "assign": (STEP, frozenset({"numpy"})),
-    "optim": (BASE | {"formats", "codec"}, TORCH),
-    "loss": (STEP | {"codec", "optim"}, TORCH),
-    "session": (STEP | {"codec", "assign", "optim", "loss"}, frozenset({"torch"})),
-    "simulate": (STEP | {"codec", "session"}, frozenset({"torch"})),
-    "apply": (STEP | {"codec", "assign", "optim", "loss", "session", "simulate"}, frozenset({"torch"})),
     "models": (frozenset(), frozenset({"torch"})),
-    "calibrate": (STEP | {"codec", "optim", "apply", "models"}, frozenset({"torch"})),
-    "tasks": (STEP | {"codec", "optim", "session", "apply", "simulate", "models"}, frozenset({"torch", "numpy", "PIL"})),
-    "sweeps": (STEP | {"codec", "assign", "simulate", "tasks"}, frozenset({"torch", "numpy", "sqlalchemy"})),
-    "pick": (STEP | {"assign", "simulate", "tasks", "sweeps"}, frozenset({"torch", "numpy", "scipy"})),
-    "papers": (STEP | {"simulate", "pick"}, frozenset({"numpy", "scipy"})),
-    "report": (STEP | {"session", "apply", "tasks", "sweeps", "pick"}, frozenset({"sqlalchemy"})),
-    "integrations": (
-        STEP | {"assign", "optim", "loss", "session", "apply", "simulate", "tasks", "pick"},
-        frozenset({"torch", "transformers", "lightning"}),
-    ),
+    "codec": (frozenset({"errors", "formats"}), TORCH | {"numba"}),
+    "autograd": (frozenset(), frozenset({"torch"})),
+    "plan": (BASE | {"formats", "autograd"}, frozenset()),
+    "optim": (BASE | {"formats", "codec"}, TORCH),
+    "loss": (BASE | {"codec", "autograd", "optim"}, TORCH),
+    "session": (STEP | {"codec", "optim", "loss"}, frozenset({"torch"})),
+    "predict": (STORE | {"models"}, frozenset({"torch"})),
+    "simulate": (STEP | {"codec", "session", "predict"}, frozenset({"torch"})),
+    "assignment": (STEP | {"predict"}, frozenset({"numpy"})),
+    "check": (STORE | {"predict", "assignment"}, frozenset({"torch"})),
+    "apply_plan": (STORE | {"simulate", "check"}, frozenset({"torch"})),
+    "study/tasks": (CORE, frozenset({"torch", "numpy", "PIL"})),
+    "study/sweeps": (CORE | {"study/tasks"}, frozenset({"torch", "numpy", "sqlalchemy", "ray", "pyarrow"})),
+    "study/pick": (CORE | {"study/tasks", "study/sweeps"}, frozenset({"torch", "numpy", "scipy"})),
+    "study/papers": (STEP | {"simulate", "study/pick"}, frozenset({"numpy", "scipy"})),
+    "study/report": (CORE | {"study/tasks", "study/sweeps", "study/pick"}, frozenset({"sqlalchemy"})),
+    "study": (frozenset(), frozenset()),
+    "integrations": (CORE | {"study/tasks", "study/pick"}, frozenset({"torch", "transformers", "huggingface_hub", "lightning"})),
     "cli": (
-        STEP
-        | {"__init__", "assign", "session", "apply", "models", "calibrate", "tasks", "sweeps", "pick", "report", "integrations"},
+        CORE | {"__init__", "study/tasks", "study/sweeps", "study/pick", "study/report", "integrations"},
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
     ),
     "__main__": (frozenset({"cli"}), frozenset()),
-    "__init__": (STEP | {"codec", "assign", "optim", "session", "apply", "calibrate", "tasks", "pick"}, frozenset()),
+    "__init__": (CORE | {"study/tasks", "study/pick"}, frozenset()),
 }
 ABOVE_ALL = "__init__"  # the public surface, which the command line may use
 
 
 def layer_of(parts: tuple[str, ...]) -> str:
-    """The layer of a module inside the package: its folder, or its own name when it lies at the top."""
-    return "apply" if parts[:2] in ENTRANCES else parts[0] if parts else "__init__"
+    """The layer of a module inside the package: its folder, or its own name when it lies at the top; studies are layers of their own."""
+    if parts[:1] == ("study",) and len(parts) > 1 and parts[1] != "__init__":
+        return "/".join(parts[:2])
+    return parts[0] if parts else "__init__"
 
 
 def imported_modules(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
@@ -71,6 +82,15 @@ def imported_modules(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *(node.module or "").split("."))).strip(".")
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            yield node.lineno, node.value
+
+
+def loads_by_name(tree: ast.AST) -> Iterator[int]:
+    """Lines of calls of `import_module`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield node.lineno
 
 
 def violations(source: str, inside: tuple[str, ...]) -> list[str]:
@@ -89,6 +109,8 @@ def violations(source: str, inside: tuple[str, ...]) -> list[str]:
             fine = top in sys.stdlib_module_names or top in elsewhere
         if not fine:
             found.append(f"{'/'.join(inside)}:{line}: {layer} may not import {name}")
+    if inside not in BY_NAME:
+        found += [f"{'/'.join(inside)}:{line}: a module is imported by name" for line in loads_by_name(ast.parse(source))]
     return found
 
 
@@ -130,12 +152,25 @@ def test_the_checker_sees_planted_violations() -> None:
     assert violations("from scipy import linalg\n", ("codec", "packed"))
     assert violations("import math\n", ("unheard_of", "module"))
     assert violations("from paredown.codec.packed import encode\n", ("plan", "plan")), "codec and plan meet in session"
-    assert violations("from paredown.plan.plan import Plan\n", ("trace", "trace")), "a trace knows no plan"
-    assert violations("from paredown.simulate.peppp import peppp_plan\n", ("session", "weights")), "apply alone knows both modes"
-    assert violations("from paredown.papers.peppp_completion import complete\n", ("pick", "pick"))
+    assert violations("from paredown.plan.plan import Plan\n", ("autograd", "graph")), "what reads a live step knows no plan"
+    assert violations("from paredown.predict.trace_step import trace_step\n", ("session", "session")), (
+        "predictions imitate sessions"
+    )
+    assert violations("from paredown.simulate.peppp import peppp_plan\n", ("session", "session")), "apply alone knows both modes"
+    assert violations("from paredown.study.tasks.task import Task\n", ("check", "verify")), "the core imports no study"
+    assert violations("from paredown.study.papers.peppp_completion import complete\n", ("study", "pick", "pick"))
+
+
+def test_the_checker_sees_modules_named_in_strings() -> None:
+    assert violations('HEAD = "paredown.loss.output_head"\n', ("plan", "plan"))
+    assert violations('import_module("paredown." + name)\n', ("plan", "plan"))
+    assert violations("importlib.import_module(HEAD)\n", ("plan", "plan"))
+    assert violations('import_module("ray")\n', ("study", "sweeps", "worker"))
+    assert violations('import_module("paredown.cli.application")\n', ("cli", "__init__"))
+    assert not violations('import_module(f"paredown.cli.{name}")\n', ("cli", "application"))
 
 
 def test_the_checker_lets_the_rest_pass() -> None:
     assert not violations("import math\nfrom paredown.errors import FormatError\nfrom . import rounding\n", ("formats", "element"))
     assert not violations("from paredown.formats.format import Format\nimport torch\nfrom . import cpu\n", ("codec", "packed"))
-    assert not violations("from paredown.simulate.simulated_session import SimulatedSession\n", ENTRANCES[0])
+    assert not violations("from paredown.simulate.simulated_session import SimulatedSession\n", ("apply_plan",))

@@ -40,10 +40,10 @@ trace = pare.trace_step(model, (x, torch.zeros(8, dtype=torch.long)), loss=torch
 assert pare.footprint(trace, pare.Plan.preset("activations8")).peak_bytes > 0
 trial = pare.evaluate("digits#model=mlp,steps=2", pare.Plan(), seed=0, device="cpu")
 assert trial.status.value == "done", trial
-from paredown.pick import priors
+from paredown.study.pick import priors
 assert priors.load("stored") and priors.load("simulated")
 page = Path(tempfile.mkdtemp()) / "page.html"
-from paredown.report import Record, write
+from paredown.study.report import Record, write
 write(Record(title="smoke"), page)
 assert "</html>" in page.read_text()
 print("works")

@@ -16,9 +16,9 @@ from paredown import Plan
 from paredown.cli.inputs import write_json
 from paredown.cli.train_verb import write_weights
 from paredown.errors import ParedownError, PlanError
-from paredown.report.page import write as write_page
-from paredown.report.record import Record
 from paredown.serial import replaced_file, save_json, save_text
+from paredown.study.report.page import write as write_page
+from paredown.study.report.record import Record
 
 LIMIT = 64  # bytes that a file may have on the full disk
 PLAN = Plan.uniform(activation="e4m3fn", weight="int8/64@bf16")

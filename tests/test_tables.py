@@ -10,9 +10,6 @@ import pytest
 from benchmarks.tables import MARKS, PRIOR_TABLES, README_TABLES, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
-STYLE_WORDS = """quantize, packed, baseline, activation, saved tensor, activation checkpointing, recompute, peak memory, optimizer state,
-moment, element, format, block, scale, code, rounding, overflow, role, slot, selector, plan, budget, footprint, task, trial, sweep, prior,
-posterior, acquisition, pareto front, standard error, rstd"""
 PAGES = ("benchmarks", "guarantees", "limits", "papers")
 NAMED = re.compile(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)(?:::(\w+))?`")
 
@@ -38,22 +35,6 @@ def test_guides_the_readme_and_contributing_name_what_is_there() -> None:
     guides = [path for path in (ROOT / "docs").glob("**/*.md") if path.parent.name != "decisions" and path.name != "log.md"]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *guides]
     assert not [(page.name, name) for page in pages for name in wrong(page.read_text(encoding="utf-8"))]
-
-
-def terms(text: str) -> list[tuple[str, str]]:
-    """(term, definition) of a glossary: two lines each."""
-    return re.findall(r"^(\*\*.+)\n:   (.+)\n(?=\n|\Z)", text, re.MULTILINE)
-
-
-def test_the_glossary_has_two_lines_for_each_term() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    found = terms(text)
-    assert len(found) == len(re.findall(r"^\*\*", text, re.MULTILINE)) == len(dict(found)) > 70
-    assert max(len(definition) for _, definition in found) <= 150
-    words = " ".join(term for term, _ in found).lower()
-    for word in re.split(r",\s+", STYLE_WORDS):
-        assert word in words
-    assert terms("**one**\n:   First line\n    second line\n\n**two**\n:   Good.\n") == [("**two**", "Good.")]
 
 
 def test_decisions_that_pages_name_are_there() -> None:

@@ -5,39 +5,39 @@ Names are loaded when first used, so that `import paredown` is quick and needs t
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from paredown.version import __version__
 
 if TYPE_CHECKING:
     from paredown import errors, optim
-    from paredown.assign.assign import assign
-    from paredown.assign.sensitivity import Sensitivities
-    from paredown.calibrate.device_calibration import calibrate
+    from paredown.apply_plan import apply
+    from paredown.assignment.assign import assign
+    from paredown.assignment.sensitivity import Sensitivities
+    from paredown.check.guard import Guard, Limits
+    from paredown.check.probe import probe
+    from paredown.check.verification import Verification
+    from paredown.check.verify import verify
     from paredown.codec.packed import PackedTensor, encode, round_trip
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
     from paredown.formats.format import Format
     from paredown.formats.rounding import Overflow, Rounding, Seed
-    from paredown.pick.answer import Frontier, Picked
-    from paredown.pick.pick import pick
     from paredown.plan.calibration import Calibration
     from paredown.plan.footprint import Footprint, footprint
     from paredown.plan.plan import Plan
+    from paredown.plan.trace import Trace
+    from paredown.predict.device_calibration import calibrate
+    from paredown.predict.trace_step import trace_step
     from paredown.roles import Role
-    from paredown.session.guard import Guard, Limits
-    from paredown.session.probe import probe
-    from paredown.session.session import Session, apply
-    from paredown.session.verification import Verification
-    from paredown.session.verify import verify
-    from paredown.tasks.evaluate import evaluate
-    from paredown.tasks.task import Task
-    from paredown.tasks.trial import Trial
-    from paredown.trace.trace import Trace
-    from paredown.trace.trace_step import trace_step
+    from paredown.session.session import Session
+    from paredown.study.pick.answer import Frontier, Picked
+    from paredown.study.pick.pick import pick
+    from paredown.study.tasks.evaluate import evaluate
+    from paredown.study.tasks.task import Task
+    from paredown.study.tasks.trial import Trial
 
-__version__ = "0.1.0"
 __all__ = [
     "CATALOG",
     "Calibration",
@@ -77,43 +77,33 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "paredown.assign.assign": ("assign",),
-    "paredown.assign.sensitivity": ("Sensitivities",),
-    "paredown.calibrate.device_calibration": ("calibrate",),
+    "paredown.assignment.assign": ("assign",),
+    "paredown.assignment.sensitivity": ("Sensitivities",),
+    "paredown.predict.device_calibration": ("calibrate",),
     "paredown.codec.packed": ("PackedTensor", "encode", "round_trip"),
     "paredown.formats.catalog": ("CATALOG",),
     "paredown.formats.element": ("Element",),
     "paredown.formats.format": ("Format",),
     "paredown.formats.rounding": ("Overflow", "Rounding", "Seed"),
-    "paredown.pick.answer": ("Frontier", "Picked"),
-    "paredown.pick.pick": ("pick",),
+    "paredown.study.pick.answer": ("Frontier", "Picked"),
+    "paredown.study.pick.pick": ("pick",),
     "paredown.plan.calibration": ("Calibration",),
     "paredown.plan.footprint": ("Footprint", "footprint"),
     "paredown.plan.plan": ("Plan",),
     "paredown.roles": ("Role",),
-    "paredown.session.guard": ("Guard", "Limits"),
-    "paredown.session.probe": ("probe",),
-    "paredown.session.session": ("Session", "apply"),
-    "paredown.session.verification": ("Verification",),
-    "paredown.session.verify": ("verify",),
-    "paredown.tasks.evaluate": ("evaluate",),
-    "paredown.tasks.task": ("Task",),
-    "paredown.tasks.trial": ("Trial",),
-    "paredown.trace.trace": ("Trace",),
-    "paredown.trace.trace_step": ("trace_step",),
+    "paredown.check.guard": ("Guard", "Limits"),
+    "paredown.check.probe": ("probe",),
+    "paredown.session.session": ("Session",),
+    "paredown.apply_plan": ("apply",),
+    "paredown.check.verification": ("Verification",),
+    "paredown.check.verify": ("verify",),
+    "paredown.study.tasks.evaluate": ("evaluate",),
+    "paredown.study.tasks.task": ("Task",),
+    "paredown.study.tasks.trial": ("Trial",),
+    "paredown.plan.trace": ("Trace",),
+    "paredown.predict.trace_step": ("trace_step",),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
-
-
-class _Package(ModuleType):
-    """This package: `paredown.assign`, `calibrate` and `pick` stay the functions once the packages of the same names are imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):  # importing a submodule sets it on its parent
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -26,8 +26,18 @@ FORMATTED = tuple(
 ACCUMULATED = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT2)  # sums of many small updates, which rounding to nearest would lose
 # roles of the tensors of a parameter that can have a format
 OF_PARAMETER: tuple[Role, ...] = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
+SECOND_MOMENT_WORDS = ("sq", "square", "sum", "second", "v")  # in the names of state tensors
 
 
 def weight_role(*, is_frozen: bool) -> Role:
     """The role under which a plan has the format of a parameter; rules for weights match frozen ones too, and come after theirs."""
     return Role.FROZEN if is_frozen else Role.WEIGHT
+
+
+def role_of_state(name: str) -> Role:
+    """The role of a state tensor with this name: MOMENT2 if a word of it says so, else MOMENT1.
+
+    >>> role_of_state("momentum_buffer").value, role_of_state("exp_avg_sq").value
+    ('moment1', 'moment2')
+    """
+    return Role.MOMENT2 if any(word in name.lower().split("_") for word in SECOND_MOMENT_WORDS) else Role.MOMENT1

@@ -58,7 +58,7 @@ def leaves():
 TASK = """
 import torch
 from paredown import Task
-from paredown.tasks.lookup import find_task
+from paredown.study.tasks.lookup import find_task
 from dataclasses import replace
 
 def small(steps=4):

@@ -7,16 +7,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import pytest
 
 pytest.importorskip("typer")
 
 import typer
+from typer.testing import CliRunner
 
 from paredown.cli import app
-from paredown.cli.application import Exit
+from paredown.cli.application import Exit, verb
 from tests.cli.commands import CONTROL, ROOT, ask, environment
 
 VERBS = {
@@ -30,7 +32,6 @@ VERBS = {
         "pick",
         "train",
         "worker",
-        "frontier",
         "report",
         "serve",
         "demo",
@@ -70,6 +71,46 @@ def test_a_verb_has_help_with_examples_and_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(VERBS))
+def test_an_option_stands_once_in_a_verb(name: str) -> None:
+    """Also where a request has the fields of another dataclass."""
+    options = FOUND[name].params
+    texts = [text for option in options for text in (*option.opts, *option.secondary_opts)]
+    assert len(set(texts)) == len(texts) and len({option.name for option in options}) == len(options)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Options of several verbs, and a field without one."""
+
+    size: Annotated[int, typer.Option()] = 3
+    computed: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """The request of a verb."""
+
+    name: Annotated[str, typer.Argument()]
+    inner: Inner
+    is_json: Annotated[bool, typer.Option("--json")] = False
+
+
+def test_a_dataclass_stands_for_the_options_that_are_its_fields() -> None:
+    made: list[Outer] = []
+    application = typer.Typer()
+
+    def run(request: Outer) -> None:
+        """Help."""
+        made.append(request)
+
+    verb(application, "run")(run)
+    for words in (["a"], ["b", "--size", "4", "--json"]):
+        assert CliRunner().invoke(application, words).exit_code == 0
+    assert made == [Outer(name="a", inner=Inner()), Outer(name="b", inner=Inner(4), is_json=True)]
+    assert CliRunner().invoke(application, ["a", "--computed", "x"]).exit_code == 2, "it is no option"
+
+
+@pytest.mark.parametrize("name", sorted(VERBS))
 def test_the_examples_could_be_typed(name: str) -> None:
     """Each is a command line that the parser takes: known flags, values where they belong."""
     command = FOUND[name]
@@ -89,7 +130,7 @@ from typer.testing import CliRunner
 from paredown.cli import app
 for words in ([], ["estimate"], ["sweep", "run"], ["prior", "show"], ["demo"]):
     assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
-heavy = {"torch", "numpy", "scipy", "sqlalchemy", "transformers", "paredown.plan.plan", "paredown.report.record"}
+heavy = {"torch", "numpy", "scipy", "sqlalchemy", "transformers", "paredown.plan.plan", "paredown.study.report.record"}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
@@ -139,7 +180,7 @@ def test_completed_names_are_those_that_are_known() -> None:
     from paredown.cli.output import BASELINE
     from paredown.models import MODELS
     from paredown.plan.presets import PRESETS
-    from paredown.tasks.lookup import WITH_FILE, WITHOUT_FILE
+    from paredown.study.tasks.lookup import WITH_FILE, WITHOUT_FILE
 
     assert tuple(MODELS) == MODEL_NAMES and (BASELINE, *PRESETS) == PLAN_NAMES
     assert (*WITHOUT_FILE, *(f"{name}:" for name in WITH_FILE)) == TASK_NAMES

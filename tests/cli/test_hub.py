@@ -125,7 +125,7 @@ def test_what_lies_on_the_hub_is_not_asked_for(folder: Path, name: str, monkeypa
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_kernels_that_a_config_names_are_left_out(folder: Path, field: str) -> None:
-    from paredown.cli.subject import read_config
+    from paredown.integrations.hugging_face_config import read_config
 
     small = CONFIGS["gpt"] | {field: KERNELS, "parts": [{field: KERNELS, "use_pretrained_backbone": True}]}
     model, _ = read_config(write(folder, "gpt", small), {}, None)

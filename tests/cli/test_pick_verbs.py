@@ -9,10 +9,10 @@ import pytest
 
 from paredown import Plan, evaluate, pick
 from paredown.cli.pick_verbs import record_of
-from paredown.pick.priors import made_up_prior, write_prior
-from paredown.sweeps import measurement
-from paredown.tasks.lookup import find_task
-from paredown.tasks.trial import Trial
+from paredown.study.pick.priors import made_up_prior, write_prior
+from paredown.study.sweeps import measurement
+from paredown.study.tasks.lookup import find_task
+from paredown.study.tasks.trial import Trial
 from tests.cli.commands import ask, asked_json
 
 MLP = "digits#model=mlp,steps=3"
@@ -89,9 +89,15 @@ def test_the_page_of_a_pick_has_the_peaks_of_its_frontier(folder: Path) -> None:
     assert record_of(picked, find_task(MLP), "cuda").studies[0].kept != study.kept, "that of another device is another"
 
 
-def test_columns_say_how_wide_their_bands_are(folder: Path, prior: str) -> None:
-    _, out, _ = ask("pick", MLP, "--budget", "90%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
-    assert "+- 90 %" in out
-    asked_json("train", MLP, "--device", "cpu", "-o", "runs.json")
-    _, out, _ = ask("frontier", "runs.json")
-    assert "standard error" in out and "one seed" in out and "90 %" not in out
+def test_the_pareto_front_is_printed_with_the_width_of_its_intervals(folder: Path, prior: str) -> None:
+    words = ("pick", MLP, "--budget", "90%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
+    value = asked_json(*words)
+    _, out, _ = ask(*words, "--overwrite")
+    head = next(i for i, line in enumerate(out.splitlines()) if "+- 90 %" in line)
+    points = {point["label"].replace("_", " "): point for point in value["frontier"]["points"]}
+    printed = [line for line in out.splitlines()[head + 1 :] if line.strip("* ").partition("  ")[0] in points]
+    assert any(line.startswith("* ") for line in printed)
+    names = [line.strip("* ").partition("  ")[0] for line in printed]
+    for name in names:  # none is beaten in both
+        mine = points[name]
+        assert not any(p["predicted_bytes"] < mine["predicted_bytes"] and p["mean"] < mine["mean"] for p in points.values())

@@ -8,8 +8,8 @@ from pathlib import Path
 from paredown import Plan, Trial
 from paredown.cli.report_verbs import _source, with_memory  # pyright: ignore[reportPrivateUsage]
 from paredown.cli.subject import SubjectOptions, find_subject
-from paredown.report.record import Record
-from paredown.tasks.trial import Status
+from paredown.study.report.record import Record
+from paredown.study.tasks.trial import Status
 
 MLP = "digits#model=mlp,steps=3"
 

@@ -14,7 +14,7 @@ from tests.cli.commands import CONTROL, ask, environment, on_terminal, piped, pr
 MLP = "digits#model=mlp,steps=400"
 ODD = """
 from dataclasses import replace
-from paredown.tasks.lookup import find_task
+from paredown.study.tasks.lookup import find_task
 
 def loss(output, answers):
     raise ValueError("odd loss")

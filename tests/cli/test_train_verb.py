@@ -1,4 +1,4 @@
-"""`train`, `pick`, `frontier`, `report`, `serve` and `demo` on small tasks: what they write, and how they end."""
+"""`train`, `pick`, `report`, `serve` and `demo` on small tasks: what they write, and how they end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 import paredown as pare
 from paredown.cli.train_verb import TrainingRun, runs_table
-from paredown.pick.answer import Picked
-from paredown.pick.priors import made_up_prior, write_prior
 from paredown.session.eager.stored_tensors import StoredValues
-from paredown.tasks.evaluate import device_name
-from paredown.tasks.lookup import find_task
-from paredown.tasks.trial import Status, Trial
+from paredown.study.pick.answer import Picked
+from paredown.study.pick.priors import made_up_prior, write_prior
+from paredown.study.tasks.evaluate import device_name
+from paredown.study.tasks.lookup import find_task
+from paredown.study.tasks.trial import Status, Trial
 from tests.cli.commands import ask, asked_json
 
 MLP = "digits#model=mlp,steps=6"
@@ -75,6 +75,18 @@ def test_verify_compares_gradients_before_the_training(folder: Path, monkeypatch
     assert status == 2 and "simulate mode also rounds the forward pass" in err
 
 
+def test_verify_says_that_a_tolerance_is_too_coarse(folder: Path) -> None:
+    words = ("train", "digits#model=mlp,steps=2", "--plan", "activations2", "--device", "cpu", "--verify")
+    status, out, err = ask(*words)
+    assert status == 0 and "Verification of MLP: ok, but too coarse to be useful" in out.splitlines()[0]
+    said = " ".join(err.split())
+    assert (
+        "activations2: Verification of MLP: ok, but too coarse to be useful" in said and "a gradient of zero would pass too" in said
+    )
+    found = asked_json(*words)["verification"]
+    assert found["ok"] and found["verdict"] == "too coarse to be useful" and found["tolerance"] > 1
+
+
 def test_a_training_that_diverges_is_exit_4(folder: Path) -> None:
     status, out, err = ask("train", f"{MLP},lr=1000", "--device", "cpu", "--save", "w.pt")
     assert status == 4 and "diverged" in out and "baseline: diverged: the training loss is" in err
@@ -93,7 +105,7 @@ def test_out_of_memory_names_the_role_and_the_next_plan_down(folder: Path) -> No
 
 
 def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> None:
-    words = ("pick", MLP, "--budget", "75%", "--evaluations", "2", "--prior", prior, "--device", "cpu")
+    words = ("pick", MLP, "--budget", "3MiB", "--evaluations", "2", "--prior", prior, "--device", "cpu")  # with scratch memory
     value = asked_json(*words, "--record", "picked.json", "--report", "page.html", "--store", "trials.db")
     Path("printed.json").write_text(json.dumps(value))
     files = value.pop("files")
@@ -105,16 +117,10 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     took = [sorted(trial["seconds"] for trial in answer["trials"]) for answer in (value, again)]
     assert took[0] == took[1], "nothing ran again"
     for source in ("picked.json", "printed.json", "trials.db"):
-        shown = asked_json("frontier", source, "--all")["tasks"][0]
-        assert shown["task"] == picked.task and shown["points"]
         assert asked_json("report", source, "-o", "other.html")["trials"] == len(picked.trials)
         assert "<html" in Path("other.html").read_text()
     status, _, told = ask("report", "plan.json")
     assert status == 1 and "plan.json: this is a plan" in told and "pick --record" in told
-    taken = asked_json("frontier", "picked.json", "--budget", "75%")["tasks"][0]["taken"]
-    assert taken == picked.frontier.best("75%").label
-    status, out, _ = ask("frontier", "picked.json", "--budget", "1%")
-    assert status == 3 and "No plan fits; the smallest is" in out and "KiB (" in out
     assert ask("train", MLP, "--plan", "plan.json", "--device", "cpu", "--frontier", "printed.json")[0] == 0
 
 
@@ -142,9 +148,9 @@ def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: P
 @pytest.mark.parametrize(
     ("arguments", "where", "is_kept"),
     [
-        (("train", MLP), "paredown.tasks.evaluate.trial_and_model", False),
-        (("pick", MLP), "paredown.pick.pick.pick", False),
-        (("pick", MLP, "--store", "t.db"), "paredown.pick.pick.pick", True),
+        (("train", MLP), "paredown.study.tasks.evaluate.trial_and_model", False),
+        (("pick", MLP), "paredown.study.pick.pick.pick", False),
+        (("pick", MLP, "--store", "t.db"), "paredown.study.pick.pick.pick", True),
         (("sweep", "run", "s.toml"), "paredown.cli.sweep_verbs.work_on", True),
         (("worker", "--store", "s.db", "--stay"), "paredown.cli.sweep_verbs.work_on", True),
     ],
@@ -156,7 +162,7 @@ def test_an_interruption_speaks_of_a_store_only_where_there_is_one(
         raise KeyboardInterrupt
 
     pytest.importorskip("sqlalchemy")
-    from paredown.sweeps.store import Store
+    from paredown.study.sweeps.store import Store
 
     Store(folder / "s.db").close()
     Path("s.toml").write_text(f'name = "s"\ntasks = ["{MLP}"]\nseeds = [0]\n[[plans]]\nactivation = "int8"\n')
@@ -194,15 +200,6 @@ def test_the_demo_measures_what_it_says(folder: Path, prior: str) -> None:
     assert "no optimizer of paredown.optim" not in page, "asked and given are those of a training"
 
 
-def test_a_budget_over_trials_without_bytes_has_an_answer(folder: Path) -> None:
-    run = {"name": "lpmm", **Trial("t", pare.Plan.preset("lpmm"), 0, Status.DONE, error=0.5).to_json()}
-    Path("runs.json").write_text(json.dumps({"task": "t", "runs": [run], "advice": None}))
-    status, out, _ = ask("frontier", "runs.json", "--budget", "1MiB")
-    assert (
-        status == 3 and "No plan is known to fit the budget, 1.00 MiB (1.05 MB). No trial has the peak memory of its plan." in out
-    )
-
-
 def test_runs_become_a_page(folder: Path) -> None:
     plan = pare.Plan.preset("lpmm")
     runs = [{"name": "lpmm", **Trial("t", plan, 0, Status.DONE, error=0.5, predicted_peak_bytes=100).to_json()}]
@@ -216,7 +213,7 @@ def test_runs_become_a_page(folder: Path) -> None:
 
 def test_a_file_is_served(folder: Path, prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page is fetched while the verb runs; then it is interrupted."""
-    from paredown.report import server as module
+    from paredown.study.report import server as module
 
     ask("pick", MLP, "--budget", "75%", "--evaluations", "0", "--prior", prior, "--device", "cpu", "--record", "picked.json")
     fetched: list[str] = []
@@ -238,8 +235,7 @@ def test_sources_name_nothing_that_is_run(folder: Path, prior: str) -> None:
     value = json.loads(Path("picked.json").read_text())
     Path("evil.py").write_text("open('mark', 'w')\n")
     Path("evil.json").write_text(json.dumps({**value, "task": "evil.py:run"}))
-    for verb in ("frontier", "report"):
-        assert ask(verb, "evil.json")[0] == 0
+    assert ask("report", "evil.json")[0] == 0
     assert not Path("mark").exists()
 
 

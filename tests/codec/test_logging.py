@@ -51,7 +51,7 @@ def test_the_implementation_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     logged = [record for record in caplog.records if record.name.split(".")[0] == "paredown"]
     assert len(logged) == 1
     assert logged[0].name == "paredown" and logged[0].levelno == logging.INFO
-    assert "plain torch" in logged[0].getMessage()
+    assert "numba" in logged[0].getMessage()
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from paredown.codec import cpu
 from paredown.codec.reference import random_bits
 from paredown.formats.rounding import Seed
+from tests.support.paths import loops_or_none, no_loops
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16
@@ -127,10 +128,11 @@ def test_flipping_a_bit_of_the_index_flips_half_of_the_bits() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 2**31 - 5, 2**32 - 1000, 2**32, 2**33 - 7, 2**40 + 3])
-def test_the_fast_path_draws_the_same_bits(start: int) -> None:
-    out = torch.empty(3, 700, dtype=torch.int32)
-    fast = cpu.random_bits(STREAMS["another"], start, out, cpu.Scratch())
-    assert torch.equal(fast.flatten().long() & 0xFFFFFFFF, random_bits(STREAMS["another"], start, 2100, CPU))
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_cpu_draws_the_same_bits(start: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "find_loops", loops_or_none if is_compiled else no_loops)
+    fast = cpu.random_bits(STREAMS["another"], start, 2100, CPU)
+    assert torch.equal(fast.long() & 0xFFFFFFFF, random_bits(STREAMS["another"], start, 2100, CPU))
 
 
 def test_indices_past_2_to_the_32_are_another_stream() -> None:

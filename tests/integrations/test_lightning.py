@@ -72,7 +72,7 @@ def test_without_formats_it_is_lightning_with_torchs_optimizer(tmp_path: Path) -
     assert_equal(pared, plain)
 
 
-def test_a_plan_at_work_its_numbers_and_the_plain_model_at_the_end(tmp_path: Path) -> None:
+def test_a_plan_at_work_its_numbers_and_the_plain_model_when_it_is_closed(tmp_path: Path) -> None:
     packed: list[int] = []
     model, callback = Classifier(), PareCallback(PLAN)
     look = type("Look", (lightning.Callback,), {"on_train_batch_end": lambda *a: packed.append(callback.session.weight_bytes)})
@@ -80,6 +80,10 @@ def test_a_plan_at_work_its_numbers_and_the_plain_model_at_the_end(tmp_path: Pat
     fit = trainer(tmp_path, callback, look(), logger=logger, gradient_clip_val=1.0, accumulate_grad_batches=2)
     fit.fit(model, batches())
     assert packed and min(packed) > 8192 + 16384
+    assert callback.is_open and not any(
+        p.untyped_storage().nbytes() for p in model.parameters() if p.ndim > 1 and p.numel() >= 4096
+    )
+    callback.close()
     assert not callback.is_open and all(p.untyped_storage().nbytes() for p in model.parameters())
     assert fit.optimizers[0].updates == 4
     rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
@@ -113,6 +117,66 @@ def test_a_resumed_fit_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(type(value) is Tensor for value in stored.values()), "plain weights"
 
 
+class Tuner(Classifier):
+    """A frozen base with one layer on top that is trained, and validation."""
+
+    def __init__(self, *, is_rounded: bool) -> None:
+        super().__init__()
+        self.net[:4].requires_grad_(False)
+        for layer in (self.net[0], self.net[2]) if is_rounded else ():
+            layer.weight.data.copy_(pare.round_trip(layer.weight.detach(), "nf4/64@bf16"))
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", cross_entropy(self.net(batch[0]), batch[1]))
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the base's weights that are not packed."""
+        return sum(layer.weight.untyped_storage().nbytes() for layer in (self.net[0], self.net[2]))
+
+
+CPU = Tensor.cpu
+
+
+def recorded(moved: list[Tensor], value: Tensor) -> Tensor:
+    moved.append(value)
+    return CPU(value)
+
+
+def test_fit_validate_save_and_fit_again_over_a_base_that_stays_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, weights and files are those of a plain trainer over the rounded base."""
+    ends: list[Any] = []
+    for is_pared in (False, True):
+        model, callback = Tuner(is_rounded=not is_pared), PareCallback(pare.Plan.preset("frozen4"))
+        callback.prints_summary = False
+        fit = trainer(tmp_path, *([callback] if is_pared else []), enable_checkpointing=True)
+        found = [fit.validate(model, batches(), verbose=False)] if not is_pared else []
+        for last in (2, 4):
+            fit.fit_loop.epoch_loop.max_steps = last
+            fit.fit(model, batches())
+            assert not is_pared or (callback.is_open and model.base_bytes == 0), "nothing was decoded for good"
+            found.append(fit.validate(model, batches(), verbose=False))
+        before, decoded = model.base_bytes, list[Tensor]()
+        if is_pared:
+            monkeypatch.setattr(Tensor, "cpu", lambda value, moved=decoded: recorded(moved, value))
+        fit.save_checkpoint(tmp_path / f"{is_pared}.ckpt")
+        assert bool(decoded) == is_pared and model.base_bytes == before, "each decoded weight went to host memory"
+        saved = torch.load(tmp_path / f"{is_pared}.ckpt", weights_only=False)["state_dict"]
+        ends.append((found[-2:], {name: value.clone() for name, value in saved.items()}))
+        if is_pared:
+            assert all(type(value) is Tensor for value in saved.values())
+            other = Tuner(is_rounded=False)
+            fit.fit_loop.epoch_loop.max_steps = 6
+            fit.fit(other, batches())
+            assert model.base_bytes > 0 and other.base_bytes == 0, "the session of the first module was closed"
+            callback.close()
+            assert other.base_bytes > 0 and "lightning_module_state_dict" not in vars(fit.strategy)
+            assert fit.validate(model, batches(), verbose=False) == found[-1]
+    (plain, plain_saved), (pared, pared_saved) = ends
+    assert pared == plain and pared_saved.keys() == plain_saved.keys()
+    assert not [name for name, value in pared_saved.items() if not torch.equal(value, plain_saved[name])]
+
+
 def test_the_part_that_is_called_is_found_or_asked_for(tmp_path: Path) -> None:
     class Two(Classifier):
         def __init__(self) -> None:
@@ -129,7 +193,7 @@ def test_the_part_that_is_called_is_found_or_asked_for(tmp_path: Path) -> None:
         PareCallback(PLAN, modul="net")
 
 
-def test_lack_of_memory_is_explained_and_the_model_is_plain(tmp_path: Path) -> None:
+def test_lack_of_memory_is_explained_and_nothing_is_decoded(tmp_path: Path) -> None:
     class Short(Classifier):
         def training_step(self, batch: Any, index: int) -> Tensor:
             if index:
@@ -138,9 +202,12 @@ def test_lack_of_memory_is_explained_and_the_model_is_plain(tmp_path: Path) -> N
 
     model = Short()
     trace = pare.trace_step(network(), (torch.empty(2048, 64), torch.empty(2048).long()), loss=cross_entropy, device="cpu")
+    callback = PareCallback(PLAN, trace=trace)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(tmp_path, PareCallback(PLAN, trace=trace)).fit(model, batches())
+        trainer(tmp_path, callback).fit(model, batches())
     assert "grew most" in caught.value.__notes__[0]
+    assert callback.is_open and not model.net[0].weight.untyped_storage().nbytes()
+    callback.close()
     assert all(p.untyped_storage().nbytes() for p in model.parameters())
 
 

@@ -19,8 +19,8 @@ from paredown.loss.chunked_cross_entropy import CHUNK_BYTES
 from paredown.loss.output_head import ADAPTED, OutputHead, find_head
 from tests.loss.largest import LargestTensor
 from tests.loss.test_deferred_logits import NUM_CLASSES, Model, flat, step, tokens
+from tests.predict.steps import peak_bytes
 from tests.programs.compiling import compiles_quickly
-from tests.trace.steps import peak_bytes
 
 apply = partial(paredown.apply, chunked_loss=True)
 INT8 = "int8/64@bf16"

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 import paredown
 from paredown import Plan, Role, Trace, footprint, trace_step
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES, KERNEL_DEVICES
-from paredown.loss.loss_operator import OperatorSettings, chunked_gradients, chunked_loss, scratch_bytes
+from paredown.loss.loss_operator import OperatorSettings, chunked_gradients, chunked_loss
 from paredown.loss.output_head import COMPILED, NOT_IN_GRAPHS
+from paredown.predict.graph_memory import scratch_bytes
 from paredown.session.compiled import graph_packing
 from tests.loss.test_chunked_sessions import Layers, head_rows, hugging_face
 from tests.loss.test_deferred_logits import (

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from paredown.loss import ChunkSettings, CrossEntropy, chunked_cross_entropy
-from paredown.loss.chunked_cross_entropy import KERNEL_DEVICES, ROW_ALIGNMENT, Problem, Rows
+from paredown.loss.chunked_cross_entropy import KERNEL_DEVICES, ROW_ALIGNMENT, Elementwise, Problem, Rows
 from tests.loss.largest import LargestTensor
 from tests.loss.test_chunked_cross_entropy import gradients, inputs, oracle
 
@@ -56,6 +56,32 @@ def test_losses_by_the_kernel(reduction: str, alignment: int, monkeypatch: pytes
         loss = chunked_cross_entropy(hidden, weight, target, bias=offset, options=options, settings=ChunkSettings(num_rows=8))
     assert "_log_softmax" not in seen.operations, "the kernel computes it"
     torch.testing.assert_close(gradients(loss, (hidden, weight, offset)), expected)
+
+
+CAP = Elementwise((("to", "float32"), ("div", 2.0), ("tanh", None), ("mul", 3.0)))
+
+
+@pytest.mark.parametrize("transform", [CAP, Elementwise((("mul", 0.5), ("div", 3.0))), Elementwise((*CAP.calls, ("tanh", None)))])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_products_and_tanh_are_computed_by_the_kernel(
+    transform: Elementwise, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KERNEL_DEVICES, "cpu", True)
+    monkeypatch.setitem(ROW_ALIGNMENT, DEVICE, 64)
+    *leaves, target = (t.detach().to(DEVICE) for t in inputs(torch.float32) if t is not None)
+    hidden, weight, offset = (leaf.requires_grad_() for leaf in leaves)
+    options = CrossEntropy(reduction=reduction, label_smoothing=0.1)
+    expected = gradients(oracle(hidden, weight, offset, target, options, transform), (hidden, weight, offset))
+    settings = ChunkSettings(num_rows=8, transform=transform)
+    with LargestTensor() as seen:
+        loss = chunked_cross_entropy(hidden, weight, target, bias=offset, options=options, settings=settings)
+    assert "_log_softmax" not in seen.operations, "the kernel computes it"
+    torch.testing.assert_close(gradients(loss, (hidden, weight, offset)), expected)
+
+
+def test_a_transform_in_float64_has_no_kernel() -> None:
+    settings = ChunkSettings(torch.float32, Elementwise((("to", "float64"), ("tanh", None))), device="cuda")
+    assert not Problem(torch.zeros(1, dtype=torch.int64), CrossEntropy(), settings).is_fused
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a failed assertion on the device ends the process's use of it")

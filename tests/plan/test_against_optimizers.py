@@ -14,10 +14,10 @@ from paredown.formats.catalog import TIERS
 from paredown.formats.format import Format
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.predict.trace_step import trace_step
 from paredown.roles import Role
-from paredown.trace.trace_step import trace_step
-from tests.trace.steps import peak_bytes, step_of
-from tests.trace.test_trace import Parts
+from tests.predict.steps import peak_bytes, step_of
+from tests.predict.test_trace import Parts
 
 MOMENTS = {Role.MOMENT1: ("exp_avg", "momentum_buffer"), Role.MOMENT2: ("exp_avg_sq",)}
 

@@ -19,7 +19,7 @@ from paredown.plan.calibration import (
     load_calibration,
     operation_key,
 )
-from paredown.trace.trace import Operation
+from paredown.plan.trace import Operation
 from tests.support.calibrations import calibration
 
 ADD = Operation("aten.add.Tensor", "", "forward", "float32", nbytes=3000, arguments="[[],{}]")

@@ -13,7 +13,7 @@ from paredown import Plan, Role, footprint, trace_step
 from paredown.errors import PlanError
 from paredown.models import MODELS
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of
-from tests.trace.steps import traced
+from tests.predict.steps import traced
 
 
 def test_plans_print_and_save_checkpointed_modules(tmp_path: Path) -> None:

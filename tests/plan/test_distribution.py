@@ -13,9 +13,9 @@ from paredown.errors import PlanError
 from paredown.plan.distribution import distributed_intervals, distribution_of
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.plan.trace import Trace
+from paredown.predict.trace_step import trace_step
 from paredown.roles import Role
-from paredown.trace.trace import Trace
-from paredown.trace.trace_step import trace_step
 
 WORLD, WIDTH, ODD = 4, 64, 130  # ODD rows: shards of 33, 33, 33 and 31
 LPMM = Plan.preset("lpmm")  # weights int8/64@e8m0, gradients and first moments int8/64@bf16, second moments uint8/64@bf16

@@ -7,19 +7,19 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from paredown.autograd.operations import Needs
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.models import MODELS
 from paredown.models.transformer import GPT, token_loss
+from paredown.plan.byte_intervals import slot_storages
 from paredown.plan.footprint import DEVICES, Footprint, footprint
 from paredown.plan.plan import Plan
-from paredown.plan.replay import slot_storages
 from paredown.plan.storage import Assignment, resolve_format
+from paredown.predict.trace_step import trace_step
 from paredown.roles import Role
-from paredown.trace.operations import Needs
-from paredown.trace.trace_step import trace_step
-from tests.trace.steps import peak_bytes, saved_bytes, step_of, traced
-from tests.trace.test_trace import WIDE, Parts, X, trace
+from tests.predict.steps import peak_bytes, saved_bytes, step_of, traced
+from tests.predict.test_trace import WIDE, Parts, X, trace
 
 INT8, INT4 = "int8/64@bf16", "int4/64@bf16"
 BROUGHT = (Role.WEIGHT, Role.BUFFER, Role.INPUT)

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 from torch.utils.checkpoint import checkpoint
 
+from paredown.autograd.operations import Use
 from paredown.formats.catalog import MIN_NUMEL, TIERS, is_small
 from paredown.models.transformer import GPT, token_loss
+from paredown.plan.byte_intervals import model_memory
 from paredown.plan.footprint import Footprint, footprint, model_bytes
 from paredown.plan.plan import Plan
-from paredown.plan.replay import model_memory
+from paredown.plan.trace import Slot, Trace
+from paredown.predict.trace_step import trace_step
 from paredown.roles import Role
-from paredown.trace.operations import Use
-from paredown.trace.trace import Slot, Trace
-from paredown.trace.trace_step import trace_step
 from tests.plan.test_footprint import MLP, ROWS
-from tests.trace.steps import traced
-from tests.trace.test_trace import WIDE, Parts
+from tests.predict.steps import traced
+from tests.predict.test_trace import WIDE, Parts
 
 INT8, ONE_BYTE = "int8/64@bf16", "int8/64@e8m0"
 SIDE = 64  # a matrix of SIDE x SIDE is the smallest that is packed, one block a row

@@ -209,7 +209,8 @@ def test_rules_for_frozen_weights() -> None:
 
 
 FROZEN_BITS = {"frozen8": 8.25, "frozen4": 4.25}
-BITS = {"activations8": 8.25, "activations8f": 8.25, "activations4": 4.25, "activations4a": 4.5, "activations2": 2.5}
+EIGHT = ("activations8", "activations8f", "fp8", "int8_products", "auto_products")
+BITS = {**dict.fromkeys(EIGHT, 8.25), "activations4": 4.25, "activations4a": 4.5, "activations2": 2.5}
 BYTES = {"safe": 6.09, "fine_tune": 6.02, "half": 5.09, "lpmm": 4.11, "lpmm4": 3.11}  # a parameter, with AdamW
 
 

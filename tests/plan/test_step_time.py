@@ -20,8 +20,8 @@ from paredown.errors import CalibrationError
 from paredown.plan.calibration import HostCost
 from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.step_time import StepTime, predict_step
+from paredown.plan.trace import VIEW, Operation
 from paredown.roles import Role
-from paredown.trace.trace import VIEW, Operation
 from tests.support.calibrations import calibration
 
 INT8 = Plan.uniform(activation="int8/64@bf16")

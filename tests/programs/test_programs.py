@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from paredown.trace.autograd_graph import Pass
-from paredown.trace.replay import Replays
+from paredown.autograd.graph import Pass
+from paredown.autograd.repeated_passes import Replays
 from tests.programs import running
 from tests.programs.judging import E4M3, INT8, UINT4, faults_of_exact, faults_of_rounded
 from tests.programs.programs import PLAIN, THREADS, Options, Program, chain

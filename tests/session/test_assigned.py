@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown import Plan, Trace, apply, assign, footprint, trace_step
-from tests.trace.steps import step_of
+from tests.predict.steps import step_of
 
 LEVELS = ("int8/64@bf16", "int2/64@bf16")
 Batch = tuple[Tensor, Tensor]

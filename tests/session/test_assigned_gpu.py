@@ -15,8 +15,8 @@ import paredown as pare
 from paredown.models.resnet import resnet18
 from paredown.models.transformer import GPT, GPTConfig, token_loss
 from paredown.plan.footprint import peak_of
+from tests.check.test_guards import BATCH, LOW, MANY, Loud, Run, becomes_loud, weights
 from tests.session.nets import INT8, gradients, relative_error
-from tests.session.test_guards import BATCH, LOW, MANY, Loud, Run, becomes_loud, weights
 
 pytestmark = pytest.mark.gpu
 

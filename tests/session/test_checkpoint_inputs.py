@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paredown import Guard, Plan, Role, apply, footprint, round_trip, trace_step
 from paredown.plan.explanation import explain_slots
+from tests.predict.test_prediction import plainly_held
 from tests.session.nets import INT4, INT8, assert_same, gradients, relative_error, weighted
-from tests.session.test_prediction import plainly_held
 
 REENTRANT, NON_REENTRANT, BY_PLAN = "reentrant", "non-reentrant", "plan.recompute"
 MODES = pytest.mark.parametrize("mode", [NON_REENTRANT, REENTRANT, BY_PLAN])

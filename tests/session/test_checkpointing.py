@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from paredown import Guard, Plan, Role, apply, footprint, optim, trace_step
+from paredown.autograd import saved_reports
 from paredown.errors import ApplyError
-from paredown.trace import saved_reports
+from tests.predict.steps import peak_bytes, step_of, traced
 from tests.session.nets import INT8, assert_same, gradients, relative_error
-from tests.trace.steps import peak_bytes, step_of, traced
 
 LAYERS = {"gpt": "layers.*", "vit": "layers.*", "resnet18": "layer?.?", "convnext": "groups.?.?", "unet": "down.?"}
 CASES = pytest.mark.parametrize("name", LAYERS)

@@ -12,7 +12,7 @@ from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, pack_ma
 from paredown.codec.packed import encode_flat
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
-from paredown.session.compiled.decode_lowering import lowers
+from paredown.session.compiled.lowerings import lowers
 from tests.support.inductor import vector_instructions
 
 FORMATS = [f"{name}/{block}@{scale}" for name, block, scale in (

@@ -17,7 +17,8 @@ from tests.session.nets import INT8, activations, assert_same, relative_error, r
 from tests.support.processes import needs_gloo, run_on_two
 
 pytestmark = needs_gloo
-PLANS = {"none": None, "exact": Plan.uniform(activation="fp32"), "int8": activations(INT8)}
+PRODUCTS = Plan().set("product=1", "int8").set("product=3", "e4m3fn")
+PLANS = {"none": None, "exact": Plan.uniform(activation="fp32"), "int8": activations(INT8), "products": PRODUCTS}
 
 
 def small() -> nn.Sequential:
@@ -62,14 +63,19 @@ def worker(rank: int, folder: Path) -> dict[Any, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore")  # of the libraries below, about this machine
-def test_two_processes(tmp_path: Path) -> None:
-    results = run_on_two(worker, tmp_path)
-    alone = small()
+def in_one_process(alone: nn.Module) -> list[Tensor]:
     for number in range(2):
         for rank in range(2):
             (weighted(alone(rows(seed=10 * number + rank))) / 2).backward()
-    expected = [p.grad for p in alone.parameters() if p.grad is not None]
+    return [p.grad for p in alone.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries below, about this machine
+def test_two_processes(tmp_path: Path) -> None:
+    results = run_on_two(worker, tmp_path)
+    expected = in_one_process(small())
+    with apply(PRODUCTS, model := small()):
+        of_products = in_one_process(model)
     for (wrap, name, is_first), (found, slots) in results[0].items():
         assert_same(found, results[1][wrap, name, is_first][0])  # all processes have the same
         plain, _ = results[0][wrap, "none", is_first]
@@ -80,5 +86,7 @@ def test_two_processes(tmp_path: Path) -> None:
             assert 1e-4 < relative_error(found, plain) < 0.03
             assert slots
             assert not {slot for slot in slots if slot.endswith("weight")}, wrap
+        if name == "products":
+            assert relative_error(found, of_products) < 1e-5 and relative_error(found, plain) > 1e-3
     packed = [slots for (_, name, _), (_, slots) in results[0].items() if name == "int8"]
     assert all(slots == packed[0] for slots in packed) or print(packed)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from paredown import Plan, apply, trace_step
+from paredown.autograd.operations import SMALL
 from paredown.codec.recompute import pack_mask
 from paredown.session.eager import activations, stored_tensors
 from paredown.session.eager.recomputed_values import RecomputedValues
 from paredown.session.eager.stored_tensors import StoredMask, StoredValues
-from paredown.trace.operations import SMALL
 
 pytest.importorskip("triton")
 from paredown.codec.kernels.flat import BufferCodec

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paredown import Plan
+from paredown.autograd.operations import Use
 from paredown.session.compiled.graph_packing import PlanPartitioner
 from paredown.session.compiled.graph_slots import argument_name, aten_name, module_path, num_recomputed_sums, read_joint_graph
-from paredown.trace.operations import Use
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 FILE = "src/paredown/session/compiled"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paredown import Plan, Session, apply
-from paredown.trace.autograd_graph import tensors_in
+from paredown.autograd.graph import tensors_in
 from tests.session.nets import INT4, INT8, Net, activations, assert_same, both, pictures, relative_error, rows, step
 
 

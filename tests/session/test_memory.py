@@ -16,8 +16,8 @@ from torch.nn import functional
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.formats.format import Format
 from paredown.session.eager import stored_tensors
+from tests.predict.steps import peak_bytes
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, assert_same, both, error_of, pictures, rows, step
-from tests.trace.steps import peak_bytes
 
 LIMIT = 0.03  # of the error of gradients with everything right
 EIGHT = 8192 + 256  # bytes of 8192 values in INT8

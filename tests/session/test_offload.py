@@ -14,10 +14,10 @@ import torch
 
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.errors import PlanError
-from paredown.plan.labels import plan_label
 from paredown.session import checkpointing
 from paredown.session.checkpointing import HostCopies, OffloadedValues
-from paredown.sweeps.sweep import TrialSpec
+from paredown.study.sweeps.plan_labels import plan_label
+from paredown.study.sweeps.sweep import TrialSpec
 from tests.session.nets import INT8
 from tests.session.test_second_passes import BY_MODEL, BY_PLAN, NONE, ROWS, WIDTH, Stack, assert_equal, batch, gradients
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paredown import Plan, apply, encode
-from paredown.session.guard import relative_error as relative_signal
-from paredown.trace import operations
+from paredown.autograd import operations
+from paredown.session.signals import relative_error as relative_signal
 from tests.session.nets import INT4, INT8, Net, activations, both, error_of, pictures, relative_error, rows, step
 
 ATTENTION = ":scaled_dot_product_attention."

@@ -25,9 +25,9 @@ from paredown.models.transformer import GPT, GPTConfig, token_loss
 from paredown.plan.checkpointed_trace import step_under
 from paredown.plan.recomputed_slots import SOURCE, planned_step, recomputed_slots
 from paredown.session.compiled.graph_packing import autograd_node_of
+from tests.predict.test_compiled_trace import in_graphs, packed_bytes, saved_bytes
 from tests.programs.compiling import compiles_quickly
 from tests.session.nets import INT4, INT8, assert_same, gradients, relative_error
-from tests.session.test_compiled_trace import in_graphs, packed_bytes, saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
 UNMODIFIED = Plan().set("activation", None)

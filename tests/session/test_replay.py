@@ -1,4 +1,4 @@
-"""Passes that repeat an earlier one (trace/replay.py): the same gradients and bytes as passes that are followed in full.
+"""Passes that repeat an earlier one (autograd/repeated_passes.py): the same gradients and bytes as passes that are followed in full.
 
 Where a pass differs, tensors that were not reported yet stay unmodified in it, and the next passes are followed in full again.
 """
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paredown import Plan, apply
+from paredown.autograd import repeated_passes as replay
+from paredown.autograd.hooks import Hook, HookPlace
 from paredown.optim import AdamW
 from paredown.session.eager.recomputed_values import RecomputedValues
-from paredown.session.saved_weights import WeightUse
 from paredown.session.session import Session
-from paredown.trace import replay
-from paredown.trace.hooks import Hook, HookPlace
+from paredown.session.weights.saved_weights import PackedModule
 
 INT8 = "int8/64@bf16"
 ALL = Plan.uniform(activation=INT8)
@@ -359,8 +359,8 @@ def test_a_pass_that_looks_for_the_gradient_node_of_a_weight_is_followed_in_full
             rows.append([])
         with session:
             for number in range(16):
-                for use in [one for one in gc.get_objects() if isinstance(one, WeightUse)] if number == 6 else ():
-                    use._accumulators.clear()
+                for place in [one for one in gc.get_objects() if isinstance(one, PackedModule)] if number == 6 else ():
+                    place.accumulators.clear()
                 loss = net(batch(number)).square().mean()
                 stored[-1].append(session.stored_bytes)
                 found[-1].append(list(torch.autograd.grad(loss, used)))

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from paredown import Plan, Trace, apply, footprint, trace_step
+from paredown.autograd import operations
+from paredown.autograd.second_passes import ReentrantSaves
 from paredown.errors import PlanError
 from paredown.session.checkpointing import Factor
-from paredown.trace import operations
-from paredown.trace.second_passes import ReentrantSaves
 from tests.session.nets import INT4, INT8
 from tests.support.memory import peak_bytes
 

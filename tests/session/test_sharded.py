@@ -33,7 +33,7 @@ from paredown.optim.packed_weight import weight_of
 from paredown.optim.sharded.local_rows import local
 from paredown.optim.sharded.packed_shards import NEEDED, reason_to_keep_shard_plain
 from paredown.optim.sharded.reduction import SUM_IDS, Reduction, reduce_bucket
-from paredown.trace.trace import Trace
+from paredown.plan.trace import Trace
 from tests.session import sharded as of
 from tests.support.processes import needs_gloo, run_on, run_on_two
 

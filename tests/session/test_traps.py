@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paredown.apply_plan import apply
 from paredown.optim.packed_weight import weight_of
 from paredown.plan.plan import Plan
-from paredown.session.session import apply
 from tests.session.nets import INT8, activations, assert_same, both, error_of, gradients, relative_error, rows
 
 EXACT = Plan.uniform(activation="fp32")

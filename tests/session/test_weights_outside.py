@@ -17,11 +17,11 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from paredown import Plan, apply
+from paredown.autograd.graph import DECODED
 from paredown.codec.packed import encode
 from paredown.errors import OptimError
-from paredown.optim.packed_parameter import PackedParameter, WeightView
+from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import Weight, weight_of
-from paredown.trace.autograd_graph import DECODED
 from tests.session.nets import INT8, assert_same, rows, weighted
 from tests.session.test_weights import CASES, LPMM, PLAN, alive, assert_equal, step
 
@@ -199,7 +199,7 @@ def test_initialising_with_gradients_enabled() -> None:
 def test_views_follow_the_weight() -> None:
     _, p, values = packed()
     row, alias = p.data[1], p.detach()
-    assert type(alias) is type(row) is WeightView
+    assert type(alias) is type(row) is PackedParameter
     row.zero_()
     assert torch.equal(stored(p)[1], torch.zeros(64))
     with torch.no_grad():

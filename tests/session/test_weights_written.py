@@ -117,6 +117,23 @@ def test_a_copy_of_a_parameter_made_of_data(copy_of: Callable[[Any], Any], requi
     assert type(copy_of(p.data)) is Tensor
 
 
+def test_a_parameter_made_of_data_shares_the_values_and_has_its_own_gradient() -> None:
+    """As with plain ones: nn.Parameter(p.data) has the memory of p; p.data itself is no parameter."""
+    _, p, values = packed()
+    plain = nn.Parameter(values.clone())
+    for q in (p, plain):
+        made: Any = nn.Parameter(q.data, requires_grad=False)
+        assert isinstance(made, nn.Parameter) and not made.requires_grad and torch.equal(made, values)
+        made = nn.Parameter(q.data)
+        (made * 3).sum().backward()
+        assert q.grad is None and made.is_leaf and torch.equal(made.grad, torch.full((64, 64), 3.0))
+        with torch.no_grad():
+            made[0] = 1.0
+        assert torch.equal(q[0], torch.ones(64)) and torch.equal(made[0], torch.ones(64))
+        assert isinstance(q, nn.Parameter) and not isinstance(q.data, nn.Parameter) and not isinstance(q.data[0], nn.Parameter)
+    assert torch.equal(stored(p), rounded(plain))
+
+
 @pytest.mark.parametrize("kind", ["weight_norm", "data"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_parameter_made_of_data_trains(kind: str) -> None:

@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from paredown import Plan, apply
 from paredown.errors import ApplyError
 from paredown.models.resnet import SumLastResNet
-from paredown.papers.mixed_precision_assignments import ALL_HIGH, FORMATS, demote, high_plan, low_ratio, plan_of
 from paredown.simulate.outline import outline
 from paredown.simulate.peppp import peppp_element, peppp_plan
 from paredown.simulate.rounded_values import Simulate
+from paredown.study.papers.mixed_precision_assignments import ALL_HIGH, FORMATS, demote, high_plan, low_ratio, plan_of
 from tests.session.nets import pictures
 from tests.simulate.rounded_nets import FORWARD, WIDE, Float, Forked, paper_plan
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from paredown import apply
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session import apply
 from paredown.simulate.range_counts import ALWAYS, EVERY, RangeCounts, SlotCounts
 
 INF, NAN = float("inf"), float("nan")

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from paredown import Plan, apply, round_trip, trace_step
+from paredown.autograd.operations import Use
 from paredown.models import MODELS, OF_TEXT, random_batch
 from paredown.models.transformer import token_loss
 from paredown.simulate.outline import outline
 from paredown.simulate.rounded_values import Simulate
-from paredown.trace.operations import Use
 from tests.session.nets import pictures
 from tests.simulate.rounded_nets import (
     BACKWARD,

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from paredown import Plan, Role, apply
 from paredown.codec import backend
 from paredown.errors import ApplyError
-from paredown.papers.mixed_precision_assignments import high_plan
 from paredown.simulate import rounded_slots
 from paredown.simulate.forward_calls import Operation
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 from paredown.simulate.rounded_values import Precision, Simulate, are_narrow
+from paredown.study.papers.mixed_precision_assignments import high_plan
 from tests.session.nets import pictures
 from tests.simulate.rounded_nets import BACKWARD, FORWARD, HIGH, Forked, Roundings, forked_step, paper_plan, step
 

@@ -136,7 +136,9 @@ def test_float64_is_not_rounded_and_is_a_row_of_changes() -> None:
 def test_models_that_fail_on_fake_tensors_run_with_the_names_of_outputs() -> None:
     class Net(Forked):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if x.sum().item() < 1e9 else -x)
+            if type(x) is not Tensor:
+                raise TypeError("no tensor with values")
+            return super().forward(x)
 
     net, x, sent = Net(), pictures(2, side=8), sent_back()
     out, gradients = forked_step(net, x, sent, PAPER)

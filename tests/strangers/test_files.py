@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paredown as pare
-from paredown.tasks import data_files
-from paredown.tasks.data_files import read_arrays, read_folder, read_idx, read_text
+from paredown.study.tasks import data_files
+from paredown.study.tasks.data_files import read_arrays, read_folder, read_idx, read_text
 from tests.strangers.mutations import answers, thousands, wrong_bytes
 
 

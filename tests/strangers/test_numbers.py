@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 
 import paredown as pare
-from paredown.assign.sensitivity import Sensitivities
+from paredown.assignment.sensitivity import Sensitivities
 from paredown.errors import BudgetError, PlanError
 from paredown.sizes import parse_bytes, say_bytes
-from paredown.tasks.trial import Status, Trial
+from paredown.study.tasks.trial import Status, Trial
 from tests.strangers.mutations import answers, thousands, wrong_json
 
 RIGHT = Trial("digits", pare.Plan(), 0, Status.DONE, error=0.1, loss=0.2, seconds=1.0, curve=((1, 2.0),)).to_json()

@@ -19,8 +19,8 @@ from tests.strangers.mutations import answers, text_of, thousands, wrong_bytes, 
 def store_bytes(tmp_path: Path) -> bytes:
     """A store with finished and waiting trials, in one file."""
     pytest.importorskip("sqlalchemy")
-    from paredown.sweeps.store import Store
-    from paredown.sweeps.sweep import EndedTrial
+    from paredown.study.sweeps.store import Store
+    from paredown.study.sweeps.sweep import EndedTrial
     from tests.support.trials import done, draw
 
     path = tmp_path / "right.db"
@@ -37,11 +37,11 @@ def store_bytes(tmp_path: Path) -> bytes:
 
 def looked_at(path: Path) -> None:
     """All that reads a store."""
-    from paredown.pick.prior_collection import read_rows
-    from paredown.report.record import Record
-    from paredown.sweeps.export import export, merge
-    from paredown.sweeps.status import count, find_best
-    from paredown.sweeps.store import Store
+    from paredown.study.pick.prior_collection import read_rows
+    from paredown.study.report.record import Record
+    from paredown.study.sweeps.export import export, merge
+    from paredown.study.sweeps.status import count, find_best
+    from paredown.study.sweeps.store import Store
 
     with Store(path, may_create=False, patience_seconds=0.0) as store:
         for counts in count(store):
@@ -125,9 +125,9 @@ def test_databases_of_others_are_sentences_and_stay_as_they_are(tmp_path: Path, 
 
 
 def test_exports_of_others(tmp_path: Path, store_bytes: bytes) -> None:
-    from paredown.pick.prior_collection import collect, read_rows
-    from paredown.sweeps.export import export
-    from paredown.sweeps.store import Store
+    from paredown.study.pick.prior_collection import collect, read_rows
+    from paredown.study.sweeps.export import export
+    from paredown.study.sweeps.store import Store
 
     path = tmp_path / "rows.json"
     with Store(tmp_path / "right.db") as store:
@@ -180,8 +180,8 @@ def test_an_odd_row_is_named(case: str, tmp_path: Path, store_bytes: bytes) -> N
 @pytest.mark.parametrize("name", ["loss", "seconds"])
 @pytest.mark.parametrize("number", ["Infinity", "NaN", "9" * 400, "9" * 6000])
 def test_a_result_that_is_not_finite_is_not_exported(name: str, number: str, tmp_path: Path, store_bytes: bytes) -> None:
-    from paredown.sweeps.export import export
-    from paredown.sweeps.store import Store
+    from paredown.study.sweeps.export import export
+    from paredown.study.sweeps.store import Store
 
     sql = f"update paredown_trials set result = json_set(result, '$.{name}', 'HERE') where state = 'finished'"
     path = changed(tmp_path / "odd.db", store_bytes, sql)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import paredown as pare
 from paredown.formats.catalog import find_format
 from paredown.sizes import parse_bytes
-from paredown.tasks.lookup import find_task, parse_options
+from paredown.study.tasks.lookup import find_task, parse_options
 from tests.strangers.mutations import TEXTS, answers, thousands, wrong_bytes
 
 TOML = b"""
@@ -115,7 +115,7 @@ def sweeps() -> st.SearchStrategy[bytes]:
 
 def test_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
-    from paredown.sweeps.sweep import load_sweep
+    from paredown.study.sweeps.sweep_file import load_sweep
 
     path = tmp_path / "sweep.toml"
     path.write_bytes(TOML)

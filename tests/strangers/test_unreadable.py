@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import paredown as pare
-from paredown.assign.sensitivity import Sensitivities
+from paredown.assignment.sensitivity import Sensitivities
 from paredown.cli.inputs import read_frontier, read_source
 from paredown.errors import ParedownError
-from paredown.pick.prior_collection import read_rows
-from paredown.pick.priors import read_prior
-from paredown.report.record import Record
-from paredown.tasks.data_files import read_text
+from paredown.study.pick.prior_collection import read_rows
+from paredown.study.pick.priors import read_prior
+from paredown.study.report.record import Record
+from paredown.study.tasks.data_files import read_text
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "plan": pare.Plan.load,
@@ -52,7 +52,7 @@ def test_a_folder_a_missing_file_and_one_that_may_not_be_read_are_sentences(name
 
 def test_a_sweep_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
-    from paredown.sweeps.sweep import load_sweep
+    from paredown.study.sweeps.sweep_file import load_sweep
 
     path = tmp_path / "sweep.toml"
     path.write_text(f'tasks = ["digits"]\nseeds = [{"9" * 6000}]\n[[plans]]\n')

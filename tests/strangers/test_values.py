@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paredown as pare
-from paredown.assign.sensitivity import Sensitivities
+from paredown.assignment.sensitivity import Sensitivities
 from paredown.cli.inputs import read_frontier, read_source
-from paredown.pick.answer import Frontier, Picked, Point
-from paredown.pick.priors import made_up_prior, read_prior, write_prior
-from paredown.report.record import Record
-from paredown.tasks.trial import Status, Trial
+from paredown.study.pick.answer import Frontier, Picked, Point
+from paredown.study.pick.priors import made_up_prior, read_prior, write_prior
+from paredown.study.report.record import Record
+from paredown.study.tasks.trial import Status, Trial
 from tests.strangers.mutations import answers, text_of, thousands, wrong_bytes, wrong_json
 
 PLAN = pare.Plan.preset("lpmm").set("layer*:input", "int4/64@bf16", rounding="stochastic").recomputing("layer.0")

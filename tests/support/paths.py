@@ -1,6 +1,9 @@
-"""The CPU path and the reference on the same rows: encode, decode and round_trip, compared bit for bit."""
+"""The CPU path (compiled loops, or pieces) and the reference on the same rows: encode, decode and round_trip, compared bit for bit."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,6 +16,15 @@ from tests.support.compare import assert_same_bits
 from tests.support.values import normal, specials, wide_floats
 
 SEED = Seed(5, tensor=6, step=7, first_index=11)
+
+
+def loops_or_none(x: Tensor) -> ModuleType | None:
+    """`cpu.find_loops` for tensors of any size."""
+    return import_module(cpu.LOOPS) if cpu.has_numba() and x.numel() and x.device.type == "cpu" else None
+
+
+def no_loops(x: Tensor) -> None:
+    """`cpu.find_loops` where numba is missing."""
 
 
 def make_encoding(text: str, rounding: str, overflow: str, seed: Seed = SEED) -> Encoding:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paredown.plan.plan import Plan
-from paredown.sweeps.sweep import DrawnTrial, Sweep, TrialSettings, TrialSpec
-from paredown.tasks.trial import Status, Trial
+from paredown.study.sweeps.sweep import DrawnTrial, Sweep, TrialSettings, TrialSpec
+from paredown.study.tasks.trial import Status, Trial
 
 PLANS = (Plan(), Plan.preset("activations4"))
 

@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
-from paredown.sweeps.store import Store
-from paredown.sweeps.sweep import Claim
-from paredown.sweeps.worker import WorkerOptions, work
-from paredown.tasks.trial import Trial
+from paredown.study.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
+from paredown.study.sweeps.store import Store
+from paredown.study.sweeps.sweep import Claim
+from paredown.study.sweeps.worker import WorkerOptions, work
+from paredown.study.tasks.trial import Trial
 from tests.support.trials import act
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,13 +27,17 @@ def main() -> None:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # torch reads it when imported; its profiler warns about tensors that were allocated before it started
-    import_module("paredown.cli.output").warn_of_passwords(sys.argv)
+    from paredown.cli.output import warn_of_passwords
+
+    warn_of_passwords(sys.argv)
     loaded(prog_name="paredown")
 
 
 def _load() -> Any:
     """The typer application with all subcommands."""
-    return import_module("paredown.cli.application").load()
+    from paredown.cli.application import load
+
+    return load()
 
 
 def __getattr__(name: str) -> Any:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass, replace
 from enum import IntEnum
-from functools import wraps
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast, get_type_hints
 
 import typer
 
@@ -41,9 +42,9 @@ VERB_FILES = (
     "plan_verbs",
     "pick_verbs",
     "train_verb",
+    "report_verbs",
     "sweep_verbs",
     "prior_verbs",
-    "report_verbs",
     "demo_verb",
 )
 EXTRAS = {
@@ -114,18 +115,56 @@ def about(
 def verb(
     to: typer.Typer, name: str, *examples: str, panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as the subcommand `name`; its help ends with `examples`, its exceptions become a message and an exit status."""
+    """Register a function as the subcommand `name`; its help ends with `examples`, its exceptions become a message and an exit status.
+
+    A parameter whose type is a dataclass stands for the options that are fields of that class (`options_of`).
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        @wraps(function)
-        def run(*values: Any, **options: Any) -> None:
+        def run(**values: Any) -> None:
             with errors():
-                function(*values, **options)
+                _called(function, values)
 
+        parameters = options_of(function)
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        vars(run)["__signature__"] = Signature(parameters)  # typer reads both
         epilog = "\n\n".join([f"Example{'s' * (len(examples) > 1)}:", *examples])
         return to.command(name, epilog=epilog, rich_help_panel=panel)(run)
 
     return decorate
+
+
+def options_of(function: Callable[..., Any]) -> list[Parameter]:
+    """The parameters of a function, or fields of a dataclass, that are options of the command line; a dataclass gives its own.
+
+    >>> [option.name for option in options_of(SubjectOptions)]
+    ['input', 'optimizer', 'device', 'autocast', 'compiled', 'chunked_loss']
+    """
+    found: list[Parameter] = []
+    for parameter, kind in _typed(function):
+        if is_dataclass(kind):
+            found += options_of(cast(type, kind))
+        elif hasattr(kind, "__metadata__"):  # Annotated[...]
+            found.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+    return found
+
+
+def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """The value of `function` for the values of all options, in which its dataclasses are made first."""
+    arguments: dict[str, Any] = {}
+    for parameter, kind in _typed(function):
+        if is_dataclass(kind):
+            arguments[parameter.name] = _called(cast(type, kind), values)
+        elif hasattr(kind, "__metadata__"):
+            arguments[parameter.name] = values[parameter.name]
+    return function(**arguments)
+
+
+def _typed(function: Callable[..., Any]) -> Iterator[tuple[Parameter, Any]]:
+    """Parameters with their types."""
+    kinds = get_type_hints(function, include_extras=True)
+    return ((parameter, kinds[name]) for name, parameter in signature(function).parameters.items())
 
 
 @contextmanager
@@ -188,6 +227,11 @@ def end(sentence: str, status: int) -> NoReturn:
 # --- options that several subcommands share --------------------------------------------------------------------------
 
 
+def option(text: str, *names: str, **settings: Any) -> Any:
+    """`typer.Option` with the help `text`, which says the default where there is one: None is not shown."""
+    return typer.Option(*names, help=text, show_default=False, **settings)
+
+
 def check_size(text: str | None) -> str | None:
     """`text` unchanged, if it is a valid size; else typer.BadParameter."""
     try:
@@ -220,6 +264,9 @@ PLAN_NAMES = (
     "activations4",
     "activations4a",
     "activations2",
+    "fp8",
+    "int8_products",
+    "auto_products",
     "frozen8",
     "frozen4",
     "safe",
@@ -241,127 +288,60 @@ TaskArgument = Annotated[
     str, typer.Argument(metavar="TASK", help=TASK_SPELLED, show_default=False, autocompletion=starting(TASK_NAMES))
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+BatchOption = Annotated[int | None, option("Batch size.", min=1)]
 BUDGET = "40%"  # of pick and demo
 SIZES = "8GiB (1024^3 bytes each), 8GB (1000^3), bytes, or 60% of the baseline's peak memory."
-BudgetOption = Annotated[
-    str | None,
-    typer.Option("--budget", metavar="SIZE", callback=check_size, help=SIZES, show_default=False),
-]
-DefaultBudget = Annotated[
-    str | None,
-    typer.Option("--budget", metavar="SIZE", callback=check_size, help=f"{SIZES} (default: {BUDGET})", show_default=False),
-]
+BudgetOption = Annotated[str | None, option(SIZES, "--budget", metavar="SIZE", callback=check_size)]
+DefaultBudget = Annotated[str | None, option(f"{SIZES} (default: {BUDGET})", "--budget", metavar="SIZE", callback=check_size)]
 GpuOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Instead of --budget, the memory of a card: 4090, h100, a100-80gb and others, or cuda: what is free on the GPU here.",
         "--gpu",
         metavar="CARD",
         autocompletion=starting([*(card.name for card in CARDS), "cuda"]),
-        help="Instead of --budget, the memory of a card: 4090, h100, a100-80gb and others, or cuda: what is free on the GPU here.",
-        show_default=False,
     ),
 ]
-PlanOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--plan",
-        metavar="PLAN",
-        help="A preset, a plan.json, or role=format,... May be repeated.",
-        show_default=False,
-        autocompletion=starting(PLAN_NAMES),
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="Where the step will run: cuda or cpu; predictions need no GPU. (default: cuda if available)",
-        show_default=False,
-    ),
-]
-HereOption = Annotated[
-    str | None,
-    typer.Option("--device", help="Where to train: cuda, cuda:1 or cpu. (default: cuda if available)", show_default=False),
-]
-AutocastOption = Annotated[str | None, typer.Option("--autocast", metavar="DTYPE", help="bf16, fp16 or none.", show_default=False)]
-CompiledOption = Annotated[bool, typer.Option("--compiled", help="torch.compile compiles the model: session.compile().")]
-WorldSizeOption = Annotated[
-    int, typer.Option("--world-size", min=1, help="Processes that train the model together; bytes are those of one.")
-]
-StrategyOption = Annotated[
-    str | None, typer.Option("--strategy", help="How they share it: ddp, or fsdp2 (fully_shard).", show_default=False)
-]
-ChunkedLossOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--chunked-loss/--no-chunked-loss", help="Whether sessions compute the loss in chunks of rows.", show_default=False
-    ),
-]
-OptimizerOption = Annotated[
-    str | None, typer.Option("--optimizer", help="sgd, sgdm, adamw, lion or muon. (default: the task's; adamw)", show_default=False)
-]
-InputOption = Annotated[
-    str | None,
-    typer.Option(
-        "--input",
-        metavar="SHAPE",
-        help="Shape of one example, for a model without data: 3x224x224, or tokens:1024.",
-        show_default=False,
-    ),
-]
-LengthOption = Annotated[
-    int | None, typer.Option("--length", min=1, help="Tokens of one example; the same as --input tokens:N.", show_default=False)
-]
-LoraOption = Annotated[
-    int | None,
-    typer.Option("--lora", min=1, metavar="RANK", help="LoRA adapters of this rank; all else is frozen.", show_default=False),
-]
-LoraTargetsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--lora-targets",
-        metavar="NAMES",
-        help="Layers with adapters: q_proj,v_proj or patterns of paths. (default: all linear layers but the output head)",
-        show_default=False,
-    ),
-]
-CheckpointingOption = Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")]
-OffloadOption = Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")]
-FrozenOption = Annotated[
-    str | None,
-    typer.Option("--frozen", metavar="FORMAT", help="Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", show_default=False),
-]
+HereOption = Annotated[str | None, option("Where to train: cuda, cuda:1 or cpu. (default: cuda if available)", "--device")]
 PLAN_FILE = Path("plan.json")
 PlanFileOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")]
-ReportOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a report page.", show_default=False)]
-OutOption = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the result here.", show_default=False)]
+ReportOption = Annotated[Path | None, option("Also write a report page.", metavar="FILE")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", "--force", help="Replace the file of --out if it exists.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of initial weights, data order and stochastic rounding.")]
-StoreOption = Annotated[
-    str | None, typer.Option("--store", envvar="PAREDOWN_STORE", help="A file for SQLite, or a PostgreSQL URL.", show_default=False)
-]
-TasksOption = Annotated[
-    Path | None, typer.Option("--tasks", help="The folder that task files are loaded from.", show_default=False)
-]
-SlotsOption = Annotated[
-    int | None, typer.Option(min=1, help="Trials that run in parallel. (default: one per GPU, or one)", show_default=False)
-]
-ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated trials in CUDA graphs), inline, or ray."
-EngineOption = Annotated[str, typer.Option(help=ENGINES_HELP)]
-RayOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--ray", metavar="FILE", help="With --engine ray: GPUs, placement and environment of a trial.", show_default=False
-    ),
-]
-PatienceOption = Annotated[
-    float, typer.Option("--patience", min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
-]
-SweepOption = Annotated[str | None, typer.Option("--sweep", help="Only this sweep.", show_default=False)]
+StoreOption = Annotated[str | None, option("A file for SQLite, or a PostgreSQL URL.", "--store", envvar="PAREDOWN_STORE")]
+TasksOption = Annotated[Path | None, option("The folder that task files are loaded from.", "--tasks")]
+SweepOption = Annotated[str | None, option("Only this sweep.", "--sweep")]
 ModeOption = Annotated[
     str,
     typer.Option("--mode", help="store: stored tensors are packed. simulate: arithmetic uses rounded values; no memory is saved."),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions:
+    """Changes of the step that an argument names; None leaves its own value. The last three have options of their own in some verbs."""
+
+    input: Annotated[
+        str | None, option("Shape of one example, for a model without data: 3x224x224, or tokens:1024.", metavar="SHAPE")
+    ] = None
+    optimizer: Annotated[str | None, option("sgd, sgdm, adamw, lion or muon. (default: the task's; adamw)")] = None
+    device: Annotated[
+        str | None, option("Where the step will run: cuda or cpu; predictions need no GPU. (default: cuda if available)")
+    ] = None
+    autocast: Annotated[str | None, option("bf16, fp16 or none.", metavar="DTYPE")] = None
+    compiled: Annotated[bool, typer.Option("--compiled", help="torch.compile compiles the model: session.compile().")] = False
+    chunked_loss: Annotated[bool | None, option("Whether sessions compute the loss in chunks of rows.")] = None
+    batch: int | None = None
+    lora: int | None = None  # the rank of LoRA adapters
+    lora_targets: tuple[str, ...] = ()
+
+    def with_length(self, length: int) -> SubjectOptions:
+        """These, with a text of so many tokens."""
+        return replace(self, input=f"tokens:{length}")
+
+    def on_device_of(self, gpu: str | None) -> SubjectOptions:
+        """These, on CUDA if --gpu names a card and --device nothing else."""
+        return replace(self, device=self.device or ("cuda" if gpu else None))
 
 
 def command_text(model: str, **options: object) -> str:
@@ -374,8 +354,8 @@ def command_text(model: str, **options: object) -> str:
     return " ".join([model, *(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())])
 
 
-def step_text(model: str, options: Any) -> str:
-    """The arguments that name `model` and the `SubjectOptions` that `paredown plan` and `explain` take."""
+def step_text(model: str, options: SubjectOptions) -> str:
+    """The arguments that name `model` and the options that `paredown plan` and `explain` take."""
     fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
     is_chunked = options.chunked_loss
     return command_text(model, **fields, **({} if is_chunked is None else {f"{'' if is_chunked else 'no-'}chunked-loss": True}))

@@ -19,8 +19,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 
@@ -132,7 +131,8 @@ def gpu_budget(text: str) -> Budget:
 
 def _budget_here(index: int, text: str) -> Budget:
     """The free memory of GPU number `index`; other processes and the CUDA context of this one are taken off."""
-    cuda: Any = import_module("torch").cuda
+    from torch import cuda
+
     num = cuda.device_count() if cuda.is_available() else 0
     if index >= num:
         raise typer.BadParameter(

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import BUDGET, SHOW, DefaultBudget, Exit, JsonOption, app, verb
+from paredown.cli.application import BUDGET, SHOW, DefaultBudget, Exit, JsonOption, app, option, verb
 from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
 from paredown.cli.train_verb import TrainingRun, runs_table
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
-    from paredown.pick.answer import Picked
-    from paredown.tasks.task import Task
-    from paredown.trace.trace import Trace
+    from paredown.plan.trace import Trace
+    from paredown.study.pick.answer import Picked
+    from paredown.study.tasks.task import Task
 
 TASK = "digits#batch=128,side=16,lr=0.1,model=resnet18,width=8"
 WIDEST = 100  # characters of a line
@@ -39,7 +39,7 @@ def demo(
     budget: DefaultBudget = None,
     evaluations: Annotated[int, typer.Option(min=0, help="Number of short trials to choose the plan by.")] = 4,
     steps: Annotated[int, typer.Option(min=4, help="Steps of a short trial; the last two trainings have twice as many.")] = 40,
-    prior: Annotated[str | None, typer.Option(help="The prior, by name or file.", show_default=False)] = None,
+    prior: Annotated[str | None, option("The prior, by name or file.")] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder for plan.json, picked.json and report.html.")
     ] = Path("demo"),
@@ -99,8 +99,8 @@ def _footprint(shown: DemoOutput, trace: Trace, budget: str) -> None:
 def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior: str | None) -> Picked:
     """Pick a plan from the prior and a few trials, and print trials and frontier."""
     from paredown.cli.pick_verbs import front
-    from paredown.pick.pick import pick
-    from paredown.report.studies import study_of_pick
+    from paredown.study.pick.pick import pick
+    from paredown.study.report.studies import study_of_pick
 
     with progress_bar("2. short trials") as report:
         picked = pick(task, budget, evaluations, prior=prior, device="cpu", progress=report)
@@ -117,7 +117,7 @@ def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior:
     fitted = f"Fitted to the prior {picked.prior}: {len(picked.frontier.points)} plans have a predicted error. Trials:"
     shown.tell("2. Plans that fit the budget, and a few short trials", [fitted, *lines])
     study = study_of_pick(picked)
-    points = [f"  {line}" for line in front(study, is_all=False)]
+    points = [f"  {line}" for line in front(study)]
     shown.tell(
         "3. The Pareto front: plans that no other plan is expected to beat in both bytes and error",
         [*points, *_wrapped(picked.reason)],
@@ -143,9 +143,9 @@ def _written(subject: Subject, picked: Picked, runs: Sequence[TrainingRun], out:
     """Write the plan, the pick and the report; paths of the files by name."""
     from paredown.cli.inputs import answer_json, write_json
     from paredown.cli.report_verbs import with_memory
-    from paredown.report.page import write
-    from paredown.report.record import Record
-    from paredown.report.studies import plans_to_show
+    from paredown.study.report.page import write
+    from paredown.study.report.record import Record
+    from paredown.study.report.studies import plans_to_show
 
     assert picked.plan is not None and subject.task is not None
     picked.plan.save(out / "plan.json")
@@ -163,7 +163,7 @@ def _session(task: Task, picked: Picked) -> Generator[Any]:
     """A session after one training step, so that its changes are known; None for a plan without rules."""
     import torch
 
-    from paredown.tasks.training import Loop, TrainingSetup
+    from paredown.study.tasks.training import Loop, TrainingSetup
 
     assert picked.plan is not None
     setting = TrainingSetup(task, picked.plan, 0, torch.device("cpu"))
@@ -188,13 +188,7 @@ class DemoResult:
         """The JSON value."""
         budget = {"budget_bytes": self.picked.budget_bytes, "full_bytes": self.picked.full_bytes, "seconds": self.seconds}
         runs = {"baseline": self.baseline.trial.to_json(), "with_plan": self.packed.trial.to_json()}
-        return {
-            "task": self.picked.task,
-            "picked": self.picked.label,
-            "reason": self.picked.reason,
-            **budget,
-            **runs,
-        }
+        return {"task": self.picked.task, "picked": self.picked.label, "reason": self.picked.reason, **budget, **runs}
 
     def in_words(self, files: dict[str, str]) -> list[str]:
         """Lines with the memory saved, its cost in error and time, and commands for one's own model."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import paredown
-from paredown.cli.application import ALONE, EXTRAS, LOOK, Exit, JsonOption, app, verb
+from paredown.cli.application import ALONE, EXTRAS, LOOK, Exit, JsonOption, app, option, verb
 from paredown.cli.output import emit, heading, spinner, table, tell
 
 OLDEST_TORCH = (2, 11)
@@ -33,6 +33,7 @@ PACKAGES = (
     Package("torch", "everything"),
     Package("numpy", "everything"),
     Package("triton", "fast kernels on a GPU"),
+    Package("numba", "formats on a CPU in compiled loops"),
     Package("scipy", "pick: fitting priors"),
     Package("sqlalchemy", "sweeps and stores"),
     Package("psycopg", "stores on PostgreSQL"),
@@ -70,10 +71,9 @@ def env(is_json: JsonOption = False) -> None:
 
 @verb(app, "calibrate", "paredown calibrate", "paredown calibrate --trace trace.json --force", panel=LOOK)
 def calibrate_verb(
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. (default: cuda if available)", show_default=False)] = None,
+    device: Annotated[str | None, option("cuda or cpu. (default: cuda if available)")] = None,
     trace: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file of trace.save(path), whose operations are timed too: once for each file.", show_default=False),
+        list[Path] | None, option("A file of trace.save(path), whose operations are timed too: once for each file.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure again, also if a file of this device is there.")] = False,
     host: Annotated[
@@ -83,9 +83,9 @@ def calibrate_verb(
 ) -> None:
     """Measure in about 20 s what operations, packing and checkpointing take here; estimates then print step time."""
     with spinner("measuring this device"):
-        from paredown.calibrate.device_calibration import calibrate, checked_device
         from paredown.plan.calibration import calibration_path, find_calibration
-        from paredown.trace.trace import Trace
+        from paredown.plan.trace import Trace
+        from paredown.predict.device_calibration import calibrate, checked_device
 
         kind = checked_device(device)
         found, reason = find_calibration(kind)
@@ -111,7 +111,8 @@ def _version(name: str) -> str | None:
 
 def _device() -> dict[str, Any]:
     """GPUs with their memory, and whether the codec uses Triton kernels or torch."""
-    torch = import_module("torch")
+    import torch
+
     cuda = torch.cuda
     num = cuda.device_count()
     free = [cuda.mem_get_info(i) for i in range(num)]

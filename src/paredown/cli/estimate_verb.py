@@ -1,5 +1,7 @@
 """`paredown estimate`: predicted bytes of a training step by role, module and plan, and the largest batch within a budget.
 
+    EstimateRequest -> PlannedStep (the step and its plans) -> Footprint for each plan -> Estimate -> text, JSON or a page
+
 Nothing is trained.
 """
 
@@ -7,79 +9,164 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paredown.cli.application import (
     LOOK,
-    AutocastOption,
+    PLAN_NAMES,
     BudgetOption,
-    CheckpointingOption,
-    ChunkedLossOption,
-    CompiledOption,
-    DeviceOption,
-    FrozenOption,
+    Exit,
     GpuOption,
-    InputOption,
     JsonOption,
-    LengthOption,
-    LoraOption,
-    LoraTargetsOption,
     ModelArgument,
-    OffloadOption,
-    OptimizerOption,
-    PlanOption,
     ReportOption,
-    StrategyOption,
-    WorldSizeOption,
+    SubjectOptions,
     app,
+    option,
+    starting,
     step_text,
     verb,
 )
-from paredown.cli.budget import Budget, largest_batch, read_budget
+from paredown.cli.budget import Budget, largest_batch, read_budget, shorter
+from paredown.cli.estimate_output import Adapters, Estimate, PlanRow, smallest
 from paredown.cli.inputs import check_places
-from paredown.cli.output import BASELINE, emit, heading, progress_bar, spinner, table, tell
-from paredown.cli.verdict import (
-    COMPILED,
-    WORKSPACE,
-    bars,
-    exit_if_too_large,
-    has_colour,
-    length_that_fits,
-    parts_at_peak,
-    styled_verdict,
-    verdict,
-)
-from paredown.sizes import parse_bytes, say_bytes
+from paredown.cli.output import BASELINE, emit, progress_bar, say, spinner, tell
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
     from paredown.plan.footprint import Footprint
     from paredown.plan.module_groups import Grouping
     from paredown.plan.plan import Plan
-    from paredown.trace.trace import Trace
-
 
 AUTO = "auto"
-DepthOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Group modules by this many parts of their paths. (default: until no group has more than half of the bytes; layers joined)",
-        show_default=False,
-    ),
-]
+BatchOption = Annotated[str | None, option("Batch size, or auto: the largest within --budget.")]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_FOR_LORA = ("baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8")
 SHOWN_BESIDE_FROZEN = ("baseline", "activations8", "activations4")
-SHOWN_MODULES = 10
-SHOWN_NOTES = 5
-SHOWN_BARS = 6
-SHOWN_SLOTS = 3
-LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of the peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateRequest:
+    """The arguments of `paredown estimate`."""
+
+    model: ModelArgument
+    budget: BudgetOption = None
+    gpu: GpuOption = None
+    plan: Annotated[
+        list[str] | None,
+        option("A preset, a plan.json, or role=format,... May be repeated.", metavar="PLAN", autocompletion=starting(PLAN_NAMES)),
+    ] = None
+    batch: BatchOption = None
+    length: Annotated[int | None, option("Tokens of one example; the same as --input tokens:N.", min=1)] = None
+    step: SubjectOptions
+    lora: Annotated[int | None, option("LoRA adapters of this rank; all else is frozen.", min=1, metavar="RANK")] = None
+    lora_targets: Annotated[
+        str | None,
+        option(
+            "Layers with adapters: q_proj,v_proj or patterns of paths. (default: all linear layers but the output head)",
+            metavar="NAMES",
+        ),
+    ] = None
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")] = False
+    offload: Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")] = False
+    frozen: Annotated[str | None, option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
+    world_size: Annotated[
+        int, typer.Option("--world-size", min=1, help="Processes that train the model together; bytes are those of one.")
+    ] = 1
+    strategy: Annotated[str | None, option("How they share it: ddp, or fsdp2 (fully_shard).")] = None
+    depth: Annotated[
+        int | None,
+        option(
+            "Group modules by this many parts of their paths. (default: until no group has more than half of the bytes; layers joined)",
+            min=1,
+        ),
+    ] = None
+    report: ReportOption = None
+    is_json: JsonOption = False
+
+    @property
+    def names_plans(self) -> bool:
+        """Whether the user named the plans; otherwise a few presets are shown."""
+        return self.plan is not None
+
+    @property
+    def shown_plans(self) -> Sequence[str]:
+        """The plans that are named, or those that are shown without --plan."""
+        default = SHOWN_BESIDE_FROZEN if self.frozen else SHOWN if self.lora is None else SHOWN_FOR_LORA
+        return self.plan or default
+
+    @property
+    def is_for_plan(self) -> bool:
+        """Whether `paredown plan` has options for this step: it has none for adapters, checkpointing, frozen formats and processes."""
+        return not (self.lora or self.checkpointing or self.frozen or self.strategy)
+
+    def subject_options(self) -> SubjectOptions:
+        """What changes the step; BadParameter for options that exclude or need one another."""
+        if self.step.input is not None and self.length is not None:
+            raise typer.BadParameter(
+                f"--input {self.step.input} has the length already: leave one of them out.", param_hint="--length"
+            )
+        size = self._batch_size()
+        if self.lora_targets is not None and self.lora is None:
+            raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
+        targets = tuple(part.strip() for part in (self.lora_targets or "").split(",") if part.strip())
+        step = self.step if self.length is None else self.step.with_length(self.length)
+        return replace(step.on_device_of(self.gpu), batch=size, lora=self.lora, lora_targets=targets)
+
+    def _batch_size(self) -> int | None:
+        """The requested batch size; None for the model's own, or for auto."""
+        if self.batch is None or self.batch == AUTO:
+            if self.batch == AUTO and self.budget is None and self.gpu is None:
+                raise typer.BadParameter(
+                    "auto needs --budget or --gpu: it searches for the largest batch within the budget.", param_hint="--batch"
+                )
+            return None
+        if not (self.batch.isascii() and self.batch.isdigit() and 0 < int(self.batch[:12]) < 10**9):
+            raise typer.BadParameter(
+                f"{self.batch!r} is no batch size; write a whole number from 1 up, or auto.", param_hint="--batch"
+            )
+        return int(self.batch)
+
+    def check_processes(self) -> None:
+        """BadParameter for several processes without a valid strategy, or with a page."""
+        from paredown.plan.distribution import STRATEGIES
+
+        if self.strategy not in (None, *STRATEGIES) or (self.strategy is None and self.world_size > 1):
+            raise typer.BadParameter(f"--world-size needs a strategy: {' or '.join(STRATEGIES)}.", param_hint="--strategy")
+        if self.strategy is not None and self.report is not None:
+            raise typer.BadParameter("pages are of one process: leave --report or --strategy out.", param_hint="--report")
+
+    def check_subject(self, subject: Subject) -> None:
+        """BadParameter for options that would change nothing in this step."""
+        if subject.task is not None and self.length is not None:
+            raise typer.BadParameter(
+                f"{subject.name} is a task, which has its own batch: --length needs a config.json or a model of text.",
+                param_hint="--length",
+            )
+        if self.frozen is not None and all(parameter.requires_grad for parameter in subject.model.parameters()):
+            raise typer.BadParameter(
+                "no weight of this model is frozen: add --lora 16, or freeze weights in the function that makes the model.",
+                param_hint="--frozen",
+            )
+
+    def plans_for(self, subject: Subject) -> dict[str, Plan]:
+        """The plans by name, with a format for frozen weights, with checkpointed layers, and with their packed inputs in host memory."""
+        from paredown.cli.subject import name_of, read_plan
+        from paredown.session.checkpointing import repeated_layers_of
+
+        layers = repeated_layers_of(subject.model) if self.checkpointing else ()
+        plans = {name_of(text): read_plan(text).recomputing(*layers) for text in self.shown_plans}
+        plans = {name: plan.offloading() if self.offload and name != BASELINE else plan for name, plan in plans.items()}
+        if (format := self.frozen) is None:
+            return plans
+        named = {name: f"frozen={format}" if name == BASELINE else f"{name}, frozen" for name in plans}
+        return {named[name]: plan.set("frozen", format) for name, plan in plans.items()}
 
 
 @verb(
@@ -91,120 +178,89 @@ LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of
     "paredown estimate config.json --lora 16 --checkpointing --budget 24GiB",
     panel=LOOK,
 )
-def estimate(
-    model: ModelArgument,
-    budget: BudgetOption = None,
-    gpu: GpuOption = None,
-    plan: PlanOption = None,
-    batch: Annotated[str | None, typer.Option(help="Batch size, or auto: the largest within --budget.", show_default=False)] = None,
-    input: InputOption = None,
-    length: LengthOption = None,
-    lora: LoraOption = None,
-    lora_targets: LoraTargetsOption = None,
-    checkpointing: CheckpointingOption = False,
-    offload: OffloadOption = False,
-    frozen: FrozenOption = None,
-    optimizer: OptimizerOption = None,
-    device: DeviceOption = None,
-    autocast: AutocastOption = None,
-    compiled: CompiledOption = False,
-    chunked_loss: ChunkedLossOption = None,
-    world_size: WorldSizeOption = 1,
-    strategy: StrategyOption = None,
-    depth: DepthOption = None,
-    report: ReportOption = None,
-    is_json: JsonOption = False,
-) -> None:
+def estimate(request: EstimateRequest) -> None:
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
-    check_places({"--report": report})
-    within, device, input = read_budget(budget, gpu), device or ("cuda" if gpu else None), _input(input, length)
-    size, targets, shared = _batch(batch, within), _targets(lora, lora_targets), _shared(world_size, strategy, report)
+    check_places({"--report": request.report})
+    within, options = read_budget(request.budget, request.gpu), request.subject_options()
+    request.check_processes()
     with spinner("tracing one step"):
-        from paredown.cli.subject import SubjectOptions, find_subject
-
-        options = SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets, chunked_loss)
-        subject = find_subject(model, options)
-        plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else (), offload=offload)
-        _check_applicable(subject, length, frozen)
-        feet = _footprints(subject, plans, shared)
-        _check_offload(feet, offload=offload)
-    allowed = None if within is None else _allowed(within, subject, feet, shared)
-    largest = _largest_batches(subject, plans, allowed or 0, shared) if batch == AUTO else {}
-    value = {**_head(subject, plans), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
-    if report is not None:
-        _write_report(report, subject, plans, value, requested=plan is not None)
-    _show(value, within, requested=plan is not None, is_json=is_json)
-    named = None if lora or checkpointing or frozen or shared else step_text(model, options)  # `paredown plan` has no such flags
-
-    def peak(plan: str, length: int) -> int:
-        other = find_subject(model, replace(options, input=_input(None, length)))
-        return _footprints(other, {plan: plans[plan]}, shared)[plan].peak_bytes
-
-    exit_if_too_large(value, requested=plan, model=named, budget=within, length=length_that_fits(value, peak, length))
+        step = _planned_step(request, options)
+        feet = step.footprints()
+        if request.offload:
+            _check_offload(feet)
+    value = _estimate_of(step, feet, None if within is None else step.allowed(within))
+    if request.report is not None:
+        _write_report(request.report, step, value)
+    if request.is_json:
+        emit(value.to_json())
+    else:
+        tell(*value.lines(within, requested=request.names_plans))
+    if within is not None:
+        _exit_if_too_large(step, value, within)
 
 
-def _shared(world_size: int, strategy: str | None, report: Path | None) -> dict[str, Any]:
-    """The arguments of `footprint` for several processes; empty for one."""
-    from paredown.plan.distribution import STRATEGIES
+@dataclass(frozen=True)
+class PlannedStep:
+    """The step of a request and its plans by name."""
 
-    if strategy not in (None, *STRATEGIES) or (strategy is None and world_size > 1):
-        raise typer.BadParameter(f"--world-size needs a strategy: {' or '.join(STRATEGIES)}.", param_hint="--strategy")
-    if strategy is not None and report is not None:
-        raise typer.BadParameter("pages are of one process: leave --report or --strategy out.", param_hint="--report")
-    return {"world_size": world_size, "strategy": strategy} if strategy is not None else {}
+    request: EstimateRequest
+    options: SubjectOptions
+    subject: Subject
+    plans: Mapping[str, Plan]
 
+    def footprint(self, name: str, plan: Plan, batch_size: int | None = None) -> Footprint:
+        """The footprint under a plan; the baseline has no session, also where its layers are checkpointed."""
+        from paredown.plan.footprint import footprint
 
-def _footprints(subject: Subject, plans: Mapping[str, Plan], shared: Mapping[str, Any]) -> dict[str, Footprint]:
-    """The footprint of the step under each plan."""
-    from paredown.plan.footprint import footprint
+        trace = self.subject.trace(plan, batch_size)
+        trace = trace.unmodified or trace if name == BASELINE else trace
+        return footprint(trace, plan, world_size=self.request.world_size, strategy=self.request.strategy)
 
-    return {name: footprint(_step(subject.trace(plan), name), plan, **shared) for name, plan in plans.items()}
+    def footprints(self) -> dict[str, Footprint]:
+        """The footprint under each plan."""
+        return {name: self.footprint(name, plan) for name, plan in self.plans.items()}
 
+    def allowed(self, budget: Budget) -> int:
+        """The bytes of a budget; a percentage is of the peak of the baseline, with activation checkpointing if the plans have it."""
+        from paredown.plan.plan import Plan
 
-def _step(trace: Trace, name: str) -> Trace:
-    """The step of the plan called `name`: the baseline has no session, also where its layers are checkpointed."""
-    return trace.unmodified or trace if name == BASELINE else trace
+        plan = Plan(recompute=next(iter(self.plans.values())).checkpointed)
+        return parse_bytes(budget.size, whole=self.footprint(BASELINE, plan).peak_bytes)
 
+    def largest_batches(self, allowed: int) -> dict[str, int]:
+        """The largest batch of each plan whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
+        largest: dict[str, int] = {}
+        with progress_bar("the largest batch") as progress:
+            for name, plan in self.plans.items():
+                progress(len(largest), len(self.plans), name)
+                peak = partial(self._peak_of_batch, name, plan)
+                largest[name] = largest_batch(peak, allowed, start=self.subject.batch_size)
+        return largest
 
-def _shown_plans(lora: int | None, frozen: str | None) -> tuple[str, ...]:
-    """The plans that are shown without --plan."""
-    return SHOWN_BESIDE_FROZEN if frozen else SHOWN if lora is None else SHOWN_FOR_LORA
+    def _peak_of_batch(self, name: str, plan: Plan, num: int) -> int:
+        return self.footprint(name, plan, num).peak_bytes
 
+    def peak_of_length(self, name: str, length: int) -> int:
+        """The predicted peak under the plan of that name with another length of the text."""
+        from paredown.cli.subject import find_subject
 
-def _show(value: dict[str, Any], within: Budget | None, *, requested: bool, is_json: bool) -> None:
-    """Print the estimate."""
-    if is_json:
-        emit(value)
-        return
-    budget_line = [] if within is None else [f"The budget is {within.say(value['budget_bytes'] or 0)}."]
-    tell(*_head_lines(value, requested=requested), *budget_line, "", *_lines(value))
-
-
-def _input(input: str | None, length: int | None) -> str | None:
-    """The value of --input that --length stands for."""
-    if input is not None and length is not None:
-        raise typer.BadParameter(f"--input {input} has the length already: leave one of them out.", param_hint="--length")
-    return input if length is None else f"tokens:{length}"
-
-
-def _check_applicable(subject: Subject, length: int | None, frozen: str | None) -> None:
-    """BadParameter for options that would change nothing."""
-    if subject.task is not None and length is not None:
-        raise typer.BadParameter(
-            f"{subject.name} is a task, which has its own batch: --length needs a config.json or a model of text.",
-            param_hint="--length",
-        )
-    if frozen is not None and all(parameter.requires_grad for parameter in subject.model.parameters()):
-        raise typer.BadParameter(
-            "no weight of this model is frozen: add --lora 16, or freeze weights in the function that makes the model.",
-            param_hint="--frozen",
-        )
+        subject = find_subject(self.request.model, self.options.with_length(length))
+        return replace(self, subject=subject).footprint(name, self.plans[name]).peak_bytes
 
 
-def _check_offload(feet: Mapping[str, Footprint], *, offload: bool) -> None:
+def _planned_step(request: EstimateRequest, options: SubjectOptions) -> PlannedStep:
+    from paredown.cli.subject import find_subject
+
+    subject = find_subject(request.model, options)
+    plans = request.plans_for(subject)
+    request.check_subject(subject)
+    return PlannedStep(request, options, subject, plans)
+
+
+def _check_offload(feet: Mapping[str, Footprint]) -> None:
     """BadParameter if no plan has anything in host memory."""
     foot = next(iter(feet.values()))
-    if not offload or any(foot.host_bytes for foot in feet.values()):
+    if any(foot.host_bytes for foot in feet.values()):
         return
     where = "on a CPU all memory is the host's: add --device cuda, or --gpu" if foot.trace.device != "cuda" else ""
     compiled = "compiled sessions offload nothing: leave --compiled out" if foot.trace.is_compiled else ""
@@ -214,150 +270,67 @@ def _check_offload(feet: Mapping[str, Footprint], *, offload: bool) -> None:
     raise typer.BadParameter(f"{where or compiled or packed}.", param_hint="--offload")
 
 
-def _targets(lora: int | None, text: str | None) -> tuple[str, ...]:
-    if text is not None and lora is None:
-        raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+# --- the answer ------------------------------------------------------------------------------------------------------
 
 
-def _plans(texts: Sequence[str], frozen: str | None, layers: tuple[str, ...], *, offload: bool) -> dict[str, Plan]:
-    """The plans by name, with a format for frozen weights, with checkpointed layers, and with their packed inputs in host memory."""
-    from paredown.cli.subject import name_of, read_plan
-
-    plans = {name_of(text): read_plan(text).recomputing(*layers) for text in texts}
-    plans = {name: plan.offloading() if offload and name != BASELINE else plan for name, plan in plans.items()}
-    if frozen is None:
-        return plans
-    return {
-        f"frozen={frozen}" if name == BASELINE else f"{name}, frozen": plan.set("frozen", frozen) for name, plan in plans.items()
-    }
-
-
-def _layers(subject: Subject) -> tuple[str, ...]:
-    from paredown.session.checkpointing import repeated_layers_of
-
-    return repeated_layers_of(subject.model)
-
-
-def _largest_batches(subject: Subject, plans: Mapping[str, Plan], allowed: int, shared: Mapping[str, Any]) -> dict[str, int]:
-    """The largest batch of each plan."""
-    largest: dict[str, int] = {}
-    with progress_bar("the largest batch") as progress:
-        for number, (name, plan) in enumerate(plans.items()):
-            progress(number, len(plans), name)
-            largest[name] = _largest(subject, name, plan, allowed, shared)
-    return largest
-
-
-def _rows(
-    feet: Mapping[str, Footprint], allowed: int | None, largest: Mapping[str, int], depth: int | None
-) -> list[dict[str, Any]]:
-    """What is printed of each plan."""
+def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> Estimate:
+    """The answer for these footprints."""
+    subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
     grouping = _grouping(next(iter(feet.values())), depth)
-    return [
-        _row(name, foot, allowed, largest.get(name)) | _modules(foot, depth or 1, grouping) | {"not_packed": _not_packed(foot)}
-        for name, foot in feet.items()
-    ]
+    rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]
+    if step.request.batch == AUTO:
+        largest = step.largest_batches(allowed or 0)
+        rows = [replace(row, largest_batch=largest[row.plan]) for row in rows]
+    return Estimate(
+        model=subject.name,
+        device=trace.device,
+        dtype=trace.dtype,
+        optimizer=subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer,
+        compiled=trace.is_compiled,
+        batch_size=subject.batch_size,
+        batch=trace.batch,
+        assumed=subject.assumed,
+        lora=_adapters(subject),
+        checkpointed=next(iter(step.plans.values())).checkpointed,
+        budget_bytes=allowed,
+        plans=tuple(rows),
+        notes=tuple(_notes(feet)),
+    )
 
 
-def _batch(text: str | None, budget: Budget | None) -> int | None:
-    """The requested batch size; None for the model's own, or for auto."""
-    if text is None or text == AUTO:
-        if text == AUTO and budget is None:
-            raise typer.BadParameter(
-                "auto needs --budget or --gpu: it searches for the largest batch within the budget.", param_hint="--batch"
-            )
-        return None
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:12]) < 10**9):
-        raise typer.BadParameter(f"{text!r} is no batch size; write a whole number from 1 up, or auto.", param_hint="--batch")
-    return int(text)
+def _adapters(subject: Subject) -> Adapters | None:
+    sizes = [(p.numel(), p.requires_grad) for p in subject.model.parameters()]
+    trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+    return Adapters(len(subject.adapted), trained, total) if subject.adapted else None
 
 
-def _head(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Any]:
-    """Model, device, dtype, optimizer and batch of the estimate; adapters and checkpointed layers if there are any."""
-    trace = subject.trace()
-    rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
-    step = {
-        "model": subject.name,
-        "device": trace.device,
-        "dtype": trace.dtype,
-        "optimizer": rule,
-        "compiled": trace.is_compiled,
-    }
-    head: dict[str, Any] = {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
-    if subject.adapted:
-        sizes = [(p.numel(), p.requires_grad) for p in subject.model.parameters()]
-        trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
-        head["lora"] = {"layers": len(subject.adapted), "trained_parameters": trained, "parameters": total}
-    checkpointed = next(iter(plans.values())).checkpointed
-    return {**head, **({"checkpointed": list(checkpointed)} if checkpointed else {})}
-
-
-def _write_report(to: Path, subject: Subject, plans: dict[str, Plan], value: dict[str, Any], *, requested: bool) -> None:
-    """The page of the memory of these plans, with the verdict, the budget and the step that the terminal shows."""
-    from paredown.cli.report_verbs import with_memory
-    from paredown.report.page import write
-    from paredown.report.record import Record
-    from paredown.report.studies import Study
-
-    study = Study(subject.name, budget_bytes=value["budget_bytes"], reason=_verdict(value, requested=requested))
-    record = Record(f"One training step of {subject.name}, predicted", studies=(study,), notes=tuple(_step_lines(value)))
-    write(with_memory(record, subject, plans), to)
-
-
-def _allowed(budget: Budget, subject: Subject, feet: Mapping[str, Footprint], shared: Mapping[str, Any]) -> int:
-    """The bytes of the budget; a percentage is of the peak of the baseline, with activation checkpointing if the plans have it."""
-    from paredown.plan.footprint import footprint
-    from paredown.plan.plan import Plan
-
-    plan = Plan(recompute=next(iter(feet.values())).plan.checkpointed)
-    return parse_bytes(budget.size, whole=footprint(_step(subject.trace(plan), BASELINE), plan, **shared).peak_bytes)
-
-
-def _largest(subject: Subject, name: str, plan: Plan, allowed: int, shared: Mapping[str, Any]) -> int:
-    """The largest batch size whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
-    from paredown.plan.footprint import footprint
-
-    def peak(num: int) -> int:
-        return footprint(_step(subject.trace(plan, num), name), plan, **shared).peak_bytes
-
-    return largest_batch(peak, allowed, start=subject.batch_size)
-
-
-def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -> dict[str, Any]:
-    bounds = {"peak_bytes": foot.peak_bytes, "low_bytes": foot.low_bytes, "high_bytes": foot.high_bytes}
-    roles = {role.value: n for role, n in foot.by_role.items() if n}
-    at_peak = {role.value: n for role, n in foot.at_peak.items() if n}
-    fits = None if allowed is None else foot.peak_bytes <= allowed
-    parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes, **_step_time(foot)}
-    sent = {} if foot.distribution is None else {"model_bytes": foot.model_bytes, "sent_bytes": foot.communication.total}
-    host = {"host_bytes": foot.host_bytes} if foot.plan.offload else {}
-    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts, **sent, **host}
-
-
-def _step_time(foot: Footprint) -> dict[str, Any]:
-    """Predicted seconds of the step, of device and host; the reason where they are not predicted."""
-    from paredown.plan.calibration import calibration_for
-
-    if foot.distribution is None:
-        calibration_for(foot.trace)  # times its operations where the device is here
-    time = foot.step_time
-    if isinstance(time, str):
-        return {"step_seconds": None, "step_seconds_reason": time}
-    return {"step_seconds": time.seconds, "device_seconds": time.device_seconds, "host_seconds": time.host_seconds}
-
-
-def _modules(foot: Footprint, depth: int, grouping: Grouping) -> dict[str, Any]:
-    """Stored bytes by module to a depth, and bytes at the peak by group."""
-    return {"by_module": foot.by_module(depth), "at_peak_by_module": grouping.sums(_module_sizes(foot))}
-
-
-def _not_packed(foot: Footprint) -> list[dict[str, Any]]:
-    """The slots that the plan has a rule for and cannot pack, by reason."""
+def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> PlanRow:
+    """What is printed of one plan: stored bytes by module to a depth, and bytes at the peak by group."""
     from paredown.plan.explanation import unpacked_slots
+    from paredown.predict.device_calibration import calibration_for
 
-    groups = unpacked_slots(foot.trace, foot.plan)
-    return [{"role": g.role.value, "why": g.why, "nbytes": g.nbytes, "slots": list(g.slots)} for g in groups]
+    is_shared = foot.distribution is not None
+    row = PlanRow(
+        plan=name,
+        peak_bytes=foot.peak_bytes,
+        low_bytes=foot.low_bytes,
+        high_bytes=foot.high_bytes,
+        fits=None if allowed is None else foot.peak_bytes <= allowed,
+        by_role={role.value: n for role, n in foot.by_role.items() if n},
+        at_peak={role.value: n for role, n in foot.at_peak.items() if n},
+        workspace_bytes=foot.workspace_bytes,
+        model_bytes=foot.model_bytes if is_shared else None,
+        sent_bytes=foot.communication.total if is_shared else None,
+        host_bytes=foot.host_bytes if foot.plan.offload else None,
+        by_module=foot.by_module(depth),
+        at_peak_by_module=grouping.sums(_module_sizes(foot)),
+        not_packed=tuple(unpacked_slots(foot.trace, foot.plan)),
+    )
+    if not is_shared:
+        calibration_for(foot.trace)  # times its operations where the device is here
+    if isinstance(time := foot.step_time, str):
+        return replace(row, step_seconds_reason=time)
+    return replace(row, step_seconds=time.seconds, device_seconds=time.device_seconds, host_seconds=time.host_seconds)
 
 
 def _grouping(foot: Footprint, depth: int | None) -> Grouping:
@@ -375,7 +348,7 @@ def _module_sizes(foot: Footprint) -> dict[str, int]:
     return dict(sizes)
 
 
-def _notes(feet: dict[str, Footprint]) -> list[str]:
+def _notes(feet: Mapping[str, Footprint]) -> list[str]:
     """Notes of the footprints, each once; one that some plans do not have, with the names of those that do."""
     owners: dict[str, list[str]] = {}
     for name, foot in feet.items():
@@ -384,109 +357,45 @@ def _notes(feet: dict[str, Footprint]) -> list[str]:
     return [note if len(names) == len(feet) else f"{', '.join(names)}: {note}" for note, names in owners.items()]
 
 
-def _head_lines(value: dict[str, Any], *, requested: bool) -> list[str]:
-    """The verdict, bars of the plan that it judges and of the first that fits, the step, and what is assumed of it."""
-    rows: list[dict[str, Any]] = value["plans"]
-    allowed = value["budget_bytes"]
-    fitting = [row for row in rows if row["fits"]]
-    other = fitting[0] if fitting else min(rows, key=lambda row: row["peak_bytes"])
-    shown = rows if requested or allowed is None else [rows[0], other] if other is not rows[0] else rows[:1]
-    lines = [styled_verdict(_verdict(value, requested=requested)), ""]
-    lines += [*bars(shown[:SHOWN_BARS], allowed, in_colour=has_colour()), ""]
-    step, *details = _step_lines(value)
-    return [*lines, heading(step), *details]
+def _write_report(to: Path, step: PlannedStep, value: Estimate) -> None:
+    """The page of the memory of these plans, with the verdict, the budget and the step that the terminal shows."""
+    from paredown.cli.report_verbs import with_memory
+    from paredown.study.report.page import write
+    from paredown.study.report.record import Record
+    from paredown.study.report.studies import Study
+
+    study = Study(value.model, budget_bytes=value.budget_bytes, reason=value.verdict(requested=step.request.names_plans))
+    record = Record(f"One training step of {value.model}, predicted", studies=(study,), notes=tuple(value.step_lines()))
+    write(with_memory(record, step.subject, step.plans), to)
 
 
-def _verdict(value: dict[str, Any], *, requested: bool) -> str:
-    return verdict(value["plans"], value["budget_bytes"], requested=requested, device=_device(value))
+# --- what does not fit -----------------------------------------------------------------------------------------------
+
+WITH_LENGTH = ("activation", "temporary", "input")  # roles whose bytes grow with the length, nearly all of them
 
 
-def _device(value: dict[str, Any]) -> str:
-    return f"{value['device']} {COMPILED}" if value["compiled"] else value["device"]
+def _exit_if_too_large(step: PlannedStep, value: Estimate, budget: Budget) -> None:
+    """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit."""
+    if any(row.is_within for row in (value.plans if step.request.names_plans else value.plans[:1])):
+        return
+    allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
+    others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
+    if step.request.is_for_plan:
+        command = step_text(step.request.model, step.options)
+        advice = f"{others}To make a plan that fits: paredown plan {command} {budget.argument}"
+    else:
+        advice = others or _smallest_that_fits(step, smallest(value.plans), allowed)
+    say(f"it does not fit {say_bytes_twice(allowed)}. {advice}".rstrip())
+    raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def _step_lines(value: dict[str, Any]) -> list[str]:
-    """The step that is traced: model, device, dtype and optimizer; its batch; what is assumed of it."""
-    where = f"{_device(value).replace(' ', ', ')}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
-    lines = [f"One training step of {value['model']} on {where}, predicted"]
-    lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in value['batch'])}.")
-    lines += _adaptation(value)
-    return [*lines, *([f"Assumed: {', '.join(value['assumed'])}."] if value["assumed"] else [])]
-
-
-def _adaptation(value: dict[str, Any]) -> list[str]:
-    """A line about LoRA adapters, and one about checkpointed layers."""
-    lora, layers = value.get("lora"), value.get("checkpointed")
-    lines: list[str] = []
-    if lora is not None:
-        share = f"{lora['trained_parameters']:,} of {lora['parameters']:,} parameters are trained"
-        lines.append(f"LoRA adapters on {lora['layers']} linear layers, in the dtype of the base: {share}.")
-    return [*lines, *([f"Activation checkpointing: {len(layers)} layers, {layers[0]} to {layers[-1]}."] if layers else [])]
-
-
-def _lines(value: dict[str, Any]) -> list[str]:
-    """The estimate as tables: bytes at the peak by role and by module, which add up to it, bounds, and notes."""
-    rows: list[dict[str, Any]] = value["plans"]
-    names = [row["plan"] for row in rows]
-    peaks = ("peak", *map(say_bytes, (row["peak_bytes"] for row in rows)))
-    lines = table(("at the peak, by role", *names), [*_by([parts_at_peak(row) for row in rows]), peaks])
-    lines += ["", *table(("at the peak, by module", *names), [*_by_module(rows), peaks])]
-    lines += ["", *table(("whole step", *names), _totals(rows, value["budget_bytes"]))]
-    reasons = [*_reasons(rows), *_untimed(rows)]
-    return [*lines, *(["", *reasons] if reasons else []), *(f"note: {note}" for note in value["notes"][:SHOWN_NOTES])]
-
-
-def _untimed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One line that says why no step time is predicted; none where it is."""
-    reasons = [row["step_seconds_reason"] for row in rows if row["step_seconds"] is None]
-    return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
-
-
-def _reasons(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Why tensors that plans have rules for are not packed: a line for each reason of more than a hundredth of the peak."""
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        for group in row["not_packed"]:
-            if LEAST_REASON * group["nbytes"] >= row["peak_bytes"]:
-                slots = group["slots"]
-                names = ", ".join(slots[:SHOWN_SLOTS]) + (", ..." if len(slots) > SHOWN_SLOTS else "")
-                what = f"{group['role']} {say_bytes(group['nbytes'])} in {len(slots)} slot{'s' * (len(slots) > 1)} ({names})"
-                lines.setdefault(f"{what}: {group['why']}.", []).append(row["plan"])
-    return [f"Not packed under {', '.join(plans)}: {line}" for line, plans in lines.items()]
-
-
-def _by(parts: Sequence[dict[str, int]]) -> list[tuple[str, ...]]:
-    """A table row for each key, in the order of the first plan (modules: the largest first)."""
-    keys = list(dict.fromkeys(key for row in parts for key in row))
-    return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
-
-
-def _by_module(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A table row for each of the largest modules, one for all others, and one for the workspace of libraries."""
-    by_module: list[dict[str, int]] = [row["at_peak_by_module"] for row in rows]
-    keys = list(dict.fromkeys(key for row in by_module for key in row))[:SHOWN_MODULES]
-    largest = [{key: row[key] for key in keys if key in row} for row in by_module]
-    num = len({key for row in by_module for key in row}) - len(keys)
-    others = [f"{num} other module{'s' * (num != 1)}"] * bool(num)
-    rest = [sum(row.values()) - sum(some.values()) for row, some in zip(by_module, largest, strict=True)]
-    more = [(name, *map(say_bytes, rest)) for name in others]
-    if any(row["workspace_bytes"] for row in rows):
-        more.append((WORKSPACE, *(say_bytes(row["workspace_bytes"]) for row in rows)))
-    return [*_by(largest), *more]
-
-
-def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[str, ...]]:
-    kinds = {"peak": "peak_bytes", "at least": "low_bytes", "at most": "high_bytes"}
-    kinds |= {"sent by a process": "sent_bytes"} if "sent_bytes" in rows[0] else {}
-    lines = [(name, *(say_bytes(row[key]) for row in rows)) for name, key in kinds.items()]
-    lines.append(("activations stored for backward", *(say_bytes(row["by_role"].get("activation", 0)) for row in rows)))
-    if any("host_bytes" in row for row in rows):
-        lines.append(("inputs in host memory", *(say_bytes(row.get("host_bytes", 0)) for row in rows)))
-    if allowed is not None:
-        lines.append((f"fits {say_bytes(allowed)}", *("yes" if row["fits"] else "no" for row in rows)))
-    if any(row["step_seconds"] is not None for row in rows):
-        seconds = [row["step_seconds"] for row in rows]
-        lines.append(("step time", *("-" if one is None else f"{1e3 * one:.1f} ms" for one in seconds)))
-    if rows[0]["largest_batch"] is not None:
-        lines.append(("largest batch", *(str(row["largest_batch"]) for row in rows)))
-    return lines
+def _smallest_that_fits(step: PlannedStep, least: PlanRow, allowed: int) -> str:
+    """The plan of the smallest peak, what to change, and a shorter text that fits under it, if one is found."""
+    advice = f"{least.plan} has the smallest peak, {say_bytes(least.peak_bytes)}: lower --batch or --length, or raise the budget."
+    if step.request.length is None:
+        return advice
+    fixed = least.peak_bytes - sum(least.at_peak.get(role, 0) for role in WITH_LENGTH)
+    with spinner("a shorter text"):
+        peak = partial(step.peak_of_length, least.plan)
+        found = shorter(peak, step.request.length, least.peak_bytes, fixed_bytes=fixed, budget_bytes=allowed)
+    return advice if found is None else f"{advice} --length {found[0]} fits with it: {say_bytes(found[1])}."

@@ -15,8 +15,8 @@ from paredown import serial
 from paredown.errors import ParedownError, PlanError, ReportError
 
 if TYPE_CHECKING:
-    from paredown.pick.answer import Frontier, Picked
-    from paredown.report.record import Record
+    from paredown.study.pick.answer import Frontier, Picked
+    from paredown.study.report.record import Record
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ def without_files(value: dict[str, Any]) -> dict[str, Any]:
 
 def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
     """The frontier in a JSON file, and the pick if the file holds one."""
-    from paredown.pick.answer import Frontier, Picked
+    from paredown.study.pick.answer import Frontier, Picked
 
     value = read_json_file(path)
     try:
@@ -67,14 +67,14 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
 
 def answer_json(picked: Picked) -> dict[str, Any]:
     """The JSON of a pick, with absolute paths removed from its texts (messages of failed trials can contain them)."""
-    from paredown.report.record import scrub
+    from paredown.study.report.record import scrub
 
     value = picked.to_json()
     trials = [{**trial, "reason": scrub(trial["reason"])} for trial in value["trials"]]
     return value | {"trials": trials, "reason": scrub(picked.reason), "notes": [scrub(note) for note in picked.notes]}
 
 
-# --- records for frontier, report and serve --------------------------------------------------------------------------
+# --- records for report and serve ------------------------------------------------------------------------------------
 
 
 def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
@@ -89,8 +89,8 @@ def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Re
 
 
 def _of_store(address: str, sweep: str | None, title: str) -> Record:
-    from paredown.report.record import Record
-    from paredown.report.store_record import open_to_read
+    from paredown.study.report.record import Record
+    from paredown.study.report.store_record import open_to_read
 
     with open_to_read(address) as store:
         return Record.of_store(store, sweep=sweep, title=title)
@@ -98,9 +98,9 @@ def _of_store(address: str, sweep: str | None, title: str) -> Record:
 
 def _of_value(value: Any, title: str) -> Record:
     """The record in a JSON value: a record, the output of pick, or the output of train, distinguished by their fields."""
-    from paredown.pick.answer import Picked
-    from paredown.report.record import Record
-    from paredown.tasks.trial import Trial
+    from paredown.study.pick.answer import Picked
+    from paredown.study.report.record import Record
+    from paredown.study.tasks.trial import Trial
 
     if isinstance(value, dict) and "frontier" in value:
         return Record.of_pick(Picked.from_json(without_files(value)), title=title)

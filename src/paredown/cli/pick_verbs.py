@@ -1,9 +1,10 @@
-"""`paredown pick` picks a plan within a budget; `paredown frontier` prints the Pareto front of a pick, a record or a store."""
+"""`paredown pick`: pick a plan within a budget, and print its Pareto front."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,8 +12,6 @@ from paredown.cli.application import (
     BUDGET,
     CHOOSE,
     PLAN_FILE,
-    SHOW,
-    BudgetOption,
     DefaultBudget,
     Exit,
     GpuOption,
@@ -27,38 +26,46 @@ from paredown.cli.application import (
     TaskArgument,
     app,
     kept_in_store,
+    option,
     verb,
 )
-from paredown.cli.budget import Budget, needed_budget, read_budget
+from paredown.cli.budget import Budget, needed_budget
 from paredown.cli.inputs import check_new, check_places
 from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
-from paredown.errors import BudgetError
-from paredown.sizes import parse_bytes, say_bytes_twice
+from paredown.sizes import say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
-    from paredown.pick.answer import Picked
-    from paredown.report.record import Record
-    from paredown.report.studies import PlanMark, Study
-    from paredown.tasks.task import Task
+    from paredown.study.pick.answer import Picked
+    from paredown.study.report.record import Record
+    from paredown.study.report.studies import PlanMark, Study
+    from paredown.study.tasks.task import Task
 
-EvaluationsOption = Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")]
-MaxErrorIncreaseOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        metavar="ERROR",
-        help="Pick the smallest plan whose error is at most this much above the baseline's, such as 0.01.",
-        show_default=False,
-    ),
-]
-ConfidenceOption = Annotated[float, typer.Option(help="The least probability of that, above 0.5 and below 1.")]
-PriorOption = Annotated[
-    str | None, typer.Option(help="The prior, by name or file. (default: all installed priors)", show_default=False)
-]
-RecordOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write the whole result, for frontier and report.", show_default=False)
-]
-AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only the Pareto front.")]
+
+@dataclass(frozen=True, kw_only=True)
+class PickRequest:
+    """The arguments of `paredown pick`."""
+
+    task: TaskArgument
+    budget: DefaultBudget = None
+    gpu: GpuOption = None
+    evaluations: Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")] = 8
+    max_error_increase: Annotated[
+        float | None,
+        option(
+            "Pick the smallest plan whose error is at most this much above the baseline's, such as 0.01.", min=0, metavar="ERROR"
+        ),
+    ] = None
+    confidence: Annotated[float, typer.Option(help="The least probability of that, above 0.5 and below 1.")] = 0.9
+    prior: Annotated[str | None, option("The prior, by name or file. (default: all installed priors)")] = None
+    store: StoreOption = None
+    mode: ModeOption = "store"
+    seed: SeedOption = 0
+    device: HereOption = None
+    out: PlanFileOption = PLAN_FILE
+    overwrite: OverwriteOption = False
+    record: Annotated[Path | None, option("Also write the whole result, for report and train --frontier.", metavar="FILE")] = None
+    report: ReportOption = None
+    is_json: JsonOption = False
 
 
 @verb(
@@ -68,83 +75,70 @@ AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only the 
     "paredown pick tasks.py:mine --budget 6GiB --store picks.db --report page.html",
     panel=CHOOSE,
 )
-def pick(
-    task: TaskArgument,
-    budget: DefaultBudget = None,
-    gpu: GpuOption = None,
-    evaluations: EvaluationsOption = 8,
-    max_error_increase: MaxErrorIncreaseOption = None,
-    confidence: ConfidenceOption = 0.9,
-    prior: PriorOption = None,
-    store: StoreOption = None,
-    mode: ModeOption = "store",
-    seed: SeedOption = 0,
-    device: HereOption = None,
-    out: PlanFileOption = PLAN_FILE,
-    overwrite: OverwriteOption = False,
-    record: RecordOption = None,
-    report: ReportOption = None,
-    is_json: JsonOption = False,
-) -> None:
+def pick(request: PickRequest) -> None:
     """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes.
 
     With --max-error-increase, pick the smallest plan whose error is that near to the baseline's; the budget is then 100% unless given.
     """
-    within = needed_budget(budget, gpu, default=BUDGET if max_error_increase is None else "100%")
-    check_new(out, may_overwrite=overwrite)
-    check_places({"--out": out, "--record": record, "--report": report})
-    size = None if budget is None and gpu is None else within.size
-    options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
-    options |= {"max_error_increase": max_error_increase, "confidence": confidence}
-    named_task, picked = _picked(task, size, evaluations, options)
-    written = write_outputs(picked, named_task, device, plan=out, record=record, report=report)
-    if is_json:
+    within = needed_budget(request.budget, request.gpu, default=BUDGET if request.max_error_increase is None else "100%")
+    check_new(request.out, may_overwrite=request.overwrite)
+    check_places({"--out": request.out, "--record": request.record, "--report": request.report})
+    task, picked = _picked(request, within)
+    written = _write_files(request, task, picked)
+    if request.is_json:
         from paredown.cli.inputs import answer_json
 
         emit({**answer_json(picked), "files": written})
     else:
         size = f"The budget is {within.say(picked.budget_bytes)}."
-        tell(*in_words(picked), size, *(f"The {what} is in {file}." for what, file in written.items()))
-    _exit_if_nothing_fits(picked, within)
-
-
-def _picked(name: str, size: int | str | None, evaluations: int, options: dict[str, Any]) -> tuple[Task, Picked]:
-    """The task of that name, and the plan picked for it; `options`: the others of `paredown.pick`."""
-    with spinner("reading the task"):
-        from paredown.cli.subject import find_any_task
-        from paredown.pick.pick import pick as pick_plan
-        from paredown.tasks.evaluate import find_device
-        from paredown.tasks.threads import suited_threads
-
-        task, place = find_any_task(name), find_device(options["device"])
-    with kept_in_store(options["store"] is not None), suited_threads(task, place), progress_bar("picking") as progress:
-        return task, pick_plan(task, size, evaluations, progress=progress, **options)
-
-
-def _exit_if_nothing_fits(picked: Picked, within: Budget) -> None:
+        tell(*_in_words(picked), size, *(f"The {what} is in {file}." for what, file in written.items()))
     if picked.plan is None:
         say(f"no plan fits {within.argument}, {say_bytes_twice(picked.budget_bytes)}: {picked.reason}")
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def write_outputs(
-    picked: Picked, task: Task, device: str | None, *, plan: Path | None, record: Path | None, report: Path | None
-) -> dict[str, str]:
+def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
+    """The task of the request, and the plan picked for it."""
+    with spinner("reading the task"):
+        from paredown.cli.subject import find_any_task
+        from paredown.study.pick.pick import pick as pick_plan
+        from paredown.study.tasks.evaluate import find_device
+        from paredown.study.tasks.threads import suited_threads
+
+        task, place = find_any_task(request.task), find_device(request.device)
+    size = None if request.budget is None and request.gpu is None else within.size
+    with kept_in_store(request.store is not None), suited_threads(task, place), progress_bar("picking") as progress:
+        return task, pick_plan(
+            task,
+            size,
+            request.evaluations,
+            prior=request.prior,
+            store=request.store,
+            mode=request.mode,
+            seed=request.seed,
+            device=request.device,
+            max_error_increase=request.max_error_increase,
+            confidence=request.confidence,
+            progress=progress,
+        )
+
+
+def _write_files(request: PickRequest, task: Task, picked: Picked) -> dict[str, str]:
     """Write the requested files; their paths by kind."""
     from paredown.cli.inputs import answer_json, write_json
 
     written: dict[str, str] = {}
-    if plan is not None and picked.plan is not None:
-        picked.plan.save(plan)
-        written["plan"] = str(plan)
-    if record is not None:
-        write_json(record, answer_json(picked))
-        written["answer"] = str(record)
-    if report is not None:
-        from paredown.report.page import write
+    if picked.plan is not None:
+        picked.plan.save(request.out)
+        written["plan"] = str(request.out)
+    if request.record is not None:
+        write_json(request.record, answer_json(picked))
+        written["answer"] = str(request.record)
+    if request.report is not None:
+        from paredown.study.report.page import write
 
-        write(record_of(picked, task, device), report)
-        written["page"] = str(report)
+        write(record_of(picked, task, request.device), request.report)
+        written["page"] = str(request.report)
     return written
 
 
@@ -153,8 +147,8 @@ def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
     from paredown.cli.report_verbs import with_memory
     from paredown.cli.subject import of_task
     from paredown.errors import TraceError
-    from paredown.report.record import Record
-    from paredown.report.studies import plans_to_show
+    from paredown.study.report.record import Record
+    from paredown.study.report.studies import plans_to_show
 
     record = Record.of_pick(picked)
     try:
@@ -163,19 +157,19 @@ def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
         return record
 
 
-def in_words(picked: Picked) -> list[str]:
+def _in_words(picked: Picked) -> list[str]:
     """The picked plan and its reason, the Pareto front as a table, and notes."""
-    from paredown.report.studies import study_of_pick
+    from paredown.study.report.studies import study_of_pick
 
     study = study_of_pick(picked)
     lines = [] if picked.plan is None else [heading(f"{picked.label} for {picked.task}"), picked.reason, ""]
-    return [*lines, *front(study, is_all=False), "", *(f"note: {note}" for note in study.notes)]
+    return [*lines, *front(study), "", *(f"note: {note}" for note in study.notes)]
 
 
-def front(study: Study, *, is_all: bool) -> list[str]:
-    """A table of plans by rising bytes, predicted and measured; a star marks the picked plan. `is_all`: beyond the Pareto front."""
-    shown = [mark for mark in study.marks if is_all or mark.on_front or mark.label == study.picked]
-    names = ("  plan", "peak", "of full", study.metric, _width(study), "measured", "peak")
+def front(study: Study) -> list[str]:
+    """A table of the Pareto front by rising bytes, predicted and measured; a star marks the picked plan."""
+    shown = [mark for mark in study.marks if mark.on_front or mark.label == study.picked]
+    names = ("  plan", "peak", "of full", study.metric, "+- 90 %", "measured", "peak")
     if not any(mark.step_source for mark in study.marks):
         return table(names, [_cells(mark, study) for mark in shown])
     return table((*names, "step"), [(*_cells(mark, study), _step(mark)) for mark in shown])
@@ -189,96 +183,21 @@ def _step(mark: PlanMark) -> str:
     return time if mark.step_source == "measured" else f"~{time}"
 
 
-STANDARD_ERROR = "standard error"
-
-
-def _width(study: Study) -> str:
-    """The column name of half the width of an interval: standard error, range of seeds (records of 0.1), or 90 % of the posterior."""
-    if STANDARD_ERROR in study.band:
-        return STANDARD_ERROR
-    return "+- seeds" if "seed" in study.band else "+- 90 %" if study.band else "+-"
-
-
 def _cells(mark: PlanMark, study: Study) -> tuple[str, ...]:
-    from paredown.sizes import say_bytes
-
     star = "* " if mark.label == study.picked else "  "
-    share = f"{mark.nbytes / study.full_bytes:.0%}" if study.full_bytes else ""
-    half = (
-        None if mark.low is None or mark.high is None or mark.error is None else max(mark.high - mark.error, mark.error - mark.low)
+    bounds = (
+        None if mark.low is None or mark.high is None or mark.error is None else (mark.high - mark.error, mark.error - mark.low)
     )
-    peak = "" if mark.measured_bytes is None else say_bytes(mark.measured_bytes)
-    width = "one seed" if STANDARD_ERROR in study.band and mark.num_trials == 1 else _number(half)
     return (
         f"{star}{mark.label.replace('_', ' ')}",
         say_bytes(mark.nbytes),
-        share,
+        f"{mark.nbytes / study.full_bytes:.0%}" if study.full_bytes else "",
         _number(mark.error),
-        width,
+        _number(bounds and max(bounds)),
         _number(mark.measured),
-        peak,
+        "" if mark.measured_bytes is None else say_bytes(mark.measured_bytes),
     )
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-@verb(
-    app,
-    "frontier",
-    "paredown frontier picked.json --budget 40%",
-    "paredown frontier trials.db --all",
-    panel=SHOW,
-)
-def frontier(
-    source: Annotated[str, typer.Argument(help="The output of pick --record, a record, or a store.", show_default=False)],
-    budget: BudgetOption = None,
-    gpu: GpuOption = None,
-    task: Annotated[str | None, typer.Option(help="Only this task.", show_default=False)] = None,
-    is_all: AllOption = False,
-    is_json: JsonOption = False,
-) -> None:
-    """Print the Pareto front of memory and error; with --budget the plan to use."""
-    from paredown.cli.inputs import read_source
-
-    within = read_budget(budget, gpu)
-    studies = [study for study in read_source(source).studies if task in (None, study.task)]
-    if not studies:
-        say(f"{source} has no {'task ' + repr(task) if task else 'finished trials'}.")
-        raise typer.Exit(Exit.ERROR)
-    taken = {study.task: _taken(study, within) for study in studies} if within is not None else {}
-    if is_json:
-        emit({"tasks": [_json(study, taken.get(study.task), is_all=is_all) for study in studies]})
-    else:
-        for study in studies:
-            tell(heading(study.task), *front(study, is_all=is_all), *_verdict(study, within, taken), "")
-    if taken and not all(taken.values()):
-        raise typer.Exit(Exit.DOES_NOT_FIT)
-
-
-def _taken(study: Study, budget: Budget) -> str:
-    """The label of the best plan within a budget; empty if no plan fits."""
-    if "%" in budget.size and study.full_bytes is None:
-        raise BudgetError(
-            f"{study.task}: {budget.size} is relative to the baseline, which is none of its plans: write bytes, such as 8GiB."
-        )
-    allowed = parse_bytes(budget.size, whole=study.full_bytes)
-    return next((pick.label for pick in reversed(study.picks) if pick.nbytes <= allowed), "")
-
-
-def _verdict(study: Study, budget: Budget | None, taken: dict[str, str]) -> list[str]:
-    if budget is None:
-        return []
-    label, size = taken[study.task], budget.say(parse_bytes(budget.size, whole=study.full_bytes))
-    if not study.marks:
-        return [f"No plan is known to fit the budget, {size}. No trial has the peak memory of its plan."]
-    fit = f"{label} fits" if label else f"No plan fits; the smallest is {study.marks[0].label}"
-    return [f"{fit}. The budget is {size}."]
-
-
-def _json(study: Study, taken: str | None, *, is_all: bool) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    marks = [asdict(mark) for mark in study.marks if is_all or mark.on_front]
-    return {"task": study.task, "metric": study.metric, "full_bytes": study.full_bytes, "taken": taken, "points": marks}

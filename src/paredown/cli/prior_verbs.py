@@ -11,7 +11,7 @@ from paredown.cli.application import MANY, JsonOption, TasksOption, app, verb
 from paredown.cli.output import emit, say, table, tell
 
 if TYPE_CHECKING:
-    from paredown.pick.prior_data import PriorData
+    from paredown.study.pick.prior_data import PriorData
 
 prior_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Priors for pick: results of prior tasks, shipped and your own."
@@ -27,7 +27,7 @@ FinishedOption = Annotated[bool, typer.Option("--finished", help="Only tasks all
 @verb(prior_app, "list", "paredown prior list")
 def prior_list(is_json: JsonOption = False) -> None:
     """Print the installed priors."""
-    from paredown.pick.priors import available, load, own_priors
+    from paredown.study.pick.priors import available, load, own_priors
 
     priors = [(load(name), name in own_priors()) for name in available()]
     if is_json:
@@ -43,7 +43,7 @@ def prior_show(
     is_json: JsonOption = False,
 ) -> None:
     """Print tasks and plans of a prior: errors, noise, memory and provenance."""
-    from paredown.pick.priors import load
+    from paredown.study.pick.priors import load
 
     prior = load(name)
     if is_json:
@@ -62,8 +62,8 @@ def prior_add(
     is_json: JsonOption = False,
 ) -> None:
     """Make a prior from your own sweeps and install it, so that pick uses it."""
-    from paredown.pick.prior_collection import collect, read_rows
-    from paredown.pick.priors import add
+    from paredown.study.pick.prior_collection import collect, read_rows
+    from paredown.study.pick.priors import add
 
     prior = collect(read_rows(source), name, sweeps=sweep or (), folder=tasks)
     add(prior, name, replaces=replaces)
@@ -86,8 +86,8 @@ def prior_make(
     is_json: JsonOption = False,
 ) -> None:
     """Write the prior of a store to a file, in the format of the shipped priors."""
-    from paredown.pick.prior_collection import collect, read_rows
-    from paredown.pick.priors import write_prior
+    from paredown.study.pick.prior_collection import collect, read_rows
+    from paredown.study.pick.priors import write_prior
 
     prior = collect(read_rows(source), name or to.stem, sweeps=sweep or (), folder=tasks, is_finished=is_finished)
     write_prior(prior, to)
@@ -100,7 +100,7 @@ def prior_make(
 @verb(prior_app, "remove", "paredown prior remove mine")
 def prior_remove(name: Annotated[str, typer.Argument(help="One of your own.")], is_json: JsonOption = False) -> None:
     """Remove one of your own priors."""
-    from paredown.pick.priors import remove
+    from paredown.study.pick.priors import remove
 
     remove(name)
     if is_json:

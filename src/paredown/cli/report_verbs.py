@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import SHOW, JsonOption, SweepOption, app, verb
+from paredown.cli.application import SHOW, JsonOption, SweepOption, app, option, verb
 from paredown.cli.output import BASELINE, emit, say, spinner, tell
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from paredown.cli.subject import Subject
     from paredown.plan.plan import Plan
-    from paredown.report.record import Record
+    from paredown.study.report.record import Record
 
 SourceArgument = Annotated[
     str, typer.Argument(help="A store, the output of pick --record or train --out, or a record.", show_default=False)
@@ -26,14 +26,14 @@ SourceArgument = Annotated[
 def report(
     source: SourceArgument,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
-    model: Annotated[str | None, typer.Option(help="Also show the memory of a step of this model.", show_default=False)] = None,
+    model: Annotated[str | None, option("Also show the memory of a step of this model.")] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
     sweep: SweepOption = None,
     is_json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML file: Pareto front with a budget slider, memory by role and module, trials, curves."""
     from paredown.cli.inputs import read_source
-    from paredown.report.page import write
+    from paredown.study.report.page import write
 
     with spinner("reading"):
         record = read_source(source, sweep=sweep, title=title)
@@ -58,8 +58,8 @@ def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> 
     """`record` with the memory of a step under these plans, in the study of that task or in a new study."""
     from dataclasses import replace
 
-    from paredown.report.studies import Study
-    from paredown.tasks.task_trace import formats_state
+    from paredown.study.report.studies import Study
+    from paredown.study.tasks.task_trace import formats_state
 
     if subject.name not in (study.task for study in record.studies):
         record = replace(record, studies=(*record.studies, Study(subject.name)))
@@ -78,7 +78,7 @@ def serve(
     is_json: JsonOption = False,
 ) -> None:
     """Serve the report page of a store live, on loopback and read-only, until Ctrl-C."""
-    from paredown.report.server import serve as run
+    from paredown.study.report.server import serve as run
 
     def announce(message: str) -> None:
         if is_json:
@@ -92,7 +92,7 @@ def serve(
 def _source(source: str, sweep: str | None) -> Any:
     """The source of records: a store or a record file is reread when it changes, other files are read once."""
     from paredown.cli.inputs import read_json_file, read_source
-    from paredown.report.server import RecordSource, open_source
+    from paredown.study.report.server import RecordSource, open_source
 
     value = read_json_file(Path(source)) if source.lower().endswith(".json") else None
     if value is None or (isinstance(value, dict) and "title" in value and "frontier" not in value):

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paredown.assign.assign import assign
+from paredown.assignment.assign import assign
+from paredown.cli.application import SubjectOptions
 from paredown.cli.output import BASELINE
 from paredown.errors import PlanError, TaskError, TraceError
+from paredown.integrations.hugging_face_config import CONFIG_BATCH, NAME, find_config, read_config
+from paredown.loss.output_head import CHUNKED_LOSS
 from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
 from paredown.models.lora import add_lora
 from paredown.models.transformer import token_loss
@@ -43,10 +45,12 @@ from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan, combine_presets
 from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
-from paredown.serial import read_json
+from paredown.plan.trace import Trace
+from paredown.predict.fake.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
+from paredown.predict.trace_step import trace_step
 from paredown.sizes import parse_bytes
-from paredown.tasks.config_checks import check_config, check_counts
-from paredown.tasks.lookup import (
+from paredown.study.tasks.config_checks import check_counts
+from paredown.study.tasks.lookup import (
     WITH_FILE,
     WITHOUT_FILE,
     autocast_dtype,
@@ -55,147 +59,11 @@ from paredown.tasks.lookup import (
     find_task,
     parse_options,
 )
-from paredown.tasks.task import RULES, Task
-from paredown.tasks.task_trace import formats_state, resized, trace_task
-from paredown.trace.fake.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
-from paredown.trace.trace import Trace
-from paredown.trace.trace_step import CHUNKED_LOSS, trace_step
-
-NAME = "config.json"
-CONFIG_BATCH = 8  # the default batch size of transformers.Trainer
-LONGEST = 1024  # default limit of tokens in one example
-CONFIG_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LARGEST = 1 << 22  # bytes of a config file
-# fields that make transformers download code or weights; none of them changes shapes
-FETCHED = frozenset(
-    {"auto_map", "use_pretrained_backbone"} | {f"{sign}{what}_implementation" for what in ("attn", "experts") for sign in ("", "_")}
-)
-ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")  # one label for each example, not for each token
-
-
-def find_config(text: str) -> Path | None:
-    """The config.json at the path `text`, or in the folder `text`; None if there is none."""
-    path = Path(text)
-    if path.name == NAME and path.is_file():
-        return path
-    return path / NAME if (path / NAME).is_file() else None
-
-
-def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model that a config describes, on the meta device, and a batch for it; `options` can have length and dtype."""
-    unknown = sorted(options.keys() - {"length", "dtype"})
-    if unknown:
-        raise TaskError(
-            f"option {unknown[0]!r} is unknown for a Hugging Face config. Allowed: length, dtype ({', '.join(CONFIG_DTYPES)})."
-        )
-    value = _object(path)
-    transformers = import_module("transformers")
-    transformers.logging.set_verbosity_error()
-    try:
-        with _offline():
-            config = transformers.AutoConfig.for_model(str(value.pop("model_type", "")), **value)
-            config.use_cache = False  # a cache would hold keys and values, which training does not
-            model = _model(transformers, config, options.get("dtype"))
-    except TaskError:
-        raise
-    except Exception as error:  # transformers raises exceptions of any type for an invalid config
-        raise TaskError(f"{path.parent.name}/{NAME} describes no model that transformers can make: {_first_line(error)}.") from None
-    return model, _batch(model, config, _length(config, options, input))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
-    check_config(value, path)
-    return _without_fetched(value)
-
-
-def _without_fetched(value: Any) -> Any:
-    """A JSON value without the fields of FETCHED, at any depth."""
-    if isinstance(value, dict):
-        return {name: _without_fetched(part) for name, part in value.items() if name not in FETCHED}
-    return [_without_fetched(part) for part in value] if isinstance(value, list) else value
-
-
-@contextmanager
-def _offline() -> Generator[None]:
-    """A context in which huggingface_hub downloads nothing, such as a backbone that a config names."""
-    constants: Any = import_module("huggingface_hub.constants")
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-def _model(transformers: Any, config: Any, dtype: Any) -> nn.Module:
-    """The model of the first architecture that the config names in transformers, else a causal language model."""
-    if dtype is not None and dtype not in CONFIG_DTYPES:
-        raise TaskError(f"dtype {dtype!r} is unknown. Allowed: {', '.join(CONFIG_DTYPES)}.")
-    named = [name for name in config.architectures or () if isinstance(name, str) and name.isidentifier()]
-    kind = getattr(transformers, named[0], None) if named else None
-    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    with torch.device("meta"):
-        model = (
-            kind(config)
-            if is_model and kind is not None
-            else transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        )
-    wanted = CONFIG_DTYPES[dtype] if dtype else getattr(config, "dtype", None)
-    return model.to(wanted) if isinstance(wanted, torch.dtype) else model
-
-
-def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
-    kind, _, number = (input or "").partition(":")
-    if input is not None and (kind != "tokens" or not number.isdigit()):
-        raise TaskError(f"input {input!r} cannot be used with a Hugging Face config; write tokens:512, or leave it out.")
-    most = getattr(config, "max_position_embeddings", None)
-    return int(number[:9]) if number else int(options.get("length", min(most if isinstance(most, int) else LONGEST, LONGEST)))
-
-
-def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
-    """Keyword arguments for the model, by the name of its main input."""
-    name = str(getattr(model, "main_input_name", ""))
-    has_one = type(model).__name__.endswith(ONE_LABEL)
-    if name == "input_ids":
-        ids = torch.zeros((CONFIG_BATCH, length), dtype=torch.int64)
-        return {name: ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0].clone() if has_one else ids.clone()}
-    if name == "pixel_values":
-        shape = (CONFIG_BATCH, int(getattr(config, "num_channels", 3)), *_sides(getattr(config, "image_size", 224)))
-        return {name: torch.empty(shape, device="meta"), "labels": torch.zeros(CONFIG_BATCH, dtype=torch.int64)}
-    raise TaskError(
-        f"{type(model).__name__} takes {name!r}, for which no random batch can be made: write a function that returns (model, batch)."
-    )
-
-
-def _sides(size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    return int(pair[0]), int(pair[-1])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-# --- the training step that an argument names ------------------------------------------------------------------------
+from paredown.study.tasks.task import RULES, Task
+from paredown.study.tasks.task_trace import formats_state, resized, trace_task
 
 BATCH = 32
 OPTIMIZER = "adamw"
-
-
-@dataclass(frozen=True)
-class SubjectOptions:
-    """Options of the command line that change a subject; None leaves its own value."""
-
-    batch: int | None = None
-    input: str | None = None
-    device: str | None = None
-    autocast: str | None = None
-    optimizer: str | None = None
-    compiled: bool = False
-    lora: int | None = None  # the rank of LoRA adapters
-    lora_targets: tuple[str, ...] = ()
-    chunked_loss: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,13 +106,28 @@ class Subject:
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
         """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
-        how: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
-            batch, how["autocast"] = resized(self.batch, self.batch_size, batch_size), self.autocast
-            return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **how)
+            batch = resized(self.batch, self.batch_size, batch_size)
+            return trace_step(
+                self.model,
+                batch,
+                loss=self.loss,
+                optimizer=self.optimizer,
+                device=self.device,
+                autocast=self.autocast,
+                compiled=self.compiled,
+                chunked_loss=self.chunked_loss,
+            )
         task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
-        optimizer = None if self.optimizer == task.settings.optimizer else self.optimizer
-        return trace_task(task, plan, batch_size=batch_size, optimizer=optimizer, **how)
+        return trace_task(
+            task,
+            plan,
+            batch_size=batch_size,
+            optimizer=None if self.optimizer == task.settings.optimizer else self.optimizer,
+            device=self.device,
+            compiled=self.compiled,
+            chunked_loss=self.chunked_loss,
+        )
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
         """The predicted peak under a plan."""
@@ -376,15 +259,21 @@ def _check_is_no_config(head: str) -> None:
 
 
 def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
-    autocast = subject.autocast if changes.autocast is None else autocast_dtype(changes.autocast)
     optimizer = changes.optimizer or subject.optimizer
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
         raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
-    batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
-    assumed = tuple(text for text in subject.assumed if changes.batch is None or not text.startswith("batch "))
-    changed: dict[str, Any] = {"autocast": autocast, "optimizer": optimizer, "device": changes.device, "compiled": changes.compiled}
-    is_chunked = subject.chunked_loss if changes.chunked_loss is None else changes.chunked_loss
-    return replace(subject, assumed=assumed, batch=batch, _traces={}, chunked_loss=is_chunked, **changed)
+    if changes.batch is not None:
+        batch = resized(subject.batch, subject.batch_size, changes.batch)
+        subject = replace(subject, batch=batch, assumed=tuple(text for text in subject.assumed if not text.startswith("batch ")))
+    return replace(
+        subject,
+        optimizer=optimizer,
+        autocast=subject.autocast if changes.autocast is None else autocast_dtype(changes.autocast),
+        device=changes.device,
+        compiled=changes.compiled,
+        chunked_loss=subject.chunked_loss if changes.chunked_loss is None else changes.chunked_loss,
+        _traces={},
+    )
 
 
 def _length_of(name: str, input: str | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,42 +18,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.application import (
-    ENGINES_HELP,
     MANY,
-    EngineOption,
     JsonOption,
-    PatienceOption,
-    RayOption,
-    SlotsOption,
     StoreOption,
     SweepOption,
     TasksOption,
     app,
     kept_in_store,
+    option,
     verb,
 )
 from paredown.cli.output import clean, emit, say, tell, to_json
 from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
-    from paredown.sweeps.engines.engine import Engine
-    from paredown.sweeps.engines.ray import RayOptions
-    from paredown.sweeps.status import SweepProgress, SweepWatcher
-    from paredown.sweeps.store import Store
-    from paredown.sweeps.sweep import Claim
-    from paredown.sweeps.worker import WorkerOptions
-    from paredown.tasks.trial import Trial
+    from paredown.study.sweeps.engines.engine import Engine
+    from paredown.study.sweeps.engines.ray import RayOptions
+    from paredown.study.sweeps.runner import TaskFolder
+    from paredown.study.sweeps.status import SweepProgress, SweepWatcher
+    from paredown.study.sweeps.store import Store
+    from paredown.study.sweeps.sweep import Claim
+    from paredown.study.sweeps.worker import WorkerOptions
+    from paredown.study.tasks.trial import Trial
 
 
 PIPE_SECONDS = 10.0  # between lines of progress in a pipe
 SHOWN_BEST = 5
 BAR_WIDTH = 60
+ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated trials in CUDA graphs), inline, or ray."
 
 
 def work_on(opened: Store, engine: Engine, options: WorkerOptions, *, is_json: bool) -> None:
     """Run trials of a store with an engine, and show progress."""
-    from paredown.sweeps.status import SweepWatcher
-    from paredown.sweeps.worker import work
+    from paredown.study.sweeps.status import SweepWatcher
+    from paredown.study.sweeps.worker import work
 
     is_terminal = sys.stdout.isatty() and not is_json
     watcher = SweepWatcher(opened, options.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
@@ -128,80 +126,99 @@ sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Man
 app.add_typer(sweep_app, name="sweep", rich_help_panel=MANY)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkRequest:
+    """The arguments that `paredown sweep run` and `paredown worker` have in common."""
+
+    store: StoreOption = None
+    tasks: TasksOption = None
+    slots: Annotated[int | None, option("Trials that run in parallel. (default: one per GPU, or one)", min=1)] = None
+    ray: Annotated[Path | None, option("With --engine ray: GPUs, placement and environment of a trial.", metavar="FILE")] = None
+    patience: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
+    ] = 20.0
+    is_json: JsonOption = False
+
+    def ray_options(self) -> RayOptions | None:
+        """The options of --ray FILE; None where it is not given."""
+        from paredown.study.sweeps.engines.ray import RayOptions
+
+        return None if self.ray is None else RayOptions.load(self.ray)
+
+    def worker_options(self, sweep: str | None, folder: TaskFolder, *, stays: bool = False) -> WorkerOptions:
+        """Which trials a worker claims, and how often it writes that it is alive."""
+        from paredown.study.sweeps.worker import WorkerOptions, beat_every
+
+        beat = beat_every(self.patience)
+        return WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat, patience_seconds=self.patience)
+
+
 @verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
 def sweep_run(
     file: Annotated[Path, typer.Argument(help="The sweep, a TOML file.")],
-    store: StoreOption = None,
-    tasks: TasksOption = None,
-    slots: SlotsOption = None,
-    engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP} (default: chosen for the sweep)", show_default=False)] = None,
-    ray: RayOption = None,
-    patience: PatienceOption = 20.0,
+    *,
+    request: WorkRequest,
+    engine: Annotated[str | None, option(f"{ENGINES_HELP} (default: chosen for the sweep)")] = None,
     again: Annotated[str, typer.Option(help="Run trials with these statuses again, such as failed,killed.")] = "",
-    is_json: JsonOption = False,
 ) -> None:
     """Run a sweep to its end. After an interruption the same command runs the trials that are left."""
-    from paredown.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine
-    from paredown.sweeps.sweep import load_sweep
-    from paredown.sweeps.worker import WorkerOptions, beat_every
-    from paredown.tasks.task_trace import predicted_bytes
-    from paredown.tasks.trial import Status
+    from paredown.study.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine, report_infeasible
+    from paredown.study.sweeps.sweep_file import load_sweep
+    from paredown.study.tasks.task_trace import predicted_bytes
+    from paredown.study.tasks.trial import Status
 
     loaded = load_sweep(file)
-    folder = TaskFolder((tasks or loaded.folder).resolve())
-    chosen, of_ray = engine or engine_for(loaded.sweep), ray_options(ray)
-    with kept_in_store(), open_store(store or loaded.store or str(file.with_suffix(".db"))) as opened:
+    folder = TaskFolder((request.tasks or loaded.folder).resolve())
+    chosen, of_ray = engine or engine_for(loaded.sweep), request.ray_options()
+    with kept_in_store(), open_store(request.store or loaded.store or str(file.with_suffix(".db"))) as opened:
         added = add_sweep(loaded.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
         reopened = opened.reopen(loaded.sweep.name, _statuses(again, Status)) if again else 0
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
-        options = WorkerOptions(loaded.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(chosen, folder, slots=slots, ray=of_ray), options, is_json=is_json)
+        report_infeasible(opened, loaded.sweep.name, say)
+        made = make_engine(chosen, folder, slots=request.slots, ray=of_ray)
+        work_on(opened, made, request.worker_options(loaded.sweep.name, folder), is_json=request.is_json)
 
 
 @verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
 def worker(
-    store: StoreOption = None,
-    tasks: TasksOption = None,
+    request: WorkRequest,
     sweep: SweepOption = None,
-    slots: SlotsOption = None,
-    engine: EngineOption = "local",
-    ray: RayOption = None,
-    patience: PatienceOption = 20.0,
+    engine: Annotated[str, typer.Option(help=ENGINES_HELP)] = "local",
     stays: Annotated[bool, typer.Option("--stay", help="Keep running and wait for new trials when all are finished.")] = False,
     wait: Annotated[str, typer.Option(help="How long to wait for a store that is not there yet, or has no trials yet.")] = "60s",
-    is_json: JsonOption = False,
 ) -> None:
     """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
     from paredown.sizes import parse_seconds
-    from paredown.sweeps.runner import TaskFolder, make_engine
-    from paredown.sweeps.worker import WorkerOptions, beat_every, wait_for_store
+    from paredown.study.sweeps.runner import TaskFolder, make_engine
+    from paredown.study.sweeps.worker import wait_for_store
 
-    address, seconds, of_ray = needed(store), parse_seconds(wait), ray_options(ray)
+    address, seconds, of_ray = needed(request.store), parse_seconds(wait), request.ray_options()
     with ExitStack() as stack:
         stack.enter_context(kept_in_store())
-        none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
-        folder = TaskFolder(Path(tasks or str(none)).resolve())
+        none = None if request.tasks else stack.enter_context(tempfile.TemporaryDirectory())
+        folder = TaskFolder(Path(request.tasks or str(none)).resolve())
         opened = stack.enter_context(wait_for_store(address, seconds=seconds, sweep=sweep, needs_trials=not stays, say=say))
-        options = WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(engine, folder, slots=slots, ray=of_ray), options, is_json=is_json)
+        made = make_engine(engine, folder, slots=request.slots, ray=of_ray)
+        work_on(opened, made, request.worker_options(sweep, folder, stays=stays), is_json=request.is_json)
 
 
 @verb(sweep_app, "status", "paredown sweep status --store trials.db")
 def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None:
     """Print the counts of trials of each sweep in a store, and the best plan of each task: least mean error over seeds."""
-    from paredown.sweeps.status import count, find_best
+    from paredown.study.sweeps.status import count, find_best, find_infeasible
 
     with open_store(needed(store), may_create=False) as opened:
         sweeps = count(opened)
         if not sweeps and not is_json:
             tell("no trials in the store")
         for counts in sweeps:
-            best = find_best(opened, counts.sweep)
+            best, infeasible = find_best(opened, counts.sweep), find_infeasible(opened, counts.sweep)
             if not is_json:
-                tell(str(counts), *(f"  best of {one}" for one in best))
+                tell(str(counts), *(f"  infeasible: {pair}" for pair in infeasible), *(f"  best of {one}" for one in best))
             else:
-                emit({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]})
+                pairs = {"infeasible": [pair.to_json() for pair in infeasible]}
+                emit({"event": "status", **counts.to_json(), **pairs, "best": [one.to_json() for one in best]})
 
 
 @verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")
@@ -212,7 +229,7 @@ def sweep_export(
     is_json: JsonOption = False,
 ) -> None:
     """Write the trials of a store to a file."""
-    from paredown.sweeps.export import export
+    from paredown.study.sweeps.export import export
 
     with open_store(needed(store), may_create=False) as opened:
         num = export(opened, to, sweep=sweep)
@@ -229,7 +246,7 @@ def sweep_merge(
     is_json: JsonOption = False,
 ) -> None:
     """Copy the trials of another store into --store."""
-    from paredown.sweeps.export import merge
+    from paredown.study.sweeps.export import merge
 
     with open_store(source, may_create=False) as other, open_store(needed(store)) as into:
         merged = merge(into, other)
@@ -237,13 +254,6 @@ def sweep_merge(
             emit({"store": into.database.name, **asdict(merged)})
         else:
             say(f"{into.database.name}: {merged}")
-
-
-def ray_options(path: Path | None) -> RayOptions | None:
-    """The options of --ray FILE; None where it is not given."""
-    from paredown.sweeps.engines.ray import RayOptions
-
-    return None if path is None else RayOptions.load(path)
 
 
 def needed(store: str | None) -> str:
@@ -255,7 +265,7 @@ def needed(store: str | None) -> str:
 
 def open_store(address: str, *, may_create: bool = True) -> Store:
     """Open a store; waiting for a busy database is reported on stderr."""
-    from paredown.sweeps.store import Store
+    from paredown.study.sweeps.store import Store
 
     return Store(address, may_create=may_create, say=say)
 

@@ -18,10 +18,10 @@ from paredown.cli.application import (
     HereOption,
     JsonOption,
     ModeOption,
-    OutOption,
     SeedOption,
     TaskArgument,
     app,
+    option,
     say_missing,
     starting,
     verb,
@@ -36,37 +36,50 @@ from paredown.sizes import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from paredown.pick.answer import Frontier
+    from paredown.check.verification import Verification
     from paredown.plan.plan import Plan
-    from paredown.session.verification import Verification
-    from paredown.tasks.task import Task
-    from paredown.tasks.trial import Trial
+    from paredown.study.pick.answer import Frontier
+    from paredown.study.tasks.task import Task
+    from paredown.study.tasks.trial import Trial
 
 MUCH_MORE = 1.15  # measured over predicted peak, above which a note is printed
-OnePlanOption = Annotated[
-    str | None,
-    typer.Option(
-        "--plan",
-        metavar="PLAN",
-        help="A plan.json, a preset, or role=format,...",
-        show_default=False,
-        autocompletion=starting(PLAN_NAMES),
-    ),
-]
-SaveOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Save the weights here: .safetensors or .pt.", show_default=False)
-]
-VerifyOption = Annotated[
-    bool, typer.Option("--verify", help="First compare gradients under the plan with those of the unmodified model.")
-]
-FrontierOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="The output of pick --record; if memory runs out, a smaller plan is suggested from it.",
-        show_default=False,
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """The arguments of `paredown train`."""
+
+    task: TaskArgument
+    plan: Annotated[
+        str | None, option("A plan.json, a preset, or role=format,...", metavar="PLAN", autocompletion=starting(PLAN_NAMES))
+    ] = None
+    budget: BudgetOption = None
+    gpu: GpuOption = None
+    compare: Annotated[bool, typer.Option("--compare", help="Also train the baseline (no plan) from the same seed.")] = False
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First compare gradients under the plan with those of the unmodified model.")
+    ] = False
+    seed: SeedOption = 0
+    device: HereOption = None
+    mode: ModeOption = "store"
+    save: Annotated[Path | None, option("Save the weights here: .safetensors or .pt.", metavar="FILE")] = None
+    out: Annotated[Path | None, option("Write the result here.", "--out", "-o", metavar="FILE")] = None
+    frontier: Annotated[
+        Path | None, option("The output of pick --record; if memory runs out, a smaller plan is suggested from it.", metavar="FILE")
+    ] = None
+    is_json: JsonOption = False
+
+    def checked_budget(self) -> Budget | None:
+        """The budget, if there is one; BadParameter for options that exclude one another."""
+        budget = read_budget(self.budget, self.gpu)
+        if self.plan is not None and budget is not None:
+            raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
+        if self.verify and self.mode != "store":
+            raise typer.BadParameter(
+                "simulate mode also rounds the forward pass, so its gradients differ by design; use --mode store.",
+                param_hint="--verify",
+            )
+        return budget
 
 
 @verb(
@@ -76,45 +89,34 @@ FrontierOption = Annotated[
     "paredown train tasks.py:mine --budget 6GiB --save weights.safetensors",
     panel=CHOOSE,
 )
-def train(
-    task: TaskArgument,
-    plan: OnePlanOption = None,
-    budget: BudgetOption = None,
-    gpu: GpuOption = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Also train the baseline (no plan) from the same seed.")] = False,
-    verify: VerifyOption = False,
-    seed: SeedOption = 0,
-    device: HereOption = None,
-    mode: ModeOption = "store",
-    save: SaveOption = None,
-    out: OutOption = None,
-    frontier: FrontierOption = None,
-    is_json: JsonOption = False,
-) -> None:
+def train(request: TrainRequest) -> None:
     """Train a task under a plan, or under a plan made for a budget; without either, train the baseline."""
-    within = read_budget(budget, gpu)
-    _check_options(plan, within, verify=verify, mode=mode)
-    check_places({"--save": save, "--out": out})
-    check_weights_file(save)
+    within = request.checked_budget()
+    check_places({"--save": request.save, "--out": request.out})
+    check_weights_file(request.save)
     with spinner("reading the task"):
-        from paredown.cli.subject import find_any_task, name_of, read_plan
+        from paredown.cli.inputs import read_frontier
+        from paredown.cli.subject import find_any_task, name_of, of_task, read_plan
 
-        named_task = find_any_task(task)
-        plans = None if frontier is None else _frontier(frontier)
-        chosen = read_plan(plan or BASELINE) if within is None else plan_for_budget(named_task, within, device)
-    name = name_of(plan) if plan else f"within {budget or gpu}" if within else BASELINE
-    runs = [*_baseline_run(chosen, compares=compare), TrainingRun(name, chosen)]
-    verified = {} if not verify else _verified(runs[-1], named_task, seed=seed, device=device, out=out, is_json=is_json)
-    for run in runs:
-        run.train(named_task, seed=seed, device=device, mode=mode, keeps_model=save is not None and run is runs[-1])
+        task, frontier = find_any_task(request.task), None if request.frontier is None else read_frontier(request.frontier)[0]
+        if within is None:
+            name, plan = name_of(request.plan) if request.plan else BASELINE, read_plan(request.plan or BASELINE)
+        else:
+            with within.in_errors():
+                name, plan = f"within {request.budget or request.gpu}", of_task(task, request.device).plan_within(within.size)
+    runs = [*_baseline_run(plan, compares=request.compare), TrainingRun(name, plan)]
     last = runs[-1]
-    ends = _saved_weights(last, save)
-    advice = last.advice(named_task, plans)
-    value = {"task": named_task.name, "runs": [run.to_json() for run in runs], "advice": advice, **verified}
-    if out is not None:
-        write_json(out, value)
-    ends += [f"The budget is {within.say(_budget_bytes(within, named_task, device))}."] if within else []
-    emit(value) if is_json else tell(*runs_table(named_task.name, runs), *ends)
+    verified = _verified(last, task, request) if request.verify else {}
+    for run in runs:
+        keeps_model = request.save is not None and run is last
+        run.train(task, seed=request.seed, device=request.device, mode=request.mode, keeps_model=keeps_model)
+    ends = _saved_weights(last, request.save)
+    advice = last.advice(task, frontier)
+    value = {"task": task.name, "runs": [run.to_json() for run in runs], "advice": advice, **verified}
+    if request.out is not None:
+        write_json(request.out, value)
+    ends += [f"The budget is {within.say(_budget_bytes(within, task, request.device))}."] if within else []
+    emit(value) if request.is_json else tell(*runs_table(task.name, runs), *ends)
     _exit_if_failed(last, advice)
 
 
@@ -126,41 +128,34 @@ def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
     return [f"The weights are in {to}."]
 
 
-def _check_options(plan: str | None, budget: Budget | None, *, verify: bool, mode: str) -> None:
-    """BadParameter for options that exclude one another."""
-    if plan is not None and budget is not None:
-        raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
-    if verify and mode != "store":
-        raise typer.BadParameter(
-            "simulate mode also rounds the forward pass, so its gradients differ by design; use --mode store.",
-            param_hint="--verify",
-        )
-
-
-def verification(task: Task, plan: Plan, *, seed: int, device: str | None) -> Verification:
+def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification:
     """A comparison of the gradients of the first batch under a plan with those of the unmodified model."""
-    from paredown.session.verify import verify
-    from paredown.tasks.evaluate import deterministic, make_setting, seeded
+    from paredown.check.verify import verify
+    from paredown.study.tasks.evaluate import deterministic, make_setting, seeded
 
-    setting = make_setting(task, plan, seed=seed, device=device)
+    setting = make_setting(task, plan, seed=request.seed, device=request.device)
     with spinner("verifying gradients"), seeded(setting), deterministic(setting.device):
         model = setting.placed_model().train()
-        batch = next(task.data.batches(task.batch, seed=seed, device=setting.device))
-        return verify(model, batch, plan, loss=task.loss, autocast=task.autocast, seed=seed)
+        batch = next(task.data.batches(task.batch, seed=request.seed, device=setting.device))
+        return verify(model, batch, plan, loss=task.loss, autocast=task.autocast, seed=request.seed)
 
 
-def _verified(run: TrainingRun, task: Task, *, seed: int, device: str | None, out: Path | None, is_json: bool) -> dict[str, Any]:
+def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, Any]:
     """The JSON field of the verification; exits before training if gradients differ by more than the tolerance."""
-    result = verification(task, run.plan, seed=seed, device=device)
+    from paredown.check.verification import TOO_COARSE
+
+    result = _verification(task, run.plan, request)
     field = {"verification": result.to_json()}
-    if not is_json:
+    if not request.is_json:
         tell(repr(result))
+    if result.verdict == TOO_COARSE:
+        say(f"{run.name}: {result.summary}. Plan: {result.meaning}.")
     if result.ok:
         return field
     value = {"task": task.name, "runs": [], "advice": None, **field}
-    if out is not None:
-        write_json(out, value)
-    if is_json:
+    if request.out is not None:
+        write_json(request.out, value)
+    if request.is_json:
         emit(value)
     say(f"{run.name}: gradients under the plan are not those of the unmodified model; nothing was trained. See the slots at fault.")
     raise typer.Exit(Exit.ENDED_BADLY)
@@ -208,8 +203,8 @@ class TrainingRun:
 
     def train(self, task: Task, *, seed: int, device: str | None, mode: str, keeps_model: bool = False) -> None:
         """Train, with a progress bar on a terminal."""
-        from paredown.tasks.evaluate import make_setting, trial_and_model
-        from paredown.tasks.threads import suited_threads
+        from paredown.study.tasks.evaluate import make_setting, trial_and_model
+        from paredown.study.tasks.threads import suited_threads
 
         setting = make_setting(task, self.plan, seed=seed, device=device, mode=mode)
         with suited_threads(task, setting.device), progress_bar(f"training {self.name}") as report:
@@ -258,17 +253,9 @@ def _excess(run: TrainingRun) -> str:
     return f"{more} Where these are convolutions, Task(..., channels_last=True) avoids most of it (docs/limits.md)."
 
 
-def plan_for_budget(task: Task, budget: Budget, device: str | None) -> Plan:
-    """The plan that `assign` makes for a budget."""
-    from paredown.cli.subject import of_task
-
-    with budget.in_errors():
-        return of_task(task, device).plan_within(budget.size)
-
-
 def _budget_bytes(budget: Budget, task: Task, device: str | None) -> int:
     from paredown.plan.footprint import footprint
-    from paredown.tasks.task_trace import trace_task
+    from paredown.study.tasks.task_trace import trace_task
 
     return parse_bytes(budget.size, whole=footprint(trace_task(task, device=device)).peak_bytes)
 
@@ -302,12 +289,6 @@ def _write_safetensors(model: nn.Module, path: Path) -> None:
         save_model(model, str(path))
     except SafetensorError as error:  # of a full disk, too
         raise OSError(None, str(error)) from None
-
-
-def _frontier(path: Path) -> Frontier:
-    from paredown.cli.inputs import read_frontier
-
-    return read_frontier(path)[0]
 
 
 def _available() -> int | None:

@@ -1,115 +1,304 @@
-"""The codec on the CPU, in plain torch: the same bits as `reference.py`, faster, in pieces that fit the cache.
+"""The codec on the CPU, the same bits as `reference.py`: in loops that numba compiles (`loops.py`), or the reference in pieces.
 
-Rounding to nearest is one addition and one subtraction: with C = 1.5 * 2^(E + 23 - mantissa_bits) and 2^E the power of two below
-|x| (at least the smallest normal one), float32's own rounding makes (x + C) - C the multiple of the step nearest to x.
+Where numba (the extra `cpu`) is missing, the reference encodes and decodes PIECE values at a time, so that its scratch memory stays below
+half a MiB; that takes 100 to 400 nanoseconds a value instead of 1 to 2. Importing numba and reading the compiled loops from disk takes 0.8
+seconds, as long as the reference takes for PATIENCE values, so small tensors are left to the reference until it has encoded and decoded so
+many. This module also serves tensors on a GPU for which there is no kernel, through the reference.
 
-The other roundings add and truncate. The bits of a normal float32, read as an integer, count steps: adding the top bits of
-the random number below the last kept bit and clearing what is below is the rounding, carry into the exponent included.
-Subnormals have fixed steps, so there |x| is scaled to an integer first. Both are computed for all values, each with its
-argument clamped at 2^min_exponent, where both agree; their sum less that common value is the result, without a branch
-(torch.where alone took half of the time).
-
-All of it runs on one thread. An operation on a piece takes microseconds; torch would start threads for each of some thirty operations and
-join them again, and where other programs keep the cores busy a join lasts as long as the scheduler's time slice: on two cores with a load
-average of 11, encoding 2^20 values took 1200 ms on two threads and 86 ms on one.
-
-Values that this arithmetic cannot round (NaN, values past the largest, exponents at the end of float32) are computed by the
-reference, value by value. This module also serves tensors on a GPU for which there is no kernel.
+All of it runs on one thread: torch would start threads for each of the reference's operations on a piece, which take microseconds, and join
+them again; where other programs keep the cores busy a join lasts as long as the scheduler's time slice.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from math import lcm
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from math import frexp, lcm
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paredown.codec import reference
-from paredown.codec.reference import Encoding, PackedParts
-from paredown.formats.cpu_scratch import MOST_VALUES, piece_values
+from paredown.codec.reference import COVER, OCP, Encoding, PackedParts
 from paredown.formats.element import Element, ElementKind, Specials
-from paredown.formats.rounding import INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed, high_key
+from paredown.formats.format import Format
+from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 
-PIECE = MOST_VALUES  # round_trip has fewer temporaries and takes 2 PIECE
+PIECE = 1 << 12  # values that the reference encodes at a time: about 100 bytes of scratch memory each
+GPU_PIECE = 1 << 17
+FEW_VALUES = 1 << 14  # a tensor with more imports numba at once
+PATIENCE, CALL = 1 << 21, PIECE  # a call of the reference takes as long as so many values
 FORKED_NUMEL = 1 << 15  # torch uses several threads for operations on more values
-EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
+LOOPS = "paredown.codec.loops"
 
 
-def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """`reference.encode_rows`, piece by piece; `x` is (rows, cols)."""
+def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None = None) -> PackedParts:
+    """`reference.encode_rows`; `x` is (rows, cols). `bits`: int32 random bits of the values, instead of those of the seed."""
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
-    scratch = Scratch()
-    to_codes = partial(codes_of, shared=scratch)
+    loops = find_loops(x)
+    if loops is not None:
+        _start_from_given(out, given, encoding)
+        _run_encode(loops, x.contiguous(), encoding, out, None, bits)
+        return out
     with one_thread(x):
-        for r, c in _pieces_of(encoding, *x.shape):
-            bits = _bits(encoding, x, r, c, scratch)
-            parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, to_codes)
+        for r, c in _pieces_of(encoding, *x.shape, device=x.device):
+            words = _bits(encoding, x, r, c) if bits is None else bits[r, c].long() & WORD
+            parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), words)
             for to, made in zip(_piece_of(out, encoding, r, c).tensors(), parts.tensors(), strict=True):
                 to.copy_(made)
     return out
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """`reference.decode_rows` into `out` (rows, cols), piece by piece."""
+    """`reference.decode_rows` into `out` (rows, cols), which is contiguous."""
+    loops = find_loops(out)
+    if loops is not None:
+        numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
+        loops.decode(_memory(loops, parts), _call(loops, out, parts), _bytes(out), numbers, tables)
+        return out
     with one_thread(out):
-        for r, c in _pieces_of(encoding, *out.shape):
+        for r, c in _pieces_of(encoding, *out.shape, device=out.device):
             out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
     return out
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """`reference.round_trip_rows` into `out` (rows, cols), piece by piece; both are contiguous."""
-    scratch = Scratch()
-    direct = encoding.format.block is None and x.dtype is torch.float32 and _fits(x, encoding.format.element, encoding.rounding)
+    """`reference.round_trip_rows` into `out` (rows, cols); both are contiguous."""
+    loops = find_loops(x)
+    if loops is not None:
+        parts = given if given is not None else PackedParts()
+        _run_encode(loops, x, encoding, parts, out)
+        return out
     with one_thread(x):
-        for r, c in pieces(*x.shape, unit=8, size=2 * PIECE) if direct else _pieces_of(encoding, *x.shape):
-            bits = _bits(encoding, x, r, c, scratch)
-            if direct:
-                _round_trip_piece(x[r, c], encoding, bits, out[r, c], scratch)
-            else:
-                out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
+        for r, c in _pieces_of(encoding, *x.shape, device=x.device):
+            bits = _bits(encoding, x, r, c)
+            out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits)
     return out
 
 
-def _round_trip_piece(x: Tensor, encoding: Encoding, bits: Tensor | None, out: Tensor, scratch: Scratch) -> None:
-    element = encoding.format.element
-    outside = _outside(x, element, encoding.overflow)
-    outside_bits = None if bits is None or outside is None else bits[outside][None]
-    rounded(_clamped(x, element, outside), element, encoding.rounding, bits, out, scratch)
-    if element.kind is not ElementKind.FLOAT or element.specials is Specials.FNUZ:
-        out.add_(0.0)  # these elements have no -0.0
-    if outside is not None:
-        out[outside] = reference.round_trip_rows(x[outside][None], encoding, None, outside_bits, reference_codes_of)[0]
+def largest_finite(x: Tensor) -> Tensor:
+    """The largest finite magnitude of (rows, cols) as a float32 scalar tensor; 0 if no value is finite."""
+    loops = find_loops(x)
+    if loops is not None:
+        return torch.tensor(loops.largest_finite(_bytes(x), _call(loops, x, PackedParts())))
+    largest = torch.zeros((), device=x.device)
+    for r, c in pieces(*x.shape, unit=1, size=GPU_PIECE):
+        piece = x[r, c].float()
+        largest = torch.maximum(largest, torch.where(piece.isfinite(), piece.abs(), 0.0).amax())
+    return largest
 
 
-def codes_of(
-    y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None, *, shared: Scratch | None = None
-) -> tuple[Tensor, Tensor]:
-    """`reference.codes_of`, from int32 random bits to int32 codes; scratch tensors that `shared` has are used, others freed at the end."""
-    if not _fits(y, element, rounding):
-        return reference_codes_of(y, element, rounding, overflow, bits)
-    y = y.contiguous()
-    outside = _outside(y, element, overflow)
-    outside_bits = None if bits is None or outside is None else bits[outside]
-    values = rounded(_clamped(y, element, outside), element, rounding, bits, torch.empty_like(y), Scratch(shared))
-    codes, unrepresentable = _exact_codes(values, y, element), torch.zeros_like(y, dtype=torch.bool)
-    if outside is not None:
-        outside_codes, unrepresentable[outside] = reference_codes_of(y[outside], element, rounding, overflow, outside_bits)
-        codes[outside] = outside_codes.int()
-    return codes, unrepresentable
+def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Tensor:
+    """`reference.random_bits`, as int32 of the same bits."""
+    out = torch.empty(count, dtype=torch.int32, device=device)
+    loops = find_loops(out)
+    if loops is None:
+        return out.copy_((reference.random_bits(seed, start, count, device) ^ (1 << 31)) - (1 << 31))
+    loops.random_bits(loops.Call(1, count, 0, np.float32(1), *seed.keys(), start), _array(out.view(torch.uint32)))
+    return out
 
 
-def reference_codes_of(
-    y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`reference.codes_of` itself, from int32 random bits."""
-    return reference.codes_of(y, element, rounding, overflow, None if bits is None else bits.long() & WORD)
+def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
+    """Fill `out` with the mask of flat `x` (`codec/recompute.py`), if there are compiled loops; returns whether there are."""
+    loops = find_loops(x)
+    if loops is None or x.dtype not in MASKED:
+        return False
+    bounds = torch.tensor([low, high], dtype=torch.float32 if x.dtype is torch.bool else x.dtype).float().numpy()
+    loops.pack_mask(_bytes(x), MASKED[x.dtype], *bounds, _bytes(out))
+    return True
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
+    """Fill flat `out` with `inside` (one value, or one for each) where the bit is 1, else with the one value `outside`; as `pack_mask`."""
+    loops = find_loops(out)
+    if loops is None:
+        return False
+    words = (_array(tensor.view(WORDS[out.dtype.itemsize])) for tensor in (inside, outside, out))
+    loops.select(_array(bits), *words)
+    return True
+
+
+# --- compiled loops ---------------------------------------------------------------------------------------------------
+
+GIVEN = "given"
+ROUNDINGS = (Rounding.NEAREST_EVEN, Rounding.TOWARD_ZERO, Rounding.NEAREST_AWAY, Rounding.STOCHASTIC)  # as loops.py counts them
+RULES = (COVER, OCP, GIVEN)
+STORED = {"fp32": 1, "bf16": 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MASKED = {**DTYPES, torch.bool: 3}
+WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np.uint32, np.uint8))
+
+
+def find_loops(x: Tensor) -> ModuleType | None:
+    """The compiled loops, for a tensor on the CPU where numba is installed; None for small ones while waiting for them costs less."""
+    numel = x.numel()
+    if x.device.type != "cpu" or numel == 0 or not has_numba():
+        return None
+    if LOOPS not in sys.modules and numel <= FEW_VALUES and _patience.lasts(numel):
+        return None
+    from paredown.codec import loops
+
+    return loops
+
+
+def load_loops() -> None:
+    """Import the compiled loops if numba is installed, so that what comes next takes the same memory and time in any process."""
+    _patience.left = 0
+    find_loops(torch.empty(1))
+
+
+@cache
+def has_numba() -> bool:
+    """Whether the compiled loops can be used."""
+    return find_spec("numba") is not None
+
+
+class Patience:
+    """Counts the values that the reference has encoded and decoded. The choice changes no bits."""
+
+    def __init__(self) -> None:
+        self.left = PATIENCE
+
+    def lasts(self, numel: int) -> bool:
+        """Whether the reference should compute another `numel` values."""
+        self.left -= numel + CALL
+        return self.left > 0
+
+
+_patience = Patience()
+
+
+def _start_from_given(out: PackedParts, given: PackedParts | None, encoding: Encoding) -> None:
+    if encoding.rule == GIVEN and given is not None:
+        for to, made in ((out.scales, given.scales), (out.minimums, given.minimums)):
+            if to is not None and made is not None:
+                to.copy_(made)
+
+
+def _run_encode(
+    loops: ModuleType, x: Tensor, encoding: Encoding, parts: PackedParts, out: Tensor | None, bits: Tensor | None = None
+) -> None:
+    numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, encoding.rule)
+    seed = encoding.seed if encoding.rounding is Rounding.STOCHASTIC else None
+    words = NO_WORDS if bits is None else _array(bits.contiguous().view(-1).view(torch.uint32))
+    loops.encode(_bytes(x), _call(loops, x, parts, seed), _memory(loops, parts), _bytes(out), numbers, tables, words)
+
+
+def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = None) -> Any:
+    scale = np.float32(1.0 if parts.tensor_scale is None else parts.tensor_scale.item())
+    keys = (*seed.keys(), seed.first_index) if seed is not None else (0, 0, 0)
+    return loops.Call(*x.shape, DTYPES[x.dtype], scale, *keys)
+
+
+def _memory(loops: ModuleType, parts: PackedParts) -> Any:
+    """The memory of parts as `loops.Parts`."""
+    return loops.Parts(*map(_bytes, (parts.codes, parts.scales, parts.minimums)))
+
+
+def _bytes(x: Tensor | None) -> Any:
+    """The memory of a contiguous tensor."""
+    return NO_BYTES if x is None else _array(x.view(-1).view(torch.uint8))
+
+
+def _array(x: Tensor) -> Any:
+    """The memory of a tensor as an array. `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls."""
+    return np.from_dlpack(x)
+
+
+@lru_cache(maxsize=1024)
+def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any]:
+    """An encoding as a record of `loops.NUMBERS`, and its `loops.Tables`."""
+    from paredown.codec import loops
+
+    element, scale, is_nonfinite = format.element, format.scale, overflow is Overflow.NONFINITE
+    special = element.nan_code if element.inf_code is None else element.inf_code
+    is_table, is_float = element.kind is ElementKind.TABLE, element.kind is ElementKind.FLOAT
+    is_integer = not is_table and not is_float and element.width > 1  # int1 reaches further below 0 than above
+    lowest, highest = reference.table_limits(element, rounding) if is_table else (0.0, 0.0)
+    numbers: dict[str, float | None] = {
+        **{
+            name: getattr(element, name) for name in ("width", "mantissa_bits", "min_exponent", "max_code", "min_code", "sign_code")
+        },
+        "kind": loops.TABLE if is_table else loops.INTEGER if is_integer else loops.GRID,
+        "sub_bits": element.mantissa_bits if element.subnormals else 0,
+        "inf_code": element.inf_code,
+        "nan_code": element.nan_code,
+        "special": special if is_nonfinite else None,
+        "is_nonfinite": is_nonfinite and special is None,
+        "has_minus_zero": is_float and element.specials is not Specials.FNUZ,
+        "is_float": is_float,
+        "rounding": ROUNDINGS.index(rounding),
+        "rule": RULES.index(rule),
+        "block": format.block or 0,
+        "scale": 0 if scale is None else STORED.get(scale.name, loops.CODE),
+        **_scale_numbers(scale),
+        "has_tensor_scale": format.has_tensor_scale,
+        "minimum": 0 if format.minimum is None else STORED[format.minimum.name],
+        "max_exponent": frexp(element.max_value)[1],
+        "max_value": element.max_value,
+        "min_value": element.min_value,
+        "lowest": lowest,
+        "highest": highest,
+    }
+    record = np.zeros(1, loops.NUMBERS)
+    record[0] = tuple(-1 if numbers[name] is None else numbers[name] for name in loops.NAMES)
+    thresholds = _thresholds(element, rounding) if is_table else (NO_FLOATS, NO_WORDS)
+    return record[0], loops.Tables(_table(element), _table(scale), *thresholds)
+
+
+def _scale_numbers(scale: Element | None) -> dict[str, float]:
+    """Of a scale that is stored as a code: code = (bits of a float64, rounded up) - offset, or below the smallest normal value in steps."""
+    if scale is None or scale.width != 8:
+        values: tuple[float, ...] = (0, 0, 0, 0, 0, 0.0, 0.0)
+    elif scale.kind is ElementKind.TABLE:  # e8m0: 2^-127 is code 0, and what is past the largest gets the code of NaN
+        values = (0, 1023 - 127, 0, 255, 255, 2.0**-127, 0.0)
+    else:
+        m, least, sub_bits = scale.mantissa_bits, scale.min_exponent, scale.mantissa_bits if scale.subnormals else 0
+        values = ((least + 1022) << m, m - sub_bits, scale.max_code, scale.nan_code or 0, 2.0**least, 2.0 ** (sub_bits - least))
+        values = (m, *values)
+    names = ("mantissa_bits", "offset", "hole", "most", "nan", "smallest", "steps")
+    return {f"scale_{name}": value for name, value in zip(names, values, strict=True)}
+
+
+@lru_cache(maxsize=256)
+def _table(element: Element | None) -> Any:
+    """The values of all codes; empty for elements wider than 8 bits, whose values are computed."""
+    if element is None or element.width > 8:
+        return NO_FLOATS
+    return reference.values_of(torch.arange(1 << element.width), element).numpy()
+
+
+@lru_cache(maxsize=256)
+def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
+    """The thresholds and signs of `loops.Tables`."""
+    values, up = np.array(element.table, np.float32), np.float32(np.inf)
+    below, above = values[:-1], values[1:]
+    if rounding is Rounding.STOCHASTIC:
+        thresholds = below[1:]  # of the code below; the largest value has none above it
+    elif rounding is Rounding.TOWARD_ZERO:
+        thresholds = np.where(above > 0, above, np.nextafter(below, up))
+    else:
+        middle = (below.astype(np.float64) + above) / 2
+        nearest = middle.astype(np.float32)
+        nearest = np.where(nearest < middle, np.nextafter(nearest, up), nearest)
+        ties_up = middle > 0 if rounding is Rounding.NEAREST_AWAY or element.name == "e8m0" else np.arange(len(middle)) % 2 == 1
+        thresholds = np.where((nearest == middle) & ~ties_up, np.nextafter(nearest, up), nearest)
+    signs = np.ones(len(thresholds), np.uint32)
+    across = below[(below < 0) & (above > 0)]  # toward_zero: up if below < y < 0, down from 0 on, and up from above on
+    if rounding is Rounding.TOWARD_ZERO and len(across):
+        thresholds = np.append(thresholds, [np.nextafter(across[0], up), np.float32(0)])
+        signs = np.append(signs, [1, WORD]).astype(np.uint32)
+    return thresholds.astype(np.float32), signs
+
+
+# --- the reference in pieces ------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -126,38 +315,19 @@ def one_thread(x: Tensor) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-class Scratch:
-    """Scratch tensors by name, reused for every piece: new ones cost more in page faults than the arithmetic takes.
-
-    `other`: scratch whose tensors are used too.
-    """
-
-    def __init__(self, other: Scratch | None = None) -> None:
-        self._tensors: dict[tuple[str, torch.Size], Tensor] = dict(other._tensors) if other is not None else {}
-
-    def like(self, x: Tensor, name: str) -> Tensor:
-        """A contiguous int32 tensor of the shape of `x`, uninitialized."""
-        key = (name, x.shape)  # all pieces except the last have one shape
-        if key not in self._tensors:
-            self._tensors[key] = torch.empty(x.shape, dtype=torch.int32, device=x.device)
-        return self._tensors[key]
+def _pieces_of(encoding: Encoding, rows: int, cols: int, *, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """`pieces` of whole blocks and bytes."""
+    return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=PIECE if device.type == "cpu" else GPU_PIECE)
 
 
-def _pieces_of(encoding: Encoding, rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
-    """`pieces` of whole blocks and bytes, as large as plans count (formats/cpu_scratch.py)."""
-    size = piece_values(encoding.format.element.width, rows * cols)
-    return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=size)
+def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """(row, column) slices that cover rows x cols, about `size` values each: whole rows, or parts of one row.
 
-
-def pieces(rows: int, cols: int, *, unit: int, size: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """(row, column) slices that cover rows x cols, about `size` (or PIECE) values each: whole rows, or parts of one row.
-
-    >>> list(pieces(3, 2, unit=8))
+    >>> list(pieces(3, 2, unit=8, size=100))
     [(slice(0, 3, None), slice(0, 2, None))]
     """
     if rows * cols == 0:
         return
-    size = size or PIECE
     width = min(cols, max(unit, size // unit * unit))
     height = max(1, size // width) if width == cols else 1
     for r in range(0, rows, height):
@@ -179,151 +349,9 @@ def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice)
     )
 
 
-# --- random bits ------------------------------------------------------------------------------------------------------
-
-
-def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice, scratch: Scratch) -> Tensor | None:
+def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice) -> Tensor | None:
     """The random bits of a piece; None if the rounding uses none."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
     start = encoding.seed.first_index + r.start * x.shape[1] + c.start
-    return random_bits(encoding.seed, start, scratch.like(x[r, c], "bits"), scratch)
-
-
-def random_bits(seed: Seed, start: int, out: Tensor, scratch: Scratch) -> Tensor:
-    """`reference.random_bits` from index `start`, as int32 of the same bits, into `out`."""
-    if start >> 32 != (start + out.numel()) >> 32:
-        bits = reference.random_bits(seed, start, out.numel(), out.device).view(out.shape)
-        return out.copy_((bits ^ (1 << 31)) - (1 << 31))
-    k0, k1 = seed.keys()
-    k1 ^= high_key(start)
-    torch.arange(out.numel(), out=out.view(-1)).mul_(_word(INDEX_STEP)).add_(_word(start * INDEX_STEP + k0))
-    shifted = scratch.like(out, "temporary")
-    _xor_shifted(out, 16, shifted).mul_(_word(MULTIPLIER_1))
-    return _xor_shifted(out, 15, shifted).bitwise_xor_(_word(k1)).mul_(_word(MULTIPLIER_2))
-
-
-def _xor_shifted(x: Tensor, shift: int, shifted: Tensor) -> Tensor:
-    """x ^= x >> shift, a logical shift; `shifted` is scratch memory."""
-    torch.bitwise_right_shift(x, _word(shift), out=shifted)
-    return x.bitwise_xor_(shifted.bitwise_and_(_word((1 << (32 - shift)) - 1)))
-
-
-@lru_cache(maxsize=1024)
-def _word(value: int) -> Tensor:
-    """32 bits as an int32 scalar tensor, cached: converting a Python number at each call takes a third of the time of the call."""
-    value &= WORD
-    return torch.tensor(value - (1 << 32) if value >> 31 else value, dtype=torch.int32)
-
-
-# --- rounding ---------------------------------------------------------------------------------------------------------
-
-
-def rounded(x: Tensor, element: Element, rounding: Rounding, bits: Tensor | None, out: Tensor, scratch: Scratch) -> Tensor:
-    """`x`, all of it within the element's range, rounded into `out`, signs of zeros included. Uses up `bits`."""
-    if rounding is not Rounding.NEAREST_EVEN:
-        _add_and_truncate(x, element, EXACT_BITS[rounding] if bits is None else bits, out, scratch)
-    elif element.subnormals:
-        _nearest(x, element, out, scratch)
-    else:
-        smallest, smallest_bits = 2.0**element.min_exponent, _word(_float_bits(element.min_exponent))
-        a = torch.abs(x, out=scratch.like(x, "a").view(torch.float32))
-        in_hole = (a > smallest / 2).int().mul_(smallest_bits)  # 0 or the smallest value, as float32 bits
-        _nearest(a.clamp_(min=smallest), element, out, scratch)
-        out.view(torch.int32).add_(in_hole).sub_(smallest_bits)
-    signs = torch.bitwise_and(x.view(torch.int32), _word(1 << 31), out=scratch.like(x, "temporary"))
-    out.view(torch.int32).bitwise_or_(signs)  # torch.copysign takes three times as long
-    return out
-
-
-def _nearest(x: Tensor, element: Element, out: Tensor, scratch: Scratch) -> None:
-    c = torch.bitwise_and(x.view(torch.int32), _word(0x7F800000), out=scratch.like(x, "temporary"))
-    c.clamp_(min=_float_bits(element.min_exponent)).add_(((23 - element.mantissa_bits) << 23) + 0x400000)
-    torch.add(x, c.view(torch.float32), out=out).sub_(c.view(torch.float32))
-
-
-def _add_and_truncate(x: Tensor, element: Element, bits: Tensor | int, out: Tensor, scratch: Scratch) -> None:
-    """`out`, filled with |x| rounded: normals and subnormals are computed apart and added."""
-    min_exponent, dropped = element.min_exponent, 23 - element.mantissa_bits
-    a = torch.abs(x, out=scratch.like(x, "a").view(torch.float32))
-    if min_exponent == -126 and element.subnormals:  # the steps of float32's own subnormals
-        top = bits >> (32 - dropped) if isinstance(bits, int) else _shift_down(bits, 32 - dropped, dropped)
-        torch.add(a.view(torch.int32), top, out=out.view(torch.int32)).bitwise_and_(_word(-(1 << dropped)))
-        return
-    sub_bits = element.mantissa_bits if element.subnormals else 0  # mantissa bits below the smallest normal value
-    kept = 30 - sub_bits
-    clamped = torch.clamp(a, max=2.0**min_exponent, out=scratch.like(x, "clamped").view(torch.float32))
-    steps = scratch.like(x, "temporary").copy_(_times_power(clamped, 30 - min_exponent))
-    top = bits >> (32 - kept) if isinstance(bits, int) else _shift_down(bits, 32 - kept, kept)
-    steps.add_(top).bitwise_right_shift_(_word(kept))
-    subnormal = clamped.copy_(steps).mul_(2.0 ** (min_exponent - sub_bits))
-    top = top >> (kept - dropped) if isinstance(top, int) else _shift_down(top, kept - dropped, 31)
-    normal = a.clamp_(min=2.0**min_exponent).view(torch.int32).add_(top).bitwise_and_(_word(-(1 << dropped)))
-    torch.add(normal, subnormal.view(torch.int32), out=out.view(torch.int32)).sub_(_word(_float_bits(min_exponent)))
-
-
-def _shift_down(bits: Tensor, shift: int, kept: int) -> Tensor:
-    """bits >>= shift in place, as unsigned integers: copies of the sign bit above the `kept` lowest bits are cleared if `kept` < 31."""
-    bits.bitwise_right_shift_(_word(shift))
-    return bits if kept == 31 else bits.bitwise_and_(_word((1 << kept) - 1))
-
-
-def _exact_codes(values: Tensor, y: Tensor, element: Element) -> Tensor:
-    """Codes (int32) of `values`, which the element represents exactly; `y`, the values before rounding, has the signs of zeros."""
-    if element.kind is not ElementKind.FLOAT:
-        return values.int().bitwise_and_(_word((1 << element.width) - 1))
-    mantissa_bits, smallest = element.mantissa_bits, 2.0**element.min_exponent
-    a = values.abs()
-    codes = _times_power(a.clamp(max=smallest), mantissa_bits - element.min_exponent).int()
-    normal = a.clamp_(min=smallest).view(torch.int32).bitwise_right_shift_(_word(23 - mantissa_bits))
-    codes.add_(normal).sub_((element.min_exponent + 127) << mantissa_bits)
-    sign = y.view(torch.int32).bitwise_right_shift(31).bitwise_and_(_word(element.sign_code))
-    return codes.bitwise_or_(sign.mul_(codes != 0) if element.specials is Specials.FNUZ else sign)
-
-
-def _fits(x: Tensor, element: Element, rounding: Rounding) -> bool:
-    """Whether this module's arithmetic is exact for the element: float32 can count its steps, and ties are even where codes are."""
-    if element.kind is ElementKind.TABLE or x.device.type != "cpu" or element.min_exponent < -126:
-        return False
-    fewest, most = (1, 21) if rounding is Rounding.NEAREST_EVEN else (0, 22)
-    return fewest <= element.mantissa_bits <= most
-
-
-def _safe_range(element: Element) -> tuple[float, float]:
-    """The smallest and largest value that this module can round: the range of the element, as far as C (see above) is finite."""
-    largest = 2.0 ** min(103 + element.mantissa_bits, 127)
-    return max(element.min_value, -largest), min(element.max_value, largest)
-
-
-def _outside(x: Tensor, element: Element, overflow: Overflow) -> Tensor | None:
-    """A mask of the values that the reference has to round, or None if there are none."""
-    low, high = (end.item() for end in x.aminmax())
-    safe_low, safe_high = _safe_range(element)
-    if safe_low <= low and high <= safe_high:  # False for NaN
-        return None
-    if overflow is Overflow.SATURATE and safe_high == element.max_value:
-        return x.isnan()
-    return ~((x >= safe_low) & (x <= safe_high))
-
-
-def _clamped(x: Tensor, element: Element, outside: Tensor | None) -> Tensor:
-    return x if outside is None else x.clamp(*_safe_range(element))
-
-
-def _times_power(a: Tensor, exponent: int) -> Tensor:
-    """a * 2^exponent in place, in two steps where one factor would not be a float32."""
-    return a.mul_(2.0**64).mul_(2.0 ** (exponent - 64)) if exponent > 127 else a.mul_(2.0**exponent)
-
-
-def _float_bits(exponent: int) -> int:
-    """The bits of the float32 2^exponent."""
-    return (exponent + 127) << 23
-
-
-def largest_finite(x: Tensor) -> Tensor:
-    """The largest finite magnitude of (rows, cols) as a float32 scalar tensor; 0 if no value is finite."""
-    largest = torch.zeros((), device=x.device)
-    for r, c in pieces(*x.shape, unit=1):
-        piece = x[r, c].float()
-        largest = torch.maximum(largest, torch.where(piece.isfinite(), piece.abs(), 0.0).amax())
-    return largest
+    return reference.random_bits(encoding.seed, start, x[r, c].numel(), x.device).view(x[r, c].shape)

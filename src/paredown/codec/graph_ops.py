@@ -1,15 +1,16 @@
 """Operations of torch for compiled graphs: `paredown::encode`, `paredown::decode` and `paredown::unpack_bits`.
 
-`encode` runs the Triton kernels, on a GPU. Its codes have the layout of the reference, and the step of the random bits is a tensor, which
-the kernel reads when it runs. The other two stand for the functions of graph_codec.py, each in one node: Inductor fuses them into their
-readers (session/compiled/decode_lowering.py), and a graph of some twenty nodes for each would take longer to compile.
+`encode` runs the Triton kernels, on a GPU, which compiled code launches without an operator (session/compiled/lowerings.py). Its
+codes have the layout of the reference, and the step of the random bits is a tensor, which the kernel reads when it runs. The other two
+stand for the functions of graph_codec.py, each in one node: Inductor fuses them into their readers (session/compiled/lowerings.py),
+and a graph of some twenty nodes for each would take longer to compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,24 +31,31 @@ _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 
 def encode(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
     """[codes, scales] or [codes, scales, minimums] of 1-D contiguous `x`, each 1-D; `step`: one int32 on the device of `x`."""
-    if x.is_cuda:
-        return _encoder(x.shape[0], format, rounding, overflow, seed, tensor_id)(x, step)
+    kernels = flat_encoder(x.shape[0], x.is_cuda, format, rounding, overflow, seed, tensor_id)
+    if kernels is not None:
+        return kernels(x, step)
     how = _encoding(format, rounding, overflow)
     packed = encode_flat(x, how.format, how.rounding, how.overflow, Seed(seed, tensor_id, step))
     return [part.view(-1) for part in packed.parts.tensors()]
 
 
 @lru_cache(maxsize=4096)
-def _encoder(numel: int, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> Callable[..., list[Tensor]]:
-    """`encode` for tensors of one size, with little host time: a step of ResNet-50 calls it 56 times, and general code took 13 ms of it."""
-    how, kernels = _encoding(format, rounding, overflow), backend.find_kernels()
-    assert kernels is not None
+def flat_encoder(numel: int, is_cuda: bool, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> Any:
+    """The kernels.FlatEncoder of tensors of one size, which takes little host time; None where there is no kernel."""
+    kernels, how = backend.find_kernels() if is_cuda else None, _encoding(format, rounding, overflow)
+    if kernels is None or not kernels.covers(how, "encode"):
+        return None
     return kernels.FlatEncoder(numel, (how.format, how.rounding, how.overflow, COVER), Seed(seed, tensor_id))
 
 
-def _parts(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
-    parts = _encoding(format, rounding, overflow).empty_parts(1, x.shape[0], device=x.device, tensor_scale=None)
-    return [part.view(-1) for part in parts.tensors()]
+def part_kinds(numel: int, format: str, rounding: str, overflow: str) -> list[tuple[int, torch.dtype]]:
+    """Length and dtype of each of the parts that `encode` returns."""
+    parts = _encoding(format, rounding, overflow).empty_parts(1, numel, device=torch.device("meta"), tensor_scale=None)
+    return [(part.numel(), part.dtype) for part in parts.tensors()]
+
+
+def _empty_parts(x: Tensor, _step: Tensor, format: str, rounding: str, overflow: str, *_: int) -> list[Tensor]:
+    return [x.new_empty(count, dtype=dtype) for count, dtype in part_kinds(x.shape[0], format, rounding, overflow)]
 
 
 def decode(parts: list[Tensor], format: str, in_order: bool, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
@@ -73,6 +81,6 @@ for _device in ("CUDA", "CPU"):
     _LIBRARY.impl("encode", encode, _device)
     _LIBRARY.impl("decode", decode, _device)
     _LIBRARY.impl("unpack_bits", unpack_bits, _device)
-torch.library.register_fake(f"{NAMESPACE}::encode", _parts, lib=_LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::encode", _empty_parts, lib=_LIBRARY)
 torch.library.register_fake(f"{NAMESPACE}::decode", lambda parts, *t: _empty(parts[0], *t[-3:]), lib=_LIBRARY)
 torch.library.register_fake(f"{NAMESPACE}::unpack_bits", lambda bits, *t: _empty(bits, torch.bool, *t), lib=_LIBRARY)

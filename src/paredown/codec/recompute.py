@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from paredown.codec import backend
-from paredown.codec.cpu import one_thread
+from paredown.codec import backend, cpu
 from paredown.codec.packed import PackedTensor
 
 NO_BOUND = nan
@@ -50,8 +49,10 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
     if kernels is not None:
         return kernels.pack_mask(x, low, high, empty_mask(x))
     out = empty_mask(x)
+    if cpu.pack_mask(x, low, high, out):
+        return out
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    with one_thread(x):
+    with cpu.one_thread(x):
         for start in range(0, x.numel(), PIECE):
             piece = x[start : start + PIECE]
             bits = (piece != 0 if piece.dtype is torch.bool else ~(piece <= low)).to(torch.uint8)
@@ -75,9 +76,11 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
     kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
+    if cpu.select(bits, torch.tensor([inside], dtype=out.dtype), torch.tensor([outside], dtype=out.dtype), out):
+        return out
     shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
     values = torch.tensor([outside, inside], dtype=out.dtype, device=out.device)
-    with one_thread(out):
+    with cpu.one_thread(out):
         for start in range(0, out.numel(), PIECE):
             piece = out[start : start + PIECE]
             codes = (bits[start // 8 : (start + PIECE) // 8, None] >> shifts) & 1
@@ -91,6 +94,8 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
     if kernels is not None:
         return kernels.apply_mask(grad, bits, kernels.empty_strided(grad.size(), grad.stride(), grad.dtype, grad))
     out, flat = torch.empty_like(grad), ((grad.numel(),), (1,))
+    if cpu.select(bits, grad.as_strided(*flat), grad.new_zeros(1), out.as_strided(*flat)):
+        return out
     is_kept = unpack_mask(bits, torch.empty(grad.numel(), dtype=torch.uint8, device=grad.device), inside=1.0, outside=0.0)
     torch.where(is_kept.bool(), grad.as_strided(*flat), grad.new_zeros(()), out=out.as_strided(*flat))
     return out

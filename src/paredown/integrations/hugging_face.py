@@ -29,22 +29,22 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from paredown import optim
+from paredown.autograd.module_watch import unwrapped
+from paredown.check.guard import Guard
 from paredown.errors import ApplyError, OptimError
 from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.integrations.monitor import AppliedPlan, unwrap_optimizer
 from paredown.integrations.out_of_memory import LastCall
 from paredown.integrations.saving import SavesOnCpu
 from paredown.integrations.trainer_step import autocast_of, plan_within
+from paredown.loss.output_head import CHUNKED_LOSS
 from paredown.optim.parameter_state import remove_owner
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.changes import requests_optimizer
-from paredown.session.guard import Guard
 from paredown.session.session import Session, session_of
 from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.module_watch import unwrapped
-from paredown.trace.trace_step import CHUNKED_LOSS
 
 BETAS = "betas"
 # name: (class, its arguments by fields of TrainingArguments); lr is always set
@@ -123,7 +123,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Restore the session's state from the trainer's, if the run resumes from a checkpoint."""
         session = self._open()
-        if unwrapped(model) is not session._model():
+        if unwrapped(model) is not session.model:
             raise ApplyError(
                 "the trainer trains another model than the one that the plan was applied to: model_init made a new one, or it was "
                 "wrapped. Give Trainer a model, and attach the plan last."

@@ -1,10 +1,15 @@
 """Lightning's Trainer (`PareCallback`) and Fabric (`PlanPrecision`) under a plan.
 
-    trainer = Trainer(callbacks=[PareCallback(plan)], gradient_clip_val=1.0)
+    callback = PareCallback(plan)
+    trainer = Trainer(callbacks=[callback], gradient_clip_val=1.0)
     trainer.fit(module, data)        # configure_optimizers returns paredown.optim.AdamW(self.parameters(), lr=...)
 
-The plan is applied before `configure_optimizers`, and the session closed when fitting ends. Checkpoints hold plain weights, the optimizer's
-codes and the session's state, so that `ckpt_path=` resumes with the same bits. Memory and update statistics (`monitor.py`) go through
+    callback.close()                 # decodes all weights: the module is unmodified
+
+The plan is applied before `configure_optimizers`. The session stays open when fitting ends, so that a base of which only the packed form
+fits the device is not decoded: `fit` again, `validate` and `save_checkpoint` work, until `callback.close()`. Checkpoints hold plain
+weights, decoded one module at a time into host memory, the optimizer's codes and the session's state, so that `ckpt_path=` resumes with
+the same bits. Memory and update statistics (`monitor.py`) go through
 `log_dict` to every logger.
 
 Fabric applies a plan through a precision plugin, to every module that it sets up:
@@ -18,7 +23,7 @@ works for plans of activations only; other plans have to be applied before the o
 `plugin.session` in the state of `fabric.save`.
 """
 
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -33,18 +38,21 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from paredown.autograd.hooks import patched_attributes
+from paredown.autograd.module_watch import unwrapped
+from paredown.check.guard import Guard
 from paredown.errors import ApplyError
 from paredown.integrations.monitor import AppliedPlan
 from paredown.integrations.out_of_memory import add_explanation
+from paredown.integrations.saving import SavesOnCpu
 from paredown.plan.plan import Plan
-from paredown.session.guard import Guard
-from paredown.session.verify import patched_attributes
-from paredown.trace.trace import Trace
+from paredown.plan.trace import Trace
+from paredown.session.session import Session
 
 
 @final
 class PareCallback(AppliedPlan, Callback):
-    """Applies a plan while `trainer.fit` runs. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
+    """Applies a plan when `trainer.fit` begins, until `close()`. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
 
     `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); by default it is the only child
     with parameters, else the whole module. With a `trace` of the step, out-of-memory errors get an explanation (`out_of_memory.py`).
@@ -61,14 +69,23 @@ class PareCallback(AppliedPlan, Callback):
             )
         super().__init__(plan, **options)
         self.module, self._verifies = module, verify
+        self._saving: SavesOnCpu | None = None
         guard: Guard | None = options.get("guard")
         self.trace = trace or (guard.trace if guard is not None else None)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Apply the plan, before optimizers are configured and checkpoints are loaded."""
-        if stage != "fit" or self.is_open:
+        """Apply the plan, before optimizers are configured and checkpoints are loaded; an open session of the same module goes on."""
+        if stage != "fit":
             return
-        self.put_on(called_part(pl_module, self.module))
+        part = called_part(pl_module, self.module)
+        if self.is_open and self.session is not None and self.session._model() is not unwrapped(part):
+            self.close()
+        if not self.is_open:
+            self.put_on(part)
+        if self._saving is not None:
+            self._saving.close()
+        if isinstance(self.session, Session):
+            self._saving = SavesOnCpu(pl_module, trainer.strategy, "lightning_module_state_dict")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Verify gradients before the first step, if requested."""
@@ -101,16 +118,19 @@ class PareCallback(AppliedPlan, Callback):
             pl_module.log_dict(self._monitor.numbers(trainer.optimizers[0] if trainer.optimizers else None))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Add an explanation to an out-of-memory error, and close the session."""
+        """Add an explanation to an out-of-memory error. The session stays open: to decode all weights could need more memory."""
         add_explanation(exception, self.trace, self.plan)
-        self.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Print the session's summary after fitting, and close it, which restores the unmodified model."""
-        if stage == "fit":
-            if trainer.is_global_zero:
-                self.print_summary()
-            self.close()
+        """Print the session's summary after fitting. The session stays open, for validation, saving and more fitting."""
+        if stage == "fit" and trainer.is_global_zero:
+            self.print_summary()
+
+    def close(self) -> None:
+        """Close the session, which decodes all weights and restores the unmodified model; can be called more than once."""
+        if self._saving is not None:
+            self._saving.close()
+        super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state, for checkpoints."""

@@ -27,14 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paredown.apply_plan import apply
+from paredown.autograd.hooks import Hook
+from paredown.autograd.module_watch import unwrapped
+from paredown.check.verify import verify_step
 from paredown.errors import ApplyError
 from paredown.optim.base import Optimizer
 from paredown.plan.plan import Plan
-from paredown.session.session import Session, apply
-from paredown.session.verify import verify_step
+from paredown.session.session import Session
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.hooks import Hook
-from paredown.trace.module_watch import unwrapped
 
 GIB = 2**30
 WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which are counted as weight
@@ -43,7 +44,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
     """The current numbers by name; `optimizer` can be wrapped by a library, or one of torch.optim."""
     optimizer = unwrap_optimizer(optimizer)
-    model = session._model() if session is not None else None
+    model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
     packed = session.weight_bytes if isinstance(session, Session) else 0
     values = {
@@ -82,7 +83,7 @@ class Monitor:
     def forget(self) -> None:
         """Reset the maximum and torch's peak statistics, after work that is not part of the run."""
         self._most = 0
-        model = self.session._model()
+        model = self.session.model
         for device in {p.device for p in model.parameters() if p.device.type == "cuda"} if model is not None else ():
             torch.cuda.reset_peak_memory_stats(device)
 

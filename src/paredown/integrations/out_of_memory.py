@@ -34,16 +34,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from paredown.autograd.hooks import Hook
 from paredown.formats.catalog import SMALL_LEARNING_RATE
-from paredown.pick.answer import Frontier
 from paredown.plan.footprint import Footprint, footprint, peak_of
 from paredown.plan.plan import Plan, combine_presets
+from paredown.plan.trace import Trace
+from paredown.predict.trace_step import trace_step
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
-from paredown.tasks.evaluate import is_out_of_memory
-from paredown.trace.hooks import Hook
-from paredown.trace.trace import Trace
-from paredown.trace.trace_step import trace_step
+from paredown.study.pick.answer import Frontier
+from paredown.study.tasks.evaluate import is_out_of_memory
 
 STORED_BEFORE = (
     Role.WEIGHT,

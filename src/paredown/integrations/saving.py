@@ -4,6 +4,7 @@
         state = model.state_dict()           # plain tensors; packed weights are decoded module by module, and moved to host memory
     saving = SavesOnCpu(model)               # from now on model.save_pretrained(...) runs inside of that context
     saving.close()
+    saving = SavesOnCpu(model, strategy, "lightning_module_state_dict")     # the same for a method of another object
 
 `state_dict()` of a session has decoded weights on the device of the parameters, as for the unmodified model. A base of which only the
 packed form fits the device cannot be saved like that, nor can its adapters: PEFT makes the state dict of the whole model, and takes the
@@ -19,8 +20,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from paredown.autograd.hooks import Hook
 from paredown.optim.packed_weight import weight_of
-from paredown.trace.hooks import Hook
 
 SAVE = "save_pretrained"
 
@@ -49,24 +50,28 @@ def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], pr
 
 @final
 class SavesOnCpu:
-    """Stands for `save_pretrained` of a model until `close`; a copy of the model has its class's own."""
+    """Stands for the method `name` of `owner`, which saves `model`, until `close`; a copy of the owner has its class's own.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-        self._inner: Callable[..., Any] | None = getattr(model, SAVE, None)
+    By default it is `save_pretrained` of the model itself.
+    """
+
+    def __init__(self, model: nn.Module, owner: Any = None, name: str = SAVE) -> None:
+        self._model, self._name = model, name
+        self._owner: Any = model if owner is None else owner
+        self._inner: Callable[..., Any] | None = getattr(self._owner, name, None)
         if self._inner is not None:
-            vars(model)[SAVE] = self
+            vars(self._owner)[name] = self
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """What `save_pretrained` of the model returns."""
+        """What the method returns."""
         assert self._inner is not None
         with decoded_on_cpu(self._model):
             return self._inner(*args, **named)
 
     def close(self) -> None:
-        """Remove it from the model."""
-        if vars(self._model).get(SAVE) is self:
-            del vars(self._model)[SAVE]
+        """Remove it from the owner."""
+        if vars(self._owner).get(self._name) is self:
+            del vars(self._owner)[self._name]
 
     def __reduce__(self) -> Any:
-        return getattr, (self._model, SAVE)  # in copies: the method of the copy
+        return getattr, (self._owner, self._name)  # in copies: the method of the copy

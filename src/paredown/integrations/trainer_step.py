@@ -21,15 +21,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from paredown.assign.assign import NOT_ALLOWED, assign
+from paredown.assignment.assign import NOT_ALLOWED, assign
+from paredown.autograd.module_watch import unwrapped
 from paredown.errors import ApplyError, BudgetError
 from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.plan.trace import Trace
+from paredown.predict.trace_step import trace_step
 from paredown.sizes import parse_bytes, say_bytes
-from paredown.trace.module_watch import unwrapped
-from paredown.trace.trace import Trace
-from paredown.trace.trace_step import trace_step
 
 log = logging.getLogger("paredown")
 MOST_ROWS = 1024  # examples of which the longest make the batch

@@ -13,7 +13,8 @@ in float32. Backward multiplies them by the incoming gradient, in place if the g
 differs by row: forward computes losses alone, and backward computes the chunks' logits a second time.
 
 Softmax and loss are float32 (float64 for float64 logits). Where KERNEL_DEVICES has the device, one kernel replaces a chunk's logits by
-their gradient (loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 128 MiB of logits on CUDA, 32 MiB elsewhere.
+their gradient (loss/kernels/softmax_gradient.py), and computes an f of products and tanh in float32. Chunks hold 128 MiB
+of logits on CUDA, 32 MiB elsewhere.
 
 >>> hidden, weight, target = torch.eye(3)[:2], torch.eye(3), torch.tensor([0, 2])
 >>> chunked_cross_entropy(hidden, weight, target)
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paredown.optim.packed_parameter import PackedParameter, WeightView
+from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import weight_of
 
 CHUNK_BYTES = {"cuda": 128 * 2**20}  # of one chunk's logits, by device type
@@ -73,6 +74,23 @@ class Elementwise:
     """
 
     calls: tuple[tuple[str, Any], ...]
+
+    @property
+    def scales(self) -> tuple[float, ...] | None:
+        """The factors around each tanh in float32, (a, b, c) of c tanh(b tanh(a z)); None for calls in float64.
+
+        >>> Elementwise((("div", 4.0), ("to", "float32"), ("tanh", None), ("mul", 3.0), ("mul", 2.0))).scales
+        (0.25, 6.0)
+        """
+        found = [1.0]
+        for name, value in self.calls:
+            if (name, value) == ("to", "float64"):
+                return None
+            if name == "tanh":
+                found.append(1.0)
+            elif name != "to":
+                found[-1] = found[-1] / value if name == "div" else found[-1] * value
+        return tuple(found)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The transformed logits."""
@@ -215,9 +233,17 @@ class Problem:
     settings: ChunkSettings
 
     @property
+    def scales(self) -> tuple[float, ...] | None:
+        """Those of the transform (`Elementwise.scales`), (1,) without one; None where a kernel cannot compute it."""
+        transform = self.settings.transform
+        if transform is None:
+            return (1.0,)
+        return transform.scales if isinstance(transform, Elementwise) else None
+
+    @property
     def is_fused(self) -> bool:
-        """Whether one kernel computes losses and gradient of a chunk: on CUDA, for logits without a transform."""
-        is_covered = self.settings.transform is None and self.settings.dtype in KERNEL_DTYPES
+        """Whether one kernel computes losses and gradient of a chunk: on CUDA, for transforms of products and tanh."""
+        is_covered = self.scales is not None and self.settings.dtype in KERNEL_DTYPES
         return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
 
 
@@ -230,6 +256,7 @@ class Rows:
     def __init__(self, problem: Problem, num_classes: int, dtype: torch.dtype) -> None:
         options, target = problem.options, problem.target
         self._target, self._ignore_index, self._dtype = target, options.ignore_index, dtype
+        self._scales = problem.scales or (1.0,)
         self._own, self._smooth = 1 - options.label_smoothing, options.label_smoothing / num_classes
         self.weights = options.class_weights.to(dtype) if options.class_weights is not None else None
         self.weights_sum = self.weights.sum() if self.weights is not None else torch.tensor(float(num_classes))
@@ -258,7 +285,7 @@ class Rows:
         return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
-        """`losses`, and unless `scale` is None `gradient_`, from logits whose memory the gradient takes, in one kernel."""
+        """`losses`, and unless `scale` is None `gradient_`, in one kernel; the gradient replaces `logits`, before the transform."""
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
             return torch.empty(len(logits), dtype=self._dtype)
@@ -266,7 +293,7 @@ class Rows:
 
         weights = (self.weights, self.weights_sum) if self.weights is not None else None
         numbers = (self._ignore_index, self._own, self._smooth)
-        return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale)
+        return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale, self._scales)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
         """The gradient of the losses of a chunk, times `scale`, for its logits; it takes the memory of `log_probs`."""
@@ -281,7 +308,7 @@ class Rows:
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The weight in the dtype of matrix products. A packed one is decoded in that dtype: no copy in its own dtype is held beside it."""
-    packed = weight_of(weight) if isinstance(weight, PackedParameter | WeightView) else None
+    packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
 
@@ -294,7 +321,7 @@ class Linear:
         dtype = problem.settings.dtype
         self._hidden, self._weight = hidden.to(dtype), values_in(weight, dtype)
         self._bias = bias.to(dtype) if bias is not None else None
-        self.dtype, self._transform = self._hidden.dtype, problem.settings.transform
+        self.dtype, self._transform = self._hidden.dtype, None if problem.is_fused else problem.settings.transform
         alignment = ROW_ALIGNMENT.get(problem.settings.device or "", 1)
         self.num_classes, num_added = len(weight), -len(weight) % alignment
         if num_added:

@@ -41,6 +41,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paredown.autograd.graph import has_storage
 from paredown.loss.chunked_cross_entropy import CASTS, SCALES, ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype
 from paredown.loss.held_linear import HeldLinear
 from paredown.loss.recorded_calls import (
@@ -55,7 +56,6 @@ from paredown.loss.recorded_calls import (
     without_device,
 )
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES
-from paredown.trace.autograd_graph import has_storage
 
 ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
 NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paredown.autograd.graph import has_storage
 from paredown.optim.packed_parameter import Decoded, view_of
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import owner_of
-from paredown.trace.autograd_graph import has_storage
 
 CHANGED = (
     "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "

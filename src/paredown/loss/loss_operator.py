@@ -17,19 +17,15 @@ Arguments that are not tensors travel as one text.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paredown.loss.chunked_cross_entropy import (
-    CHUNK_BYTES,
-    KERNEL_DEVICES,
     ChunkSettings,
     CrossEntropy,
     Elementwise,
@@ -40,8 +36,6 @@ from paredown.loss.chunked_cross_entropy import (
     rows_of_chunk,
     run_chunks,
 )
-from paredown.trace.fake.fake_tensors import DeviceForms, FakeTensors
-from paredown.trace.timeline import Timeline
 
 NAME = "chunked_loss"
 TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
@@ -204,33 +198,3 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 chunked_loss.register_autograd(_backward, setup_context=_save)
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------------------------
-
-
-def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """The most bytes that an operator holds beside its inputs and results, from a run on fake tensors of these shapes and dtypes."""
-    device = OperatorSettings.parse(settings).device
-    return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
-
-
-@lru_cache(maxsize=64)
-def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """`scratch_bytes`, once for each choice of the constants."""
-    device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
-    timeline = Timeline(lambda: "", is_cuda=device == "cuda")
-    with fakes.mode, torch.no_grad():
-        inputs = [
-            torch.empty(shape, dtype=dtype) if shape is not None else None for shape, dtype in (t or (None, None) for t in tensors)
-        ]
-        with DeviceForms(device, fakes), timeline:
-            results = SCRATCH[name](*inputs, settings)
-        num_results = sum(allocation.nbytes for t in results if (allocation := timeline.find(t)) is not None)
-        given = [allocation for t in inputs if t is not None and (allocation := timeline.find(t)) is not None]
-    changes: Counter[int] = Counter()
-    for allocation in (allocation for allocation in timeline.allocations if allocation not in given):
-        changes[allocation.birth] += allocation.nbytes
-        if allocation.death is not None:
-            changes[allocation.death + 1] -= allocation.nbytes
-    return max(accumulate(changes[tick] for tick in sorted(changes)), default=0) - num_results

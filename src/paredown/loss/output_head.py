@@ -21,14 +21,15 @@ from torch.nn import functional
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map
 
+from paredown.autograd.graph import has_storage
+from paredown.autograd.hooks import Hook
 from paredown.errors import ApplyError
 from paredown.loss.deferred_logits import HeadUse, defer
 from paredown.loss.graph_head import rewrite_head
 from paredown.loss.held_linear import HeldLinear
 from paredown.sizes import say_bytes
-from paredown.trace.autograd_graph import has_storage
-from paredown.trace.hooks import Hook
 
+CHUNKED_LOSS = True  # whether sessions, traces and tasks compute the loss of an output head in chunks by default
 MIN_CLASSES, MIN_RATIO = 8192, 2  # outputs of a head, and outputs per input
 ASKED, ALL, UNMODIFIED = "a chunked loss", "all logits", "unmodified"
 COMPILED = "torch.compile runs it, and the compiled graph computes all logits; call session.compile() instead"

@@ -1,8 +1,9 @@
-"""`PackedParameter`: how a packed parameter behaves outside of its modules (torch.optim steps, weight averages, penalties, logs, copies).
+"""`PackedParameter`: a packed weight outside of its modules (torch.optim steps, weight averages, penalties, logs, copies).
 
     access                                              result
     size, dtype, device, grad, hooks, zeros_like ...    metadata of the parameter; nothing is decoded
-    p.data, p.detach(), and views without a gradient    a `WeightView`: the same weight under another size and strides
+    p.data, p.detach(), and views without a gradient    a view: a `PackedParameter` of the same weight under another size and strides,
+                                                        which is no nn.Parameter; nn.Parameter(p.data) is one
     p.data = x                                          x is encoded, and the parameter takes over its dtype, device and size; if they
                                                         cannot be packed (float64), it becomes an ordinary parameter for good
     a function that writes (p.add_, p[0] = 1, out=p)    it writes into decoded values, which are then encoded, rounded to nearest;
@@ -18,7 +19,8 @@ Some functions bypass `__torch_function__`: torch.tensor(p), torch.Tensor(p), to
 other.data = p.data. Builds for CUDA raise an error for these; builds without CUDA read invalid memory and crash. Take p.detach().clone().
 """
 
-# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -36,11 +38,12 @@ from paredown.codec.packed import DTYPES
 from paredown.errors import OptimError
 from paredown.optim.packed_weight import KEY, NO_MEMORY, Weight, weight_of
 
-MAKES_PARAMETER = nn.Parameter.__new__.__code__
 NEW_PARAMETER = (
     "nn.Parameter(p) of a packed weight: there is no memory that both could share. Put parametrizations such as weight_norm on before "
     "paredown.apply (session.close() gives the plain model back); for a copy, take nn.Parameter(p.detach().clone())."
 )
+# attribute of a view: whether it is an nn.Parameter; None for a view of the parameter itself, which must not become one
+IS_PARAMETER = "_is_parameter"
 HELD = "_held"  # attribute of a view: the version of the weight, and the decoded values that the view was made from
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that need values; all others are answered without decoding
@@ -70,21 +73,54 @@ is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # True while Dynamo tr
 STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
-class PackedParameter(nn.Parameter):
-    """A parameter that is stored packed: `weight_of(p)` has its codes."""
+class PackedParameter(Tensor):
+    """A parameter that is stored packed, or a view of it: `weight_of(p)` has the codes.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    Modules hold the parameter itself: an nn.Parameter without memory, to which `Weight.hide` gives this class. A view is made here; calls
+    from C++ come to its `__torch_dispatch__`, since it can be the local tensor of a DTensor or an argument of a collective.
+    """
+
+    @staticmethod
+    def __new__(cls: type[PackedParameter], weight: Weight, like: Tensor, base: Tensor | None = None) -> PackedParameter:
+        """A view of `weight` with the size, strides and offset of `like`, made from the decoded values `base`."""
+        view: PackedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=weight.dtype,
+            device=weight.packed.device,
+        )
+        if hasattr(torch._C, "_set_storage_access_error_msg"):  # another tensor's .data may be set to this
+            torch._C._set_storage_access_error_msg(view, NO_MEMORY)
+        vars(view).update({KEY: weight, HELD: None if base is None else (weight.version, base), IS_PARAMETER: False})
+        return view
+
+    @property
+    def _is_param(self) -> bool:
+        """For torch: whether isinstance(self, nn.Parameter)."""
+        return bool(vars(self).get(IS_PARAMETER, True))
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """nn.Parameter(x) of a class like this one sets it on x.detach(), which must be of the same class."""
+        if vars(self).get(IS_PARAMETER) is None:
+            raise OptimError(NEW_PARAMETER)
+        vars(self)[IS_PARAMETER] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = plain_parameter(self)
+            memo[id(self)] = decoded_copy(self)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        copy = plain_parameter(self)
-        vars(copy).update({name: value for name, value in vars(self).items() if name != KEY})
+        copy = decoded_copy(self)
+        if isinstance(self, nn.Parameter):
+            vars(copy).update({name: value for name, value in vars(self).items() if name not in (KEY, HELD, IS_PARAMETER)})
         return copy.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
-        return repr(plain_parameter(self))
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(decoded_copy(self))
 
     def as_subclass(self, cls: Any) -> Any:
         """The decoded values as another class; torch's implementation bypasses `__torch_function__`."""
@@ -102,51 +138,12 @@ class PackedParameter(nn.Parameter):
                 return result
         return call_outside_compile(func, args, kwargs or {})
 
-
-class WeightView(Tensor):
-    """A packed weight under another size and strides, without a gradient; writes to it are encoded."""
-
-    @staticmethod
-    def __new__(cls: type[WeightView], weight: Weight, like: Tensor, base: Tensor | None = None) -> WeightView:
-        """A view of `weight` with the shape, dtype and device of `like`."""
-        view: WeightView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            like.size(),
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=weight.dtype,
-            device=weight.packed.device,
-        )
-        if hasattr(torch._C, "_set_storage_access_error_msg"):  # another tensor's .data may be set to this
-            torch._C._set_storage_access_error_msg(view, NO_MEMORY)
-        vars(view).update({KEY: weight, HELD: None if base is None else (weight.version, base)})
-        return view
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = self._copy()
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._copy().__reduce_ex__(protocol)
-
-    def _copy(self) -> Tensor:
-        values = _value(self).clone()
-        return nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values  # nn.Parameter(p.data)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(_value(self))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call_outside_compile(func, args, kwargs or {})
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls from C++, such as those of DistributedDataParallel: arguments that the schema marks for writing are encoded."""
+        """Calls from C++ with a view, such as those of DistributedDataParallel: arguments that the schema marks for writing are encoded."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:  # of a DTensor, which dispatches to its local tensor
-            return _alias(args[0])
+            return view_of(args[0])
         values = DecodedValues(tracks_gradients=False, writes=func._schema.is_mutable)
         result = func(*values.of(args), **values.of(kwargs))
         for work in [leaf for leaf in tree_leaves(result) if hasattr(leaf, "wait")]:
@@ -204,7 +201,7 @@ def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Ten
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
     weight: Weight | None = vars(packed).get(KEY) if type(packed) is PackedParameter else None
-    if weight is None or weight.hook_of_checkpoint is None or type(x) not in PLAIN_CLASSES:
+    if weight is None or weight.hook_of_checkpoint is None or type(x) not in PLAIN_CLASSES or weight.parameter is not packed:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         if packed.requires_grad or (bias is not None and bias.requires_grad) or x.dtype not in DTYPES:
@@ -229,8 +226,9 @@ def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`call_outside_compile`, called by a compiled graph."""
-    for packed in [leaf for leaf in tree_leaves((args, kwargs)) if _is_packed(leaf)]:
-        _weight(packed).was_compiled = True
+    for packed in [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]:
+        if not _is_view(packed):
+            _weight(packed).was_compiled = True
     return call_outside_compile(func, args, kwargs)
 
 
@@ -253,38 +251,25 @@ def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         owner = func.__self__
         return _attribute(func, name, getattr(owner, "__name__", None) or owner.fget.__name__, args)
     first: Any = args[0] if args else None
-    if name in REFUSED and _is_packed(first):
+    if name in REFUSED and type(first) is PackedParameter:
         raise OptimError(f"{name} of a packed weight: {NO_MEMORY}")
     if name in ABOUT or (name == "type" and len(args) == 1 and not kwargs):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in STORAGES:
-        storage = torch.UntypedStorage(0, device=args[0].device)
-        return (
-            storage if name == "untyped_storage" else torch.TypedStorage(wrap_storage=storage, dtype=args[0].dtype, _internal=True)
-        )
-    if name == "detach" and _is_packed(first):
-        if type(first) is PackedParameter and _is_making_parameter():
-            raise OptimError(NEW_PARAMETER)
-        return _alias(first)
+        storage = torch.UntypedStorage(0, device=first.device)
+        is_untyped = name == "untyped_storage"
+        return storage if is_untyped else torch.TypedStorage(wrap_storage=storage, dtype=first.dtype, _internal=True)
+    if name == "detach" and type(first) is PackedParameter:
+        return view_of(first)
     return _computed(func, name, args, kwargs)
-
-
-def _is_making_parameter() -> bool:
-    """Whether the caller is nn.Parameter(p), whose error message would be misleading."""
-    frame = sys._getframe(1)
-    for _ in range(6):  # past the frames of `__torch_function__` and torch.compile
-        if frame is None or frame.f_code is MAKES_PARAMETER:
-            return frame is not None
-        frame = frame.f_back
-    return False
 
 
 def _attribute(func: Any, verb: str, name: str, args: tuple[Any, ...]) -> Any:
     if name in REFUSED:
         raise OptimError(f"{name} of a packed weight: {NO_MEMORY}")
     if name == "data":
-        return _alias(args[0]) if verb == "__get__" else _set_data(*args)
+        return view_of(args[0]) if verb == "__get__" else _set_data(*args)
     if name in VALUES:
         return _computed(func, name, args, {})
     with torch._C.DisableTorchFunctionSubclass():
@@ -292,11 +277,11 @@ def _attribute(func: Any, verb: str, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _set_data(packed: Tensor, values: Tensor) -> None:
-    weight = _weight(packed)
-    if type(packed) is WeightView:
+    weight, is_packed = _weight(packed), type(values) is PackedParameter
+    if _is_view(packed):
         raise OptimError("setting .data of a view of a packed weight: write into it with copy_(), or set p.data of the parameter.")
-    if not (_is_packed(values) and weight_of(values) is weight and _is_whole(values)):
-        weight.store(_value(values) if _is_packed(values) else values)
+    if not (is_packed and weight_of(values) is weight and _is_whole(values)):
+        weight.store(_value(values) if is_packed else values)
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,18 +303,15 @@ class DecodedValues:
     """The decoded values of the packed tensors in the arguments of one call."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        self._tracks, self._writes = (
-            tracks_gradients,
-            writes,
-        )  # writes: by its name the function works in place, and continues from deferred values
+        """`writes`: by its name the function works in place, and continues from deferred values."""
+        self._tracks, self._writes = tracks_gradients, writes
         self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
-        self._pairs: dict[
-            int, tuple[Tensor, Tensor, Any, int]
-        ] = {}  # id -> packed tensor, its values, their grad_fn and `_version`
+        # id -> packed tensor, its values, their grad_fn and `_version`
+        self._pairs: dict[int, tuple[Tensor, Tensor, Any, int]] = {}
 
     def of(self, arguments: Any) -> Any:
         """The same arguments with decoded values in place of packed tensors."""
-        return tree_map(lambda leaf: self._value(leaf) if _is_packed(leaf) else leaf, arguments)
+        return tree_map(lambda leaf: self._value(leaf) if type(leaf) is PackedParameter else leaf, arguments)
 
     def _value(self, packed: Tensor) -> Tensor:
         if id(packed) not in self._pairs:
@@ -374,7 +356,7 @@ class DecodedValues:
             weight.store(base)
         for packed, *_ in self._pairs.values():
             if _weight(packed) is weight:
-                if HELD in vars(packed):  # a view: from now on it reads what it wrote, after rounding
+                if _is_view(packed):  # from now on it reads what it wrote, after rounding
                     vars(packed)[HELD] = None
                 if isinstance(packed, nn.Parameter):
                     torch._C._increment_version((packed,))
@@ -382,9 +364,9 @@ class DecodedValues:
     def report_use(self, result: Any, first: int) -> None:
         """Call `Weight.on_use` with the result and the values it was computed from, so that the session frees them until backward."""
         used = [(_weight(packed), value) for packed, value, *_ in self._pairs.values()]
-        on_use = next((weight.on_use for weight, _ in used if weight.on_use is not None), None)
-        if on_use is not None:
-            on_use(result, first, used)
+        reports = [report for weight, _ in used if weight.on_use is not None and (report := weight.on_use()) is not None]
+        if reports:
+            reports[0](result, first, used)
 
     def wrap(self, result: Any) -> Any:
         """The result, with packed tensors in place of their decoded values and of views of these."""
@@ -394,30 +376,27 @@ class DecodedValues:
         def wrapped(leaf: Any) -> Any:
             if id(leaf) in originals:
                 return originals[id(leaf)]
-            if (
-                type(leaf) is Tensor
-                and storages
-                and leaf.grad_fn is None
-                and leaf.layout is torch.strided
-                and leaf.device.type != "meta"
-                and not torch._C._functorch.is_batchedtensor(leaf)
-            ):
-                owner = storages.get(leaf.untyped_storage()._cdata)
-                if owner is not None and leaf.dtype is owner[0].dtype:
-                    return WeightView(owner[0], leaf, owner[1])
-            return leaf
+            owner = storages.get(leaf.untyped_storage()._cdata) if storages and _may_be_view(leaf) else None
+            return PackedParameter(owner[0], leaf, owner[1]) if owner is not None and leaf.dtype is owner[0].dtype else leaf
 
         return tree_map(wrapped, result)
 
 
-def _is_packed(thing: Any) -> bool:
-    return type(thing) is PackedParameter or type(thing) is WeightView
+def _may_be_view(result: Any) -> bool:
+    """Whether a result is a plain tensor with a storage, without a gradient."""
+    is_plain = type(result) is Tensor and result.grad_fn is None and result.layout is torch.strided and result.device.type != "meta"
+    return is_plain and not torch._C._functorch.is_batchedtensor(result)
 
 
 def _weight(packed: Tensor) -> Weight:
     weight = weight_of(packed)
     assert weight is not None
     return weight
+
+
+def _is_view(packed: Tensor) -> bool:
+    """Whether this is a view of a packed parameter, and not the parameter itself."""
+    return HELD in vars(packed)
 
 
 def _held(packed: Tensor) -> Tensor | None:
@@ -427,7 +406,7 @@ def _held(packed: Tensor) -> Tensor | None:
 
 
 def _of_base(packed: Tensor, base: Tensor) -> Tensor:
-    if type(packed) is not WeightView or _is_whole(packed):
+    if not _is_view(packed) or _is_whole(packed):
         return base
     with torch._C.DisableTorchFunctionSubclass():
         return base.as_strided(packed.size(), packed.stride(), packed.storage_offset())
@@ -444,18 +423,16 @@ def _value(packed: Tensor) -> Tensor:
     return _of_base(packed, _weight(packed).decode() if base is None else base)
 
 
-def _alias(packed: Tensor) -> WeightView:
+def view_of(packed: Tensor) -> PackedParameter:
+    """A view of a packed parameter or of a view, with the same size and strides."""
     with torch._C.DisableTorchFunctionSubclass():
-        view = WeightView(_weight(packed), packed)
-    vars(view)[HELD] = vars(packed).get(HELD)
+        view = PackedParameter(_weight(packed), packed)
+    vars(view).update({HELD: vars(packed).get(HELD), IS_PARAMETER: False if _is_view(packed) else None})
     return view
 
 
-def view_of(parameter: Tensor) -> WeightView:
-    """A view of a whole packed parameter, without decoded values."""
-    return _alias(parameter)
-
-
-def plain_parameter(parameter: PackedParameter) -> nn.Parameter:
-    """An ordinary parameter with the decoded values."""
-    return nn.Parameter(_weight(parameter).decode(), parameter.requires_grad)
+def decoded_copy(packed: PackedParameter) -> Tensor:
+    """An ordinary parameter with the decoded values; for a view an ordinary tensor."""
+    values = _value(packed)
+    values = values.clone() if _is_view(packed) else values
+    return nn.Parameter(values, packed.requires_grad) if isinstance(packed, nn.Parameter) else values

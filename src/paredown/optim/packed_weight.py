@@ -3,9 +3,10 @@
     packed     p is a `PackedParameter` of the same size, strides, dtype and device, without memory; codes and scales are in `weight.packed`
     plain      p is an ordinary nn.Parameter whose memory holds the decoded values; so it is while one of its modules runs
 
-It is the same Python object in both states, so that modules and optimizers keep their references. Codes are in logical order, (rows, cols)
-with rows = dimension 0, whatever the strides of the parameter. A format without a block ("bf16") is stored as codes too:
-`packed.codes.view(torch.bfloat16)` is the (rows, cols) tensor. The parameter holds its weight; the weight has a weak reference to it.
+It is the same Python object in both states, so that modules and optimizers keep their references: `Weight._swap` gives it other data and
+another class, and no other code does. Codes are in logical order, (rows, cols) with rows = dimension 0, whatever the strides of the
+parameter. A format without a block ("bf16") is stored as codes too: `packed.codes.view(torch.bfloat16)` is the (rows, cols) tensor. The
+parameter holds its weight; the weight has a weak reference to it.
 
 Code that writes the codes calls `changed()` after. `store(values)` encodes with rounding to nearest, in place, so that references to the
 codes stay valid; for another device or shape `packed` becomes a new object. `write(values)` defers encoding until codes or values are read
@@ -18,6 +19,7 @@ them calls `gather()` before, since the plain parameter may have been written. V
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +31,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paredown.codec.packed import DEVICES, DTYPES, PackedTensor, decoder, encode
-from paredown.codec.reference import PackedParts
 from paredown.formats.format import Format
 
 KEY = "_paredown_weight"  # in the __dict__ of a parameter
@@ -66,29 +67,39 @@ class Weight:
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
         "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "is_checked", "is_pinned", "on_use", "on_write",
-        "places", "residue", "rounding_error", "seen", "size", "stride", "users", "version", "was_compiled", "written",
+        "places", "references", "residue", "rounding_error", "seen", "size", "stride", "users", "version", "was_compiled", "written",
     )  # fmt: skip
 
-    def __init__(self, parameter: nn.Parameter, packed: PackedTensor, packed_class: type[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        packed: PackedTensor,
+        packed_class: type[Tensor],
+        *,
+        on_use: weakref.WeakMethod[OnUse] | None = None,
+        hook_of_checkpoint: Callable[[], PackHook | None] | None = None,
+    ) -> None:
+        """`packed_class`: of the packed parameter.
+
+        `on_use` and `hook_of_checkpoint` are of a session. The first is called after functions outside of modules, with the result, the
+        sequence number of the first new node, and the decoded values. The second returns the pack hook of the checkpoint that runs.
+        """
+        self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
+        self.on_write: OnWrite | None = None  # called with values before they are encoded; what it returns is called after
         self.residue: Tensor | None = None  # 8 more bits that an optimizer stores: zeroed when other code writes values
         self.written: Tensor | None = None  # values whose encoding is deferred
         self.version = 0  # incremented with every change of the values
         self.users = 0  # modules whose forward is running
+        self.references = 0, 0  # to the plain parameter before its use, as `count_references` returns them
         self.address = 0  # of the storage of the plain parameter, 0 while packed
         self.seen = 0  # `_version` of the parameter when it was made plain
         self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
         self.is_pinned = False  # whether it always has plain memory besides its codes (compiled models)
         self.is_checked = False  # whether its modules are known not to write it through .data, which autograd does not count
         self.was_compiled = False  # whether torch.compile traced a function of it
-        self.hook_of_checkpoint: Callable[[], PackHook | None] | None = (
-            None  # of a session: the pack hook of the checkpoint that runs
-        )
-        self.on_use: OnUse | None = None  # called after functions outside of modules: result, first new node, decoded values
-        self.on_write: OnWrite | None = None  # called with values before they are encoded; what it returns is called after
         self.rounding_error: float | None = None  # |rounded - original| / |original| when it was packed; None: not measured
         self.places: set[Any] = set()  # verified sequences of operations from it to a saved cast or view of it
-        self._ref = weakref.ref(parameter)
-        self._packed_class = packed_class
+        self._ref, self._packed_class = weakref.ref(parameter), packed_class
         self._exported: tuple[int, int, weakref.ref[Tensor] | None] = (-1, 0, None)
         self._shared: dict[torch.dtype, tuple[int, StorageWeakRef]] = {}
         self._take(parameter, packed)
@@ -207,7 +218,8 @@ class Weight:
         """Encode new values, rounded to nearest; the parameter takes over their dtype, device and shape."""
         self.written = None
         if not _can_be_packed(values):
-            self._give_up(values)
+            self.release(values)
+            self.version += 1
             return
         if self._store(values) and not self.address:
             self.hide()
@@ -245,27 +257,28 @@ class Weight:
 
         Measured on the first rows; (1, 0) where shape, dtype or device differ, so that there is no update to speak of.
         """
-        packed = self._packed
-        if (values.size(), values.dtype, values.device) != (self.size, self.dtype, packed.device) or not self.size.numel():
+        if not self._is_like(values):
             return 1.0, 0.0
         with torch.no_grad(), outside_inference_mode():
             num_rows = _num_sampled_rows(self.size)
             new = values.detach()[:num_rows].contiguous()
-            update = new.float() - _first_rows(packed, num_rows).decode().float()
-            rounding = encode(new, packed.format, order="logical").decode().float() - new.float()
-            change, error, norm = (float(torch.linalg.vector_norm(t)) for t in (update, rounding, new.float()))
+            rounded, new = encode(new, self.format, order="logical").decode().float(), new.float()
+            change, error = _distance(new, _first_rows(self._packed, num_rows)), float(torch.linalg.vector_norm(rounded - new))
+            norm = float(torch.linalg.vector_norm(new))
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
         """Whether `values` are the current ones, with the same shape, dtype, device and strides; the first row is compared first."""
-        packed = self._packed
-        if (values.size(), values.dtype, values.device) != (self.size, self.dtype, packed.device) or not self.size.numel():
+        if not self._is_like(values) or strides_of(values) != self.stride:
             return False
-        if strides_of(values) != self.stride:
-            return False
-        if values.dim() and packed.format.block is not None and not same_bits(_first_rows(packed, 1).decode(), values[:1]):
+        if values.dim() and self.format.block is not None and not same_bits(_first_rows(self._packed, 1).decode(), values[:1]):
             return False
         return same_bits(self.decode(), values)
+
+    def _is_like(self, values: Tensor) -> bool:
+        """Whether shape, dtype and device are the current ones, of a weight that has values."""
+        mine = self.size, self.dtype, self._packed.device
+        return (values.size(), values.dtype, values.device) == mine and self.size.numel() > 0
 
     def changed(self) -> None:
         """Record that the codes were changed; a plain parameter is decoded anew."""
@@ -283,23 +296,42 @@ class Weight:
 
     # --- the parameter ------------------------------------------------------------------------------------------------
 
+    def _swap(self, data: Tensor, kind: type[Tensor]) -> Any:
+        """Give the parameter other data and another class; returns it, or None after it was deleted.
+
+        While a module runs, only the class nn.Parameter itself is an ordinary parameter to all code: functions of torch would call the
+        `__torch_function__` of another class, and those that check for the exact type would take a slower path or refuse. Afterwards the
+        parameter has no memory, and its class keeps code from reading it (decision 009).
+        """
+        parameter: Any = self._ref()
+        if parameter is not None:
+            parameter.__class__ = nn.Parameter  # `PackedParameter` would encode the data
+            parameter.data = data
+            parameter.__class__ = kind
+        return parameter
+
     def show(self) -> None:
         """Make the parameter plain, on new memory."""
-        parameter = self._ref()
-        assert parameter is not None
         values = self.decode()
-        parameter.__class__ = nn.Parameter
-        parameter.data = values
+        parameter = self._swap(values, nn.Parameter)
+        assert parameter is not None
         self.address, self.seen = values.untyped_storage()._cdata, parameter._version
 
     def hide(self) -> None:
         """Make the parameter packed, without memory. Views and saved tensors of its old memory stay valid."""
-        parameter = self._ref()
-        if parameter is not None and vars(parameter).get(KEY) is self:
-            parameter.__class__ = nn.Parameter
-            parameter.data = self.empty
-            parameter.__class__ = self._packed_class
+        if not self.is_released:
+            self._swap(self.empty, self._packed_class)
         self.address = 0
+
+    def count_references(self) -> tuple[int, int]:
+        """References to the parameter: to the tensor of C++, and to the object of Python."""
+        parameter: Any = self._ref()
+        return (parameter._use_count(), sys.getrefcount(parameter)) if parameter is not None else (0, 0)
+
+    def is_referenced(self, *, by_objects: bool = False) -> bool:
+        """Whether there are more references to the plain parameter than before its use; `by_objects`: those of Python count, too."""
+        (tensors, objects), (tensors_before, objects_before) = self.count_references(), self.references
+        return tensors > tensors_before or (by_objects and objects > objects_before)
 
     def keep_changes(self) -> bool:
         """Encode what was written into the plain parameter since `show`; returns whether anything was written."""
@@ -337,24 +369,16 @@ class Weight:
             self.show()
         self.is_pinned = True
 
-    def release(self) -> None:
-        """Make the parameter an ordinary one for good."""
+    def release(self, values: Tensor | None = None) -> None:
+        """Make the parameter an ordinary one for good, with its values, or with those given, which cannot be packed."""
         parameter = self.parameter
         if parameter is not None and not self.is_released:
-            if not self.address:
+            if values is not None:
+                self._swap(values.detach(), nn.Parameter)
+            elif not self.address:
                 self.show()
             del vars(parameter)[KEY]
         self.address = 0
-
-    def _give_up(self, values: Tensor) -> None:
-        """Make the parameter an ordinary one for good, with values that cannot be packed."""
-        parameter = self.parameter
-        if parameter is not None and not self.is_released:
-            parameter.__class__ = nn.Parameter
-            parameter.data = values.detach()
-            del vars(parameter)[KEY]
-        self.address = 0
-        self.version += 1
 
 
 def weight_of(parameter: Tensor) -> Weight | None:
@@ -362,16 +386,14 @@ def weight_of(parameter: Tensor) -> Weight | None:
     return vars(parameter).get(KEY)
 
 
-def pack(parameter: nn.Parameter, format: Format, packed_class: type[nn.Parameter]) -> Weight:
-    """Pack a parameter in `format`, rounded to nearest. References to its old memory stay valid."""
+def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **hooks: Any) -> Weight:
+    """Pack a parameter in `format`, rounded to nearest; `hooks` are those of `Weight`. References to its old memory stay valid."""
     with torch.no_grad(), outside_inference_mode():
         packed = encode(parameter.detach(), format, order="logical")
-        weight = Weight(parameter, packed, packed_class)
+        weight = Weight(parameter, packed, packed_class, **hooks)
         values = parameter.detach()[: _num_sampled_rows(packed.shape)].float()
-        error, norm = (
-            float(torch.linalg.vector_norm(t)) for t in (_first_rows(packed, len(values)).decode().float() - values, values)
-        )
-        weight.rounding_error = error / norm if norm else 0.0
+        norm = float(torch.linalg.vector_norm(values))
+        weight.rounding_error = _distance(values, _first_rows(packed, len(values))) / norm if norm else 0.0
     vars(parameter)[KEY] = weight
     weight.hide()
     return weight
@@ -382,11 +404,11 @@ def empty_like(tensor: Tensor) -> Tensor:
     with outside_inference_mode():
         empty = torch.empty_like(tensor, requires_grad=False)
     empty.untyped_storage().resize_(0)
+    empty = Tensor._make_subclass(NoMemory, empty)
     if hasattr(torch._C, "_set_storage_access_error_msg"):  # in builds for CUDA: extensions that read from it raise this
         torch._C._set_storage_access_error_msg(empty, NO_MEMORY)
     else:
         torch._C._set_throw_on_mutable_data_ptr(empty)  # pyright: ignore[reportAttributeAccessIssue]
-    empty.__class__ = NoMemory
     return empty
 
 
@@ -405,10 +427,14 @@ def _num_sampled_rows(shape: torch.Size) -> int:
     return max(SAMPLED * shape[0] // max(shape.numel(), 1), 1)
 
 
+def _distance(values: Tensor, packed: PackedTensor) -> float:
+    """The norm of the difference between float32 values and packed ones."""
+    return float(torch.linalg.vector_norm(packed.decode().float() - values))
+
+
 def _first_rows(packed: PackedTensor, num_rows: int) -> PackedTensor:
-    tensors = (packed.parts.codes, packed.parts.scales, packed.parts.minimums)
-    parts = PackedParts(*(None if t is None else t[:num_rows] for t in tensors), tensor_scale=packed.parts.tensor_scale)
-    return replace(packed, shape=torch.Size((min(num_rows, packed.shape[0]), *packed.shape[1:])), parts=parts)
+    first = packed.mapped(lambda part: part[:num_rows] if part.dim() else part)  # one scale of all scales has no rows
+    return replace(first, shape=torch.Size((min(num_rows, packed.shape[0]), *packed.shape[1:])))
 
 
 def _can_be_packed(values: Tensor) -> bool:

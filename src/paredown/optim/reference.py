@@ -54,7 +54,6 @@ from paredown.codec.reference import (
     COVER,
     Encoding,
     PackedParts,
-    encode_rows,
     in_blocks,
     pack_bits,
     scale_values,
@@ -63,7 +62,6 @@ from paredown.codec.reference import (
     unpack_bits,
     values_of,
 )
-from paredown.formats.cpu_scratch import update_rows
 from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
@@ -164,6 +162,9 @@ SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # factors from the random bits of a weight to those of its moments
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # factors from the random bits of four weights to those of each
 GPU_PIECE = 1 << 20  # values at a time on a GPU, where a piece is some 100 launches
+# Values at a time on a CPU: an eighth of a parameter, at least 2^15 (with 2^14 it takes 1.8 times as long), at most 2^17 for the cache.
+# An update takes about 90 bytes for each, which plans do not count.
+PIECES, FEWEST_UPDATED, MOST_UPDATED = 8, 1 << 15, 1 << 17
 GIVEN = "given"
 
 
@@ -256,6 +257,16 @@ def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
         yield slice(first, min(first + height, rows))
 
 
+def update_rows(rows: int, cols: int) -> int:
+    """Rows of a parameter (rows, cols) that are updated at a time on a CPU.
+
+    >>> update_rows(512, 512), update_rows(10, 64), update_rows(4096, 1 << 18)
+    (64, 10, 1)
+    """
+    size = min(max(rows * cols // PIECES, FEWEST_UPDATED), MOST_UPDATED)
+    return max(1, min(rows, size // max(cols, 1)))
+
+
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
     """The 24-bit floats that a bf16 weight and its 8-bit residue represent, as float32."""
     return ((weight.view(torch.int16).int() << 16) + (residue.int() << 8)).view(torch.float32)
@@ -321,7 +332,7 @@ class _Piece:
         if is_whole(slot):
             return whole_parts(x, slot.kind.stored, bits, None if given is None else given.scales)
         encoding = Encoding(slot.kind.stored, slot.rounding, Overflow.SATURATE, rule=GIVEN if given else COVER)
-        parts = encode_rows(x.contiguous(), encoding, given, bits, cpu.codes_of)
+        parts = cpu.encode_rows(x.contiguous(), encoding, given, bits)
         return parts if slot.format is not None or parts.codes is None else PackedParts(parts.codes.view(slot.codes.dtype))
 
     def _count(self, old: Tensor, p: Tensor, step: Tensor, broken: Tensor) -> None:
@@ -344,8 +355,7 @@ class _Piece:
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
     """The random bits of `count` weights from seed.first_index on, as int32: the codec's bits of each four, times odd numbers."""
     first = seed.first_index >> 2
-    quad_bits = torch.empty((seed.first_index + count + 3 >> 2) - first, dtype=torch.int32, device=device)
-    quad_bits = cpu.random_bits(seed, first, quad_bits, cpu.Scratch())
+    quad_bits = cpu.random_bits(seed, first, (seed.first_index + count + 3 >> 2) - first, device)
     bits = quad_bits[:, None] * torch.tensor([_signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
     return bits.flatten()[seed.first_index & 3 :][:count]
 

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from hashlib import sha256
-from importlib import import_module, metadata
+from importlib import metadata
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ from typing import Any
 from paredown.errors import CalibrationError, FormatError
 from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
+from paredown.plan.trace import VIEW, Operation, Trace
 from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
-from paredown.trace.trace import VIEW, Operation, Trace
 
 VERSION = 4  # of the JSON
 FOLDER_VARIABLE = "PAREDOWN_CACHE"
@@ -63,7 +63,6 @@ UNALIGNED, ALIGNMENT = " unaligned", 8  # suffix of rates of matrix products wit
 # of the host's change of speed: where a step of a small network took 1.8 times as long, calls of an LSTM took 1.4 (forward) and 1.5 times
 # as long (backward), 12 of each, one H200 (docs/log.md, 2026-11-18)
 LAUNCH_SHARE = 0.6
-MEASURING = "paredown.calibrate.device_calibration"  # loaded by name: it needs sessions
 
 
 @dataclass(frozen=True)
@@ -327,15 +326,6 @@ def find_calibration(device: str) -> tuple[Calibration | None, str]:
         return load_calibration(device, present_device_name(device)), ""
     except CalibrationError as error:
         return None, str(error)
-
-
-def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
-    """As `find_calibration`, with the operations of a `trace` for CUDA timed where it is present; that happens once, and takes seconds."""
-    found, reason = find_calibration(trace.device)
-    is_present = trace.device == "cuda" and present_device_name(trace.device) is not None
-    if found is None or not is_present or not found.num_untimed(trace):
-        return found, reason
-    return import_module(MEASURING).calibrate(trace.device, traces=[trace]), ""
 
 
 def _reference() -> Calibration:

@@ -2,7 +2,7 @@
 
 A tensor that only operations inside of a checkpointed module saved lives in forward as long as forward needs it, and again from the tick
 at which backward of the module begins. The module's inputs are stored until its backward is done: those that need a gradient are slots of
-their own (`layers.3:checkpoint.input`), which a plan can pack unless the module compares or routes (trace/checkpoints.py); others are
+their own (`layers.3:checkpoint.input`), which a plan can pack unless the module compares or routes (autograd/checkpoints.py); others are
 unmodified. Casts that autocast made of its weights are freed at the end of the autocast context and are recomputed. The second forward
 pass ends once the last tensor exists that backward needs: the module's result is not recomputed.
 
@@ -23,12 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from paredown.errors import PlanError
-from paredown.plan.plan import Plan
-from paredown.plan.selectors import WILDCARDS, closest
-from paredown.roles import Role
-from paredown.sizes import FLOAT_BYTES
-from paredown.trace.operations import (
+from paredown.autograd.operations import (
     CHECKPOINT,
     COMPARES,
     MIN_PACKED_NUMEL,
@@ -38,7 +33,12 @@ from paredown.trace.operations import (
     is_stored_in_second_pass,
     reason_of_ops,
 )
-from paredown.trace.trace import Output, Part, Saver, Slot, Trace, cached_on_trace
+from paredown.errors import PlanError
+from paredown.plan.plan import Plan
+from paredown.plan.selectors import WILDCARDS, closest
+from paredown.plan.trace import Output, Part, Saver, Slot, Trace, cached_on_trace
+from paredown.roles import Role
+from paredown.sizes import FLOAT_BYTES
 
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
 INPUT = "it is the input of a checkpointed module"

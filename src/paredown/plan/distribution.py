@@ -27,9 +27,7 @@ from dataclasses import dataclass, replace
 from paredown.errors import PlanError
 from paredown.formats.catalog import find_format, is_small
 from paredown.formats.format import Format
-from paredown.plan.checkpointed_trace import is_inside, outermost
-from paredown.plan.plan import Plan
-from paredown.plan.replay import (
+from paredown.plan.byte_intervals import (
     FLOAT32_BYTES,
     Interval,
     ParameterFormats,
@@ -40,11 +38,12 @@ from paredown.plan.replay import (
     parameter_of,
     resolve_parameter_formats,
     slot_storages,
-    takes_scratch,
 )
+from paredown.plan.checkpointed_trace import is_inside, outermost
+from paredown.plan.plan import Plan
+from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES, say_bytes
-from paredown.trace.trace import Slot, Trace
 
 STRATEGIES = ("ddp", "fsdp2")
 ROOT = ""  # the unit of parameters that are in no other unit
@@ -194,7 +193,7 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
     """The intervals of everything that one process holds in the step under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
-    held = activation_intervals(trace.activations, slot_storages(trace, plan), takes_scratch(trace), offload=offloads(trace, plan))
+    held = activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan))
     return [*fixed_intervals(trace), *model, *held]
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
+from paredown.plan.byte_intervals import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
 from paredown.plan.footprint import slot_bytes
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step
-from paredown.plan.replay import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
+from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES, say_bytes
 from paredown.tables import TableRows
-from paredown.trace.trace import Slot, Trace
 
 HEAD = ("slot", "role", "baseline", "stored as", "what", "why")
 SMALL = "it is small: biases, norms and small layers are stored unmodified"

@@ -1,8 +1,8 @@
 """`footprint(trace, plan)`: predicted bytes of a training step under a plan, by arithmetic on its trace.
 
-The lifetimes of all tensors (plan/replay.py) are summed tick by tick; the peak is the tick with the most bytes. On CUDA the allocator
-rounds every size up, and libraries hold workspaces whose size is known only roughly. DEVICES has these numbers, from which the bounds
-follow:
+The lifetimes of all tensors (plan/byte_intervals.py) are summed tick by tick; the peak is the tick with the most bytes. On CUDA the
+allocator rounds every size up, and libraries hold workspaces whose size is known only roughly. DEVICES has these numbers, from which the
+bounds follow:
 
     low         the tensors of the step, to the byte, and nothing else
     expected    low with each size rounded up as the allocator does, and the workspace of matrix products
@@ -35,6 +35,17 @@ from typing import Any
 
 from paredown.errors import CalibrationError, PlanError
 from paredown.formats.format import Format
+from paredown.plan.byte_intervals import (
+    BASELINE,
+    DTYPE_BYTES,
+    Interval,
+    SlotStorage,
+    host_bytes,
+    intervals,
+    model_memory,
+    part_bytes,
+    slot_storages,
+)
 from paredown.plan.calibration import Calibration, find_calibration
 from paredown.plan.checkpointed_trace import modules_of, outermost, step_under
 from paredown.plan.distribution import (
@@ -50,22 +61,11 @@ from paredown.plan.distribution import (
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.recomputed_slots import planned_step, unhonoured_recomputation
-from paredown.plan.replay import (
-    BASELINE,
-    DTYPE_BYTES,
-    Interval,
-    SlotStorage,
-    host_bytes,
-    intervals,
-    model_memory,
-    part_bytes,
-    slot_storages,
-)
 from paredown.plan.step_time import StepTime, predict_step
+from paredown.plan.trace import Slot, Trace, cached_on_trace
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.tables import Table
-from paredown.trace.trace import Slot, Trace, cached_on_trace
 
 MIB = 1 << 20
 SEGMENT = 2 * MIB  # memory that the allocator requests from CUDA comes in multiples of this
@@ -81,6 +81,10 @@ MODEL_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOME
 STAYING = frozenset(
     {Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT}
 )  # from step to step
+PRODUCTS = (
+    "layers that multiply in 8 bits are counted as unmodified ones: their inputs in the plan's format of activations. "
+    "Where it saves codes instead, a value takes 8 bits"
+)
 LEFT_OUT = {
     "cuda": "the CUDA context (about 0.5 GiB), fragmentation, and what other processes hold",
     "cpu": "the interpreter, libraries, fragmentation, and what other processes hold",
@@ -203,6 +207,8 @@ class Footprint:
     @cached_property
     def step_time(self) -> StepTime | str:
         """Predicted time of the step by the calibration of its device; a sentence with the reason where it is not predicted."""
+        if self.plan.multiplies:
+            return "calibrations have no products in 8 bits."
         if self.distribution is not None:
             return "the time of communication is not measured."
         calibration, reason = find_calibration(self.trace.device)
@@ -355,6 +361,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
     buffer = largest_unit_bytes(checkpointed, plan, shared) if shared is not None else 0
     kept = tuple(i for i in held if _is_kept(i, trace))
     notes = [*(distribution_notes(trace, shared) if shared is not None else ()), *unhonoured_recomputation(trace, plan)]
+    notes += [PRODUCTS] if plan.multiplies else []
     return Footprint(
         trace=given,
         plan=plan,

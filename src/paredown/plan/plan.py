@@ -35,11 +35,13 @@ from itertools import pairwise
 from os import PathLike
 from typing import Any, NamedTuple, Unpack, cast
 
+from paredown.autograd.operations import CHECKPOINT, RECOMPUTES, Needs
 from paredown.errors import PlanError
 from paredown.formats.catalog import reason_not_to_store
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.presets import PRESETS, ByRole
+from paredown.plan.products import PRODUCT, Products, checked_products, find_product, is_product_key, say_product
 from paredown.plan.selectors import (
     ROLE_NAMES,
     NamesAndRole,
@@ -55,10 +57,10 @@ from paredown.plan.storage import UNMODIFIED, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
 from paredown.serial import brief, load_json, object_parts, save_text
 from paredown.tables import Table
-from paredown.trace.operations import CHECKPOINT, RECOMPUTES, Needs
 
-VERSION = 2  # of the JSON: version 2 added `recompute`; version 1 can be read too
-FIELDS = ("version", "reason", "made_for", "recompute", "offload", "rules")
+# of the JSON: version 2 added `recompute`; version 1 can be read too. Version 3 has `products`, and only plans with products are written so
+VERSION, WITH_PRODUCTS = 2, 3
+FIELDS = ("version", "reason", "made_for", "recompute", "offload", "products", "rules")
 OFFLOADED = "packed inputs of checkpointed layers are in host memory"
 SHOWN = 20  # rules that repr prints
 
@@ -91,7 +93,7 @@ class Plan:
     `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
     under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled sessions
     recompute; the rules apply to those that cannot be recomputed. `offload`: on a GPU, packed inputs of checkpointed layers are in host
-    memory until backward needs them.
+    memory until backward needs them. `products`: which layers multiply 8-bit codes (plan/products.py), which changes forward.
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
@@ -99,6 +101,7 @@ class Plan:
     made_for: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     recompute: tuple[str, ...] = ()
     offload: bool = False
+    products: Products = ()
     _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
     _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(
         default_factory=dict, init=False, compare=False
@@ -110,6 +113,7 @@ class Plan:
         object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
         object.__setattr__(self, "made_for", _json_values(self.made_for))
         object.__setattr__(self, "recompute", _modules(self.recompute))
+        object.__setattr__(self, "products", checked_products(self.products))
         object.__setattr__(self, "_index", index_of(tuple(key for key, _ in pairs)))
         if not isinstance(self.offload, bool):
             raise PlanError(f"offload of a plan is true or false, not {brief(self.offload)}.")
@@ -120,12 +124,12 @@ class Plan:
                 raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
 
     @property
-    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool]:
-        """Rules, checkpointed modules and `offload`: equal for plans that store every slot alike, whatever their reasons and `made_for`.
+    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products]:
+        """Rules, checkpointed modules, `offload` and products: equal for plans with the same effect, whatever their reasons.
 
         Priors, picks, sweeps and reports use it to recognize a plan.
         """
-        return self.rules, self.recompute, self.offload
+        return self.rules, self.recompute, self.offload, self.products
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (
@@ -134,22 +138,24 @@ class Plan:
             dict(self.made_for),
             self.recompute,
             self.offload,
+            self.products,
         )  # a copy starts with an empty cache
 
     @staticmethod
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """A plan with one format for each named role; without any, the baseline."""
+        """A plan with one format for each named role, and `product=` for all linear layers; without any, the baseline."""
         rules: list[tuple[str, Assignment]] = []
+        product = formats.pop("product", None)
         for role, format in cast("dict[str, FormatLike]", formats).items():
             if role not in tuple(Role):
                 hint = f" Did you mean {likely!r}?" if (likely := closest_role(role)) else ""
-                raise PlanError(f"Plan.uniform: {role!r} is no role.{hint} Allowed: {ROLE_NAMES}, rounding, overflow.")
+                raise PlanError(f"Plan.uniform: {role!r} is no role.{hint} Allowed: {ROLE_NAMES}, product, rounding, overflow.")
             Selector.parse(role)
             if format is not None:
                 rules.append((role, _assignment(role, format, rounding, overflow)))
-        return Plan(tuple(rules))
+        return Plan(tuple(rules), products=((PRODUCT, product),) if product is not None else ())
 
     @staticmethod
     def preset(name: str) -> Plan:
@@ -163,29 +169,53 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """This plan with a rule added, or the rule of this key replaced; the new rule is the last one."""
+        """This plan with a rule added, or the rule of this key replaced; the new rule is the last one.
+
+        Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
+        """
+        if is_product_key(key):
+            if rounding is not None or overflow is not None:
+                raise PlanError(
+                    f"rule {key!r}: products round to nearest and saturate; rounding and overflow are those of stored tensors."
+                )
+            given = format if format is None else str(format)
+            return replace(self, products=(*(rule for rule in self.products if rule[0] != key), (key, given)))
         key = str(Selector.parse(key))
         kept = tuple(rule for rule in self.rules if rule[0] != key)
         return replace(self, rules=(*kept, (key, _assignment(key, format, rounding, overflow))))
 
     def without(self, key: str) -> Plan:
         """This plan without the rule of this key."""
-        key = str(Selector.parse(key))
-        keys = [rule[0] for rule in self.rules]
+        key = key if is_product_key(key) else str(Selector.parse(key))
+        keys = [rule[0] for rule in (*self.rules, *self.products)]
         if key not in keys:
             hint = f"Closest of {len(keys)}: {closest(key, keys)}." if keys else "The plan has none."
             raise PlanError(f"there is no rule {key!r} to leave out. {hint}")
-        return replace(self, rules=tuple(rule for rule in self.rules if rule[0] != key))
+        rules, products = ([rule for rule in part if rule[0] != key] for part in (self.rules, self.products))
+        return replace(self, rules=tuple(rules), products=tuple(products))
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the plan is the baseline: no rules, and no activation checkpointing."""
-        return not self.rules and not self.recompute
+        """Whether the plan is the baseline: no rules, no activation checkpointing, no products in 8 bits."""
+        return not self.rules and not self.recompute and not self.products
 
     @property
     def quantizes_nothing(self) -> bool:
         """Whether training under the plan has the errors of the baseline: no rules; layers may be checkpointed."""
-        return not self.rules
+        return not self.rules and not self.products
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether some layers may multiply 8-bit codes, which changes forward."""
+        return any(element is not None for _, element in self.products)
+
+    def product_of(self, path: str) -> tuple[str | None, bool]:
+        """The element in which the layer at `path` multiplies, or None, and whether a rule names the layer by its path.
+
+        >>> Plan.preset("fp8").set("product=head", None).product_of("head")
+        (None, True)
+        """
+        return find_product(self.products, path)
 
     def recomputing(self, *modules: str) -> Plan:
         """This plan with activation checkpointing of these modules too, given by path or pattern; slots are recomputed one by one.
@@ -245,7 +275,7 @@ class Plan:
     def needs_of(self, name: str, needs: Needs) -> Needs:
         """What backward needs of an activation under this plan: a rule that names the inputs of checkpoints removes their pin.
 
-        >>> from paredown.trace.operations import RECOMPUTES
+        >>> from paredown.autograd.operations import RECOMPUTES
         >>> named = Plan((("*:checkpoint.input", Assignment.parse("int4/64@bf16")),))
         >>> named.needs_of("layers.3:checkpoint.input", Needs(pin=RECOMPUTES)).pin is None
         True
@@ -318,6 +348,10 @@ class Plan:
         rows = [Difference(key, mine.get(key), theirs.get(key)) for key in keys]
         changed = [row for row in sides if row[1] != row[2]]
         rows += [Difference(f"{'slot' if ':' in row[0] else 'module'} {row[0]}", *row[1:]) for row in changed]
+        ours, others = dict(self.products), dict(other.products)
+        different = [key for key in {**ours, **others} if (ours.get(key), key in ours) != (others.get(key), key in others)]
+        told = [[f"{plan[key] or 'unmodified'}" if key in plan else None for plan in (ours, others)] for key in different]
+        rows += [Difference(key, *sides) for key, sides in zip(different, told, strict=True)]
         offloads = [OFFLOADED if plan.offload else None for plan in (self, other)]
         return Differences([*rows, *([Difference("offload", *offloads)] if self.offload != other.offload else [])])
 
@@ -326,6 +360,7 @@ class Plan:
         lines = [self.reason] if self.reason else []
         rules = zip(self._index.keys, self.rules, strict=True)
         lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in rules]
+        lines += [say_product(*rule) for rule in self.products]
         lines += self._recomputed_lines()
         lines += [OFFLOADED] if self.offload else []
         return "\n".join([*lines, f"Everything{' else' * (not self.changes_nothing)} is unmodified."])
@@ -333,17 +368,20 @@ class Plan:
     def __repr__(self) -> str:
         if self.changes_nothing:
             return "Plan(): everything unmodified"
-        width = max((len(key) for key, _ in self.rules[:SHOWN]), default=0)
-        lines = [f"  {key:{width}}  {assignment}" for key, assignment in self.rules[:SHOWN]]
+        products = [(key, element or "unmodified") for key, element in self.products]
+        width = max((len(key) for key, _ in (*self.rules[:SHOWN], *products)), default=0)
+        lines = [f"  {key:{width}}  {assignment}" for key, assignment in (*self.rules[:SHOWN], *products)]
         more = [f"  ... {len(self.rules) - SHOWN} more"] if len(self.rules) > SHOWN else []
         more += [f"  {line}" for line in self._recomputed_lines()]
         more += [f"  offload: {OFFLOADED}"] if self.offload else []
-        return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) != 1)})", *lines, *more])
+        count = len(self.rules) + len(self.products)
+        return "\n".join([f"Plan({count} rule{'s' * (count != 1)})", *lines, *more])
 
     def _repr_html_(self) -> str:
         rules = zip(self._index.keys, self.rules[:SHOWN], strict=False)
         rows = [(str(key), assignment.say(key.role or Role.ACTIVATION)) for key, (_, assignment) in rules]
         rows += [(f"{len(self.rules) - SHOWN} more", "")] if len(self.rules) > SHOWN else []
+        rows += [(key, say_product(key, element).partition(": ")[2]) for key, element in self.products]
         rows += [(names, what) for what, _, names in (line.partition(": ") for line in self._recomputed_lines())]
         rows += [("offload", OFFLOADED)] if self.offload else []
         return Table(("slots", "format"), rows).to_html(self.reason)
@@ -354,23 +392,26 @@ class Plan:
         return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each."""
+        """The JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each.
+
+        A plan with products is of a newer version, so that programs that do not know products refuse it.
+        """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
-        head = {"version": VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
+        head = {"version": WITH_PRODUCTS if self.products else VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
         offload = {"offload": True} if self.offload else {}  # files of plans without it are as before
-        return {**head, "recompute": list(self.recompute), **offload, "rules": rules}
+        products = {"products": [list(rule) for rule in self.products]} if self.products else {}
+        return {**head, "recompute": list(self.recompute), **offload, **products, "rules": rules}
 
     @staticmethod
     def from_json(value: Any) -> Plan:
         """The plan whose `to_json()` is `value`; PlanError with the reason where it is none."""
-        parts = object_parts(value, "plan", FIELDS, ("version", "rules"), VERSION, PlanError)
+        parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_PRODUCTS, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {brief(rules)}.")
         parsed = tuple((key, _from_json(key, assignment)) for key, assignment in rules)
-        return Plan(
-            parsed, parts.get("reason", ""), parts.get("made_for", {}), parts.get("recompute", ()), parts.get("offload", False)
-        )
+        names = ("reason", "made_for", "recompute", "offload", "products")
+        return Plan(parsed, **{name: parts[name] for name in names if name in parts})
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON, one line for each rule; equal plans are equal files."""
@@ -443,4 +484,5 @@ def combine_presets(names: Iterable[str]) -> Plan:
     ['weight', 'gradient', 'moment1', 'moment2', 'activation']
     """
     plans = [Plan.preset(name) for name in names]
-    return Plan(tuple(rule for plan in plans for rule in plan.rules), "; ".join(plan.reason for plan in plans))
+    rules, products = tuple(rule for plan in plans for rule in plan.rules), tuple(rule for plan in plans for rule in plan.products)
+    return Plan(rules, "; ".join(plan.reason for plan in plans), products=products)

@@ -27,6 +27,7 @@ class ByRole(TypedDict, total=False):
     residue: FormatLike
     activation: FormatLike
     error: FormatLike
+    product: str | None  # products of all linear layers (plan/products.py)
 
 
 class Preset(NamedTuple):
@@ -43,6 +44,21 @@ ROWS = (
     Preset("activations4", {"activation": "int4/64@bf16"}, "activations in 4 bits, symmetric"),
     Preset("activations4a", {"activation": "uint4/64@bf16+bf16"}, "activations in 4 bits, affine: finer, a quarter bit more"),
     Preset("activations2", {"activation": "uint2/64@bf16+bf16"}, "activations in 2 bits, affine: when nothing else fits"),
+    Preset(
+        "fp8",
+        {"activation": "int8/64@bf16", "product": "e4m3fn"},
+        "linear layers multiply FP8 codes, activations in 8 bits: less memory and time",
+    ),
+    Preset(
+        "int8_products",
+        {"activation": "int8/64@bf16", "product": "int8"},
+        "linear layers multiply int8 codes, activations in 8 bits",
+    ),
+    Preset(
+        "auto_products",
+        {"activation": "int8/64@bf16", "product": "auto"},
+        "linear layers multiply FP8 codes, or int8 where the device has no FP8; activations in 8 bits",
+    ),
     Preset("frozen8", {"frozen": "int8/64@bf16"}, "weights without a gradient in 8 bits: the base of LoRA adapters"),
     Preset("frozen4", {"frozen": "nf4/64@bf16"}, "weights without a gradient in 4 bits, as in QLoRA"),
     *(

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 
 from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.plan import Plan
+from paredown.plan.trace import Output, Slot, Trace
 from paredown.roles import Role
-from paredown.trace.trace import Output, Slot, Trace
 
 SOURCE = "backward recomputes another tensor from it"
 

@@ -26,15 +26,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from paredown.autograd.operations import Use
 from paredown.errors import CalibrationError
+from paredown.plan.byte_intervals import BASELINE, model_memory, resolve_parameter_formats, slot_storages
 from paredown.plan.calibration import ELEMENTWISE, Calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace, is_of, modules_of, outermost, step_under
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step, recomputed_slots
-from paredown.plan.replay import BASELINE, model_memory, resolve_parameter_formats, slot_storages
+from paredown.plan.trace import Operation, Slot, Trace, cached_on_trace
 from paredown.roles import Role
-from paredown.trace.operations import Use
-from paredown.trace.trace import Operation, Slot, Trace, cached_on_trace
 
 OVERLAP = 6  # exponent of the norm of device and host seconds
 UPDATED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.RESIDUE)  # read and written by the optimizer; gradients are read

@@ -1,12 +1,13 @@
 """How a slot is stored: `Assignment`, what a plan requests for it, and `resolve_format`, the format in which it is stored.
 
-This module alone decides the format of a saved tensor's values. Prediction (plan/replay.py, and through it footprints, `explain_slots`
-and `assign`), execution (session/eager/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough`
-where several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the
-use of each operand and MIN_PACKED_NUMEL (trace/operations.py), `is_packed_whole` (trace/autograd_graph.py), `rematerialization_of`
-(trace/rematerialization.py), and INDEX_DTYPES, the dtypes of packed indices (trace/trace.py). Compiled graphs call `resolve_format` as well
-(session/compiled/graph_packing.py). Some decisions depend on values and are made by the session alone (session/value_bounds.py):
-operands of attention, inputs of norms and of sin and cos are stored unmodified where values are too large for the format.
+This module alone decides the format of a saved tensor's values. Prediction (plan/byte_intervals.py, and through it footprints,
+`explain_slots` and `assign`), execution (session/eager/activations.py) and probes (check/probe_passes.py) all call `resolve_format`, and
+`keeps_enough` where several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage
+otherwise: the use of each operand and MIN_PACKED_NUMEL (autograd/operations.py), `is_packed_whole` (autograd/graph.py),
+`rematerialization_of` (autograd/rematerialization.py), and INDEX_DTYPES, the dtypes of packed indices (plan/trace.py). Compiled graphs
+call `resolve_format` as well (session/compiled/graph_packing.py). Some decisions depend on values and are made by the session alone
+(session/value_bounds.py): operands of attention, inputs of norms and of sin and cos are stored unmodified where values are too large for
+the format.
 
 Three limits apply beyond what the plan requests:
 
@@ -21,7 +22,7 @@ Three limits apply beyond what the plan requests:
 ('stochastic', 'nearest_even')
 >>> a.say()
 'int4/64@bf16, 4.25 bits a value, stochastic rounding'
->>> from paredown.trace.operations import EXPONENT
+>>> from paredown.autograd.operations import EXPONENT
 >>> resolve_format(a, Needs(pin=EXPONENT), dtype="bfloat16", numel=1 << 20)[0]
 Format('int8/64@bf16')
 >>> resolve_format(a, Needs(is_centered=True), dtype="bfloat16", numel=1 << 20)[0]
@@ -35,6 +36,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
 
+from paredown.autograd.operations import Needs, Use
 from paredown.errors import FormatError, PlanError
 from paredown.formats.catalog import find_format, reason_not_to_store
 from paredown.formats.element import ElementKind
@@ -43,7 +45,6 @@ from paredown.formats.rounding import Overflow, Rounding, default_rounding
 from paredown.roles import ACCUMULATED, Role
 from paredown.serial import brief
 from paredown.sizes import FLOAT_BYTES
-from paredown.trace.operations import Needs, Use
 
 FormatLike = Format | str | None  # text is a format or a name of the catalog; None: unmodified
 ROUNDING_IN_WORDS = {

@@ -1,4 +1,4 @@
-"""A plan at work on an unmodified model."""
+"""A plan at work on a model: a session, its changes, and the parts that pack activations and weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from paredown.lazy import loader
 
 if TYPE_CHECKING:
-    from paredown.session.guard import Guard, Limits
-    from paredown.session.session import Session, apply
-    from paredown.session.verification import Verification
+    from paredown.session.session import Session
 
-__all__ = ["Guard", "Limits", "Session", "Verification", "apply"]
+__all__ = ["Session"]
 
-__getattr__ = loader(__name__, guard="Guard Limits", session="Session apply", verification="Verification")
+__getattr__ = loader(__name__, session="Session")

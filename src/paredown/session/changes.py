@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paredown.autograd.operations import CODES
 from paredown.errors import ApplyError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.optim.packed_weight import Weight
@@ -50,12 +51,12 @@ from paredown.optim.sharded.local_rows import local
 from paredown.optim.sharded.packed_shards import sharded_of_whole
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.plan.trace import Trace
 from paredown.roles import FORMATTED, Role, weight_role
 from paredown.session.eager.activations import Activations
 from paredown.session.eager.slot_decisions import REASONS
 from paredown.sizes import say_bytes
 from paredown.tables import TableRows
-from paredown.trace.trace import Trace
 
 UNMODIFIED = "unmodified"
 COMPILED_CHECKPOINTS = "torch.compile runs the model, and chooses itself what backward recomputes"
@@ -178,7 +179,7 @@ def activation_changes(
     others = {
         name: (UNMODIFIED, reason)
         for name, reason in activations.not_packed.items()
-        if reason not in (REASONS["weight"], REASONS["buffer"]) and not is_checkpointed(name)
+        if reason not in (REASONS["weight"], REASONS["buffer"], CODES) and not is_checkpointed(name)
     }
     others.update({name: (UNMODIFIED, HELD) for name in sorted(activations.restored)})
     for name, reason in sorted(activations.not_freed.items()):
@@ -280,15 +281,16 @@ class Summary:
         time = "" if self.packing_share is None else f", packing activations took {100 * self.packing_share:.0f} % of their time"
         lines = [self.nothing] if self.nothing else []
         lines += [f"Session of {self.model}: {self.state}{time}", *(f"  {name.ljust(width)}  {text}" for name, text in cells)]
-        if not self.changes:
+        changes = [change for change in self.changes if change.asked != change.given]  # others say that forward changes
+        if not changes:
             return [*lines, "Everything is stored as requested"]
-        rows = "1 row" if len(self.changes) == 1 else f"{len(self.changes)} rows"
-        return [*lines, f"Not stored as requested: {rows} of session.changes", *self._reasons()]
+        rows = "1 row" if len(changes) == 1 else f"{len(changes)} rows"
+        return [*lines, f"Not stored as requested: {rows} of session.changes", *self._reasons(changes)]
 
-    def _reasons(self) -> Iterator[str]:
+    def _reasons(self, changes: Iterable[Change]) -> Iterator[str]:
         """A line for each of the most frequent reasons: first memory that is not freed, then what is not packed, small tensors last."""
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for change in self.changes:
+        for change in changes:
             groups[change.given, change.reason].append(change.slot)
         ranked = sorted(groups.items(), key=lambda item: (_rank(*item[0], item[1][0]), -len(item[1])))
         shown = ranked if len(groups) <= NUM_REASONS else ranked[: NUM_REASONS - 1]

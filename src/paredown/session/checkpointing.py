@@ -8,8 +8,8 @@ placeholders alone: hooks that it registered on them would replace those of chec
 Batch norms update their running statistics once per batch: not in the second call.
 
 `SecondPasses` packs what the second forward passes save, of these modules and of those that the model checkpoints itself: the large tensors
-that `trace/second_passes.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside the
-operation that reads them: each decoded copy is multiplied in place and becomes the result.
+that `autograd/second_passes.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside
+the operation that reads them: each decoded copy is multiplied in place and becomes the result.
 
 `OffloadedInputs` moves packed inputs of checkpointed layers to host memory, if the plan says so: a stream of its own copies codes and
 scales while the GPU computes the next layer, and copies them back while backward computes the layer after it. The host memory is pinned;
@@ -34,6 +34,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
+from paredown.autograd.graph import Saved
+from paredown.autograd.hooks import Hook, patched_attributes
+from paredown.autograd.operations import CHECKPOINT, is_checkpoint_input
+from paredown.autograd.second_passes import CapturedHooks, Store, stored_operand
 from paredown.codec.packed import FlatCodec, PackedTensor
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
@@ -44,10 +48,6 @@ from paredown.session.eager.forward_passes import ForwardStorage
 from paredown.session.eager.recomputed_values import RecomputedValues
 from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredValues, StoredView
 from paredown.session.value_bounds import is_capturing
-from paredown.trace.autograd_graph import Saved
-from paredown.trace.hooks import Hook
-from paredown.trace.operations import CHECKPOINT, is_checkpoint_input
-from paredown.trace.second_passes import CapturedHooks, Store, stored_operand
 
 DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, True
 
@@ -104,6 +104,12 @@ class CheckpointedModules:
         if getattr(self._local, "is_second_call", False) or not calls or calls[-1][0] is not module:
             return
         next(calls.pop()[1], None)  # finishes the generator, which removes the saved-tensor hooks of checkpointing
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """A context in which no module of this thread's forward passes is checkpointed."""
+        with patched_attributes(self._local, is_second_call=True):
+            yield
 
     def _calls(self) -> list[tuple[nn.Module, Generator[None, None, None]]]:
         if not hasattr(self._local, "calls"):

@@ -1,4 +1,4 @@
-"""`apply` puts a plan to work on a model: its saved activations and its weights are stored packed, in an unmodified training loop.
+"""`Session`: a plan at work on a model: its saved activations and its weights are stored packed, in an unmodified training loop.
 
     session = apply(plan, model)
     loss = criterion(model(x), y); loss.backward(); optimizer.step()     # the loop does not change
@@ -23,17 +23,19 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from paredown.assign.sensitivity import Sensitivities
+from paredown.autograd.module_watch import Watch, is_wrapped_by_compile, unwrapped
+from paredown.autograd.operations import MIN_PACKED_NUMEL, SMALL
 from paredown.errors import ApplyError
-from paredown.loss.output_head import LOSS_SLOTS, OutputHead
+from paredown.loss.output_head import CHUNKED_LOSS, LOSS_SLOTS, OutputHead
 from paredown.optim.parameter_state import request_formats, withdraw_requests
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
+from paredown.plan.trace import Trace
 from paredown.roles import FORMATTED, Role
 from paredown.session.changes import (
     CHECKPOINTED,
@@ -58,25 +60,19 @@ from paredown.session.changes import (
 )
 from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs, SecondPasses
 from paredown.session.eager.activations import Activations
-from paredown.session.guard import Guard, checked_guard
-from paredown.session.guard_steps import GuardRunner
+from paredown.session.eager.products import ProductLayers
+from paredown.session.measured_runs import MeasuredRuns
+from paredown.session.open_sessions import any_session_of, check_has_none, forget, register
+from paredown.session.signals import GuardFactory
 from paredown.session.unused_plans import NOTHING, UNSEEN, UnseenSteps, does_nothing, scripted_changes, scripted_parts, unused_rules
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
-from paredown.session.weights import Weights
-from paredown.simulate.rounded_values import MODES, Simulate
-from paredown.simulate.simulated_session import SimulatedSession
+from paredown.session.weights.packed_weights import Weights
 from paredown.sizes import say_bytes
-from paredown.trace.module_watch import Watch, is_wrapped_by_compile, unwrapped
-from paredown.trace.operations import MIN_PACKED_NUMEL, SMALL
-from paredown.trace.trace import Trace
-from paredown.trace.trace_step import CHUNKED_LOSS
 
 if TYPE_CHECKING:
     from paredown.session.compiled.compiled_graphs import CompiledGraphs
 
 VERSION = 1
-# Both references are weak, as is a session's reference to its model; the hooks on the model keep the session alive.
-_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: what it saves cannot be packed; call session.compile() instead"
 IN_THREADS = (
     "it ran in a thread while several forward passes of the model were running: it is not known to which of them it belongs"
@@ -97,7 +93,7 @@ class Session:
         seed: int,
         *,
         is_compiled: bool = False,
-        guard: Guard | None = None,
+        make_guard: GuardFactory | None = None,
         chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
         plan.check_stored()
@@ -110,19 +106,17 @@ class Session:
         self._activations = Activations(plan, seed)
         self._is_checked, self._modules = False, list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
-        self._watch.on_saved_again, self._watch.replays.receiver = self._activations.save_again, self._activations
-        self._activations.on_small = self._watch.leave_out
-        self._watch.follow_submodules()
+        self._activations.report_small_to(self._watch.leave_out)
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
-        self._watch.passed_over = frozenset(self._checkpointed.modules)
-        self._watch.checkpoints.on_recomputation = SecondPasses(self._activations).begin
+        checkpointed = frozenset(self._checkpointed.modules)
+        self._watch.follow_for(self._activations, passed_over=checkpointed, on_recomputation=SecondPasses(self._activations).begin)
         self._offloaded = OffloadedInputs(self._activations) if plan.offload else None
-        self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
-        self._weights = Weights(plan, model, is_compiled=is_compiled)
-        self._weights.checkpointed = frozenset(self._checkpointed.modules)
+        self._guard = make_guard(self._activations, self._change) if make_guard is not None else None
+        self._weights = Weights(plan, model, is_compiled=is_compiled, checkpointed=checkpointed)
         self._unused = unused_rules(plan, model)
+        self.products = ProductLayers(plan, model)
         self._attach(model, chunked_loss)
         request_formats(model, rows)
         self._unseen = UnseenSteps(model, self) if self._packs_activations else None
@@ -142,6 +136,7 @@ class Session:
             self._view_outputs.attach()
         self._head = OutputHead(model, is_on=chunked_loss)
         self._head.attach()
+        self.products.attach()
 
     @property
     def seed(self) -> int:
@@ -164,6 +159,16 @@ class Session:
         return self._activations.stored_bytes + (self._compiled.stored_bytes if self._compiled is not None else 0)
 
     @property
+    def runs(self) -> MeasuredRuns:
+        """How `verify` runs steps of this session."""
+        return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None if it was deleted."""
+        return self._model()
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of codes and scales of the packed weights."""
         return self._weights.nbytes
@@ -182,14 +187,22 @@ class Session:
         self._watch.detach()
         self._view_outputs.detach()
         self._head.detach()
+        self.products.detach()
         if self._compiled is None:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
             self._weights.attach()
             signals = self._guard.signals if self._guard is not None else None
-            self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals, head=self._head)
+            self._compiled = CompiledGraphs(
+                self.plan,
+                self.seed,
+                calls=self.forwards,
+                signals=signals,
+                head=self._head,
+                products=self.products if self.plan.multiplies else None,
+            )
         if self._guard is not None:
-            self._guard.format_of = self._compiled.format_of
+            self._guard.read_formats(self._compiled.format_of)
         return self._compiled.compile(model, self.wrapper() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
@@ -213,6 +226,7 @@ class Session:
         packed = self._activations
         rows += activation_changes(self.plan, packed, self._checkpointed.has, self._watch.in_place_on_views)
         rows += self._compiled.changes() if self._compiled is not None else []
+        rows += self.products.changes()
         rows += [Change(*row) for row in self._head.rows(packed.saved_by(*LOSS_SLOTS))]
         rows += self._offloaded.changes() if self._offloaded is not None and self.forwards else []
         rest = self.plan.find(("",), Role.ACTIVATION).format
@@ -246,11 +260,11 @@ class Session:
         return self._guard.budget_bytes if self._guard is not None else None
 
     @property
-    def sensitivities(self) -> Sensitivities | None:
+    def sensitivities(self) -> Any:
         """The sensitivities that the guard uses: those it was created with, or measured last; None without a guard or sensitivities."""
         return self._guard.sensitivities if self._guard is not None else None
 
-    def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Sensitivities:
+    def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:
         """Measure sensitivities, and let the guard choose formats by them; `batch` and `loss` are those of `probe`."""
         if self._guard is None:
             raise ApplyError("reprobe needs a guard, and this session has none: apply(plan, model, guard=Guard(trace)).")
@@ -265,6 +279,7 @@ class Session:
         rows = [SlotExplanation(path, CHECKPOINTED, CHECKPOINTED, "the activations inside it are not saved") for path in paths]
         packed = {f"weight={name}": str(weight.packed.format) for name, weight in self._weights.weights.items()}
         rows += [SlotExplanation(slot, text, text, QUANTIZED) for slot, text in packed.items() if slot not in changed]
+        rows += self.products.explain()
         return Explanation([*explain_session(self.applied, self._activations, changes, self.actions, slots), *rows])
 
     def summary(self, trace: Trace | None = None) -> Summary:
@@ -325,6 +340,7 @@ class Session:
         self._watch.detach()
         self._view_outputs.detach()
         self._head.detach()
+        self.products.detach()
         if self._unseen is not None:
             self._unseen.close()
         self._checkpointed.detach()
@@ -334,7 +350,7 @@ class Session:
         model = self._model()
         if model is not None:
             withdraw_requests(model)
-            _close(model, self)
+            forget(model, self)
         self._is_open = False
 
     def __enter__(self) -> Session:
@@ -394,7 +410,7 @@ class Session:
         actions = f", {len(self.actions)} actions of the guard" if self.actions else ""
         graphs = self._compiled.reports if self._compiled is not None else ()
         compiled = f", compiled graphs store {say_bytes(sum(graph.stored_bytes for graph in graphs))}" if graphs else ""
-        return f"{passes}{actions}{compiled}{'' if self._is_open else ', closed'}"
+        return f"{passes}{actions}{compiled}{self.products.say()}{'' if self._is_open else ', closed'}"
 
     def _stored_bytes(self) -> tuple[StoredBytes, ...]:
         """Activations of the largest forward pass, packed weights, optimizer state and gradients; of a closed session the last ones."""
@@ -416,86 +432,25 @@ class Session:
         return [((name,), role) for role in roles for name, p in parameters if role is not Role.FROZEN or not p.requires_grad]
 
 
-@overload
-def apply(
+def start_session(
     plan: Plan,
     model: nn.Module,
     *,
     seed: int = 0,
-    mode: Literal["store"] = "store",
-    guard: Guard | None = None,
+    make_guard: GuardFactory | None = None,
     chunked_loss: bool = CHUNKED_LOSS,
-) -> Session: ...
-@overload
-def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate", "peppp"] | Simulate) -> SimulatedSession: ...
-def apply(
-    plan: Plan,
-    model: nn.Module,
-    *,
-    seed: int = 0,
-    mode: str | Simulate = "store",
-    guard: Guard | None = None,
-    chunked_loss: bool = CHUNKED_LOSS,
-) -> Session | SimulatedSession:
-    """Apply `plan` to `model`, in place, and return the session. `seed` is that of stochastic rounding.
-
-    `mode`: "store" packs tensors between their uses; "simulate", or a `Simulate` with other settings, rounds the values that arithmetic
-    sees and saves no memory; "peppp" is the `Simulate` that rounds where PEPPP does.
-    `guard` changes the plan of a store session when rounding errors or gradients become too large. `chunked_loss`: the cross entropy of a
-    language model's output head is computed in chunks of rows, so that all logits never exist (docs/language_models.md); store mode only.
-    """
-    if isinstance(plan, nn.Module) or isinstance(model, Plan):
-        raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")
-    if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
-        types = f"{type(plan).__name__} and {type(model).__name__}"
-        raise ApplyError(f"apply takes a Plan and a torch.nn.Module, not {types}: apply(Plan.preset('activations8'), model).")
+) -> Session:
+    """Apply `plan` to `model` in store mode, and return the session, which is the model's open one until it is closed."""
     given, is_compiled, model = model, is_wrapped_by_compile(model), unwrapped(model)
     check_is_not_graphed(model)
-    for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
-        owner = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
-        owner = owner or ("a model that this is a part of" if _is_part(model, other) else None)
-        if owner:
-            raise ApplyError(f"{owner} has a session already: call its close() before applying another plan. It is {session!r}.")
-    session = _session(plan, model, seed, mode, is_compiled=is_compiled, guard=guard, chunked_loss=chunked_loss)
-    _SESSIONS[model] = weakref.ref(session)
-    if isinstance(session, Session):
-        session.wrapper = weakref.ref(model if is_compiled else given)
+    check_has_none(model)
+    session = Session(plan, model, seed, is_compiled=is_compiled, make_guard=make_guard, chunked_loss=chunked_loss)
+    register(model, session)
+    session.wrapper = weakref.ref(model if is_compiled else given)
     return session
 
 
-def _session(
-    plan: Plan, model: nn.Module, seed: int, mode: str | Simulate, *, is_compiled: bool, guard: Guard | None, chunked_loss: bool
-) -> Session | SimulatedSession:
-    if mode == "store":
-        guard = checked_guard(guard, plan)
-        return Session(plan, model, seed, is_compiled=is_compiled, guard=guard, chunked_loss=chunked_loss)
-    settings = MODES.get(mode) if isinstance(mode, str) else mode
-    if not isinstance(settings, Simulate):
-        allowed = ", ".join(map(repr, ("store", *MODES)))
-        raise ApplyError(f"mode {mode!r} is unknown. Allowed: {allowed}, or a paredown.simulate.simulated_session.Simulate.")
-    if is_compiled:
-        raise ApplyError(
-            "a compiled model cannot be simulated: torch.compile hides its operations. Apply the plan to the model before torch.compile."
-        )
-    if guard is not None:
-        raise ApplyError(
-            "a guard keeps a memory budget, and simulate mode saves no memory: Simulate(raised=...) raises what overflows."
-        )
-    return SimulatedSession(plan, model, seed, settings, on_close=_close)
-
-
-def _close(model: nn.Module, session: Session | SimulatedSession) -> None:
-    """Forget the session, so that another plan can be applied to the model."""
-    current = _SESSIONS.get(model)
-    if current is not None and current() is session:
-        del _SESSIONS[model]
-
-
-def session_of(model: nn.Module) -> Session | SimulatedSession | None:
-    """The open session of `model`; None if there is none."""
-    session = _SESSIONS.get(model)
-    return session() if session is not None else None
-
-
-def _is_part(part: nn.Module, whole: nn.Module) -> bool:
-    return any(module is part for module in whole.modules())
+def session_of(model: nn.Module) -> Session | None:
+    """The open session of `model` in store mode; None if there is none."""
+    session = any_session_of(model)
+    return session if isinstance(session, Session) else None

@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from paredown.autograd.hooks import register_weakly
 from paredown.errors import ApplyError
 from paredown.optim.parameter_state import owner_of
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import Selector
 from paredown.roles import Role
 from paredown.session.changes import UNMODIFIED, Change, StoredBytes
-from paredown.trace.hooks import register_weakly
 
 NONE_FROZEN = "no parameter is frozen: freeze the base by requires_grad_(False) before apply, or give weights a format by weight="
 NONE_TRAINED = "no parameter of the model requires a gradient"
@@ -102,13 +102,14 @@ class UnseenSteps:
         model, session = self._model(), self._session()
         if model is not None and session is not None and not self.were_seen and not session.has_run:
             found = [p for p in model.parameters() if among is None or p in among]
-            self.were_seen = any(p.requires_grad and owner_of(p) is None and p.grad is not None for p in found)
+            self.were_seen = any(p.requires_grad and p.grad is not None for p in found)
         return self.were_seen
 
     def _after_step(self, optimizer: Optimizer) -> None:
         session = self._session()
         if self.were_seen or session is None or session.has_run:
             return
-        if self.check({p for group in optimizer.param_groups for p in group["params"]}):
+        updated = {p for group in optimizer.param_groups for p in group["params"] if owner_of(p) in (None, optimizer)}
+        if self.check(updated):  # an optimizer of paredown.optim may call one of torch.optim: its own step is the one to name
             text = f"the plan packs activations, and nothing was packed in the step of {type(optimizer).__name__} over the model: {UNSEEN}."
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=4)

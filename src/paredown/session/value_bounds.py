@@ -40,13 +40,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paredown.autograd.graph import Saved
+from paredown.autograd.operations import ATTENTION_PINS, PERIODIC, Use
 from paredown.codec.recompute import NO_BOUND
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.plan.storage import BLOCK, PINNED, significant_bits
-from paredown.trace.autograd_graph import Saved
-from paredown.trace.operations import ATTENTION_PINS, PERIODIC, Use
-from paredown.trace.trace import index_dtype
+from paredown.plan.trace import index_dtype
 
 MAX_LOGIT_ERROR = 0.05  # standard deviation of a logit's error: probabilities wrong by 5 %
 MAX_SHARED_ERROR = 0.1  # random programs at 0.12 to 0.39 had gradients of norms before attention 11 to 27 % off

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from paredown.autograd.hooks import Hook
 from paredown.errors import ApplyError
-from paredown.trace.hooks import Hook
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
-from paredown.trace.autograd_graph import next_number
-from paredown.trace.hooks import Hook
-from paredown.trace.module_watch import is_plain_leaf
+from paredown.autograd.graph import next_number
+from paredown.autograd.hooks import Hook
+from paredown.autograd.module_watch import is_plain_leaf
 
 MARK = "_paredown_value"  # the attribute of a tensor with (listener, value)
 MOVES = frozenset(

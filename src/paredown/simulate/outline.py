@@ -21,11 +21,11 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from paredown.autograd.graph import Saved, tensors_in
+from paredown.autograd.module_watch import Watch
+from paredown.predict.fake.fake_tensors import FakeTensors, check_model, with_fake_tensors
 from paredown.roles import Role
 from paredown.simulate.forward_calls import PRODUCTS, ForwardCalls, Operation, OperationListener, mark
-from paredown.trace.autograd_graph import Saved, tensors_in
-from paredown.trace.fake.fake_tensors import FakeTensors, check_model, with_fake_tensors
-from paredown.trace.module_watch import Watch
 
 LOSS = "loss"
 INPUT = "input"

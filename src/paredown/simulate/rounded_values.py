@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from paredown.autograd.graph import NO_SEQUENCE, tensors_in
 from paredown.codec.runtime_formats import is_narrow
 from paredown.errors import ApplyError
 from paredown.plan.plan import Plan
@@ -27,7 +28,6 @@ from paredown.roles import Role
 from paredown.simulate.forward_calls import PRODUCTS, Operation, OperationListener, mark, mark_of
 from paredown.simulate.outline import INPUT, Outline
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
-from paredown.trace.autograd_graph import NO_SEQUENCE, tensors_in
 
 # Not allow_tf32, which cannot be read once the user has set these; it can again when they are restored
 SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)

@@ -29,9 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paredown.autograd.graph import tensors_in
+from paredown.autograd.hooks import Hook, register_weakly
 from paredown.errors import ApplyError
 from paredown.plan.plan import OFFLOADED, Plan
-from paredown.roles import Role
+from paredown.roles import Role, role_of_state
 from paredown.session.changes import CHECKPOINTED, UNMODIFIED, Change, Changes, describe_state
 from paredown.session.checkpointing import CheckpointedModules
 from paredown.simulate.forward_calls import ForwardCalls
@@ -39,9 +41,6 @@ from paredown.simulate.outline import LOSS, Outline, of_call
 from paredown.simulate.range_counts import RangeCounts
 from paredown.simulate.rounded_slots import Promotion, RoundedSlot, RoundedSlots
 from paredown.simulate.rounded_values import MODES, RoundedValues, Simulate
-from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.hooks import Hook, register_weakly
-from paredown.trace.optimizer_state import role_of_state
 
 __all__ = ["MODES", "Simulate", "SimulatedSession"]
 
@@ -193,6 +192,11 @@ class SimulatedSession:
         if model is not None:
             self._on_close(model, self)
         self._is_open = False
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None if it was deleted."""
+        return self._model()
 
     def __enter__(self) -> SimulatedSession:
         return self

@@ -227,19 +227,21 @@ class FlatEncoder:
 
     def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
         """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device."""
-        flat, source = self.flat, x.data_ptr()
-        codes = empty_strided((flat.num_bytes,), (1,), torch.uint8, x)
-        scales = lowest = empty_strided((flat.num_blocks,), (1,), flat.scale, x)
-        parts = [codes, scales]
+        flat = self.flat
+        parts = [empty_strided((flat.num_bytes,), (1,), torch.uint8, x), empty_strided((flat.num_blocks,), (1,), flat.scale, x)]
         if flat.minimum is not None:
-            lowest = empty_strided((flat.num_blocks,), (1,), flat.minimum, x)
-            parts.append(lowest)
+            parts.append(empty_strided((flat.num_blocks,), (1,), flat.minimum, x))
+        self.encode_into(x, step, *parts)
+        return parts
+
+    def encode_into(self, x: Tensor, step: Tensor, codes: Tensor, scales: Tensor, minimums: Tensor | None = None) -> None:
+        """Write the parts to tensors of their sizes."""
+        source, lowest = x.data_ptr(), scales if minimums is None else minimums
         addresses = codes.data_ptr(), scales.data_ptr(), lowest.data_ptr()
         step_at = step.data_ptr() if self._is_random else None
-        key = (x.get_device(), x.dtype, torch.uint8)
+        key = (x.get_device(), x.dtype, UINT8)
         if not self._direct.run(key, source, (source, *addresses, source, source, step_at, source)):
-            self._direct.launch(key, _encode_pointers(x, parts, step if self._is_random else None))
-        return parts
+            self._direct.launch(key, _encode_pointers(x, [codes, scales, lowest], step if self._is_random else None))
 
 
 @final

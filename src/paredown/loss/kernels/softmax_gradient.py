@@ -6,6 +6,10 @@ L = log sum_c exp z_c and S = sum_c w_c:
     loss = own (L - z_y) + smooth (S L - sum_c w_c z_c)
     z_c <- scale ((own + smooth S) exp(z_c - L) - own [c = y] - smooth w_c)
 
+z = f(x) of the logits x that are in memory: products and tanh, c tanh(b tanh(a x)) for SCALES = (a, b, c), such as a soft cap; then
+
+    x_c <- f'(x_c) times what z_c would get
+
 One program has one row. All arithmetic is float32.
 
     row 0   z_0 z_1 z_2 z_3 | z_4 z_5 z_6 z_7      TILE = 4: first all tiles for L, with a running maximum and sum in each lane;
@@ -22,6 +26,19 @@ from torch import Tensor
 TILE = 4096  # values
 NUM_WARPS = 8
 LOWEST = tl.constexpr(-3.0e38)  # finite: the running maximum of lanes that have no value yet
+
+
+@triton.jit
+def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
+    """f(x) and f'(x)."""
+    z = x * SCALES[0]
+    slope = tl.full(x.shape, SCALES[0], tl.float32)
+    for i in tl.static_range(1, NUM_TANH + 1):
+        t = tl.exp(-2.0 * tl.abs(z))
+        tanh = tl.where(z < 0.0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
+        slope = slope * (SCALES[i] * (1.0 - tanh * tanh))
+        z = tanh * SCALES[i]
+    return z, slope
 
 
 @triton.jit
@@ -55,6 +72,8 @@ def softmax_gradient(
     HAS_WEIGHTS: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr,
+    NUM_TANH: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Loss and gradient of one row: see the file's text."""
@@ -69,14 +88,21 @@ def softmax_gradient(
     if HAS_WEIGHTS:
         own *= tl.load(weights_ptr + target)
     weights_sum = tl.load(weights_sum_ptr) if HAS_WEIGHTS else num_classes.to(tl.float32)
-    z_target = tl.load(logits_ptr + target).to(tl.float32)  # before the reductions, and so before any thread writes
+    x_target = tl.load(logits_ptr + target + tl.arange(0, 1)).to(
+        tl.float32
+    )  # before the reductions, and so before any thread writes
+    z_target, _slope_of_target = transformed(x_target, SCALES, NUM_TANH)
+    z_target = tl.sum(z_target, 0)
 
     peak = tl.full((TILE,), LOWEST, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     weighted = tl.zeros((TILE,), tl.float32)
     for start in range(0, num_classes, TILE):
         at = start + columns
-        z = tl.load(logits_ptr + at, mask=at < num_classes, other=-float("inf")).to(tl.float32)
+        z, _slope_of_first = transformed(
+            tl.load(logits_ptr + at, mask=at < num_classes, other=0.0).to(tl.float32), SCALES, NUM_TANH
+        )
+        z = tl.where(at < num_classes, z, -float("inf"))
         peak, total = update_sum(peak, total, z)
         if HAS_SMOOTH:
             weight = tl.load(weights_ptr + at, mask=at < num_classes, other=0.0) if HAS_WEIGHTS else 1.0
@@ -96,12 +122,12 @@ def softmax_gradient(
         factor = own + smooth * weights_sum
         for start in range(0, num_classes, TILE):
             at = start + columns
-            z = tl.load(logits_ptr + at, mask=at < num_classes, other=-float("inf")).to(tl.float32)
+            z, slope = transformed(tl.load(logits_ptr + at, mask=at < num_classes, other=0.0).to(tl.float32), SCALES, NUM_TANH)
             gradient = gradient_of(z, log_sum, factor)
             if HAS_SMOOTH:
                 weight = tl.load(weights_ptr + at, mask=at < num_classes, other=0.0) if HAS_WEIGHTS else 1.0
                 gradient -= smooth * weight
-            gradient = tl.where(at == target, gradient - own, gradient)
+            gradient = tl.where(at == target, gradient - own, gradient) * slope
             tl.store(logits_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < num_classes)
 
 
@@ -111,11 +137,12 @@ def losses_and_gradient_(
     numbers: tuple[int, float, float],
     weights: tuple[Tensor, Tensor] | None,
     scale: Tensor | float | None,
+    scales_of_logits: tuple[float, ...] = (1.0,),
 ) -> Tensor:
     """The losses (num_rows,) of `logits`, which the gradient times `scale` replaces; None leaves them unmodified.
 
     The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 - e and e / V, `weights` are one for each class, and
-    their sum. A tensor `scale` has one float32 value for each row.
+    their sum. A tensor `scale` has one float32 value for each row. `scales_of_logits`: SCALES.
     """
     num_rows, num_classes = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -135,6 +162,8 @@ def losses_and_gradient_(
             HAS_WEIGHTS=weights is not None,
             HAS_GRADIENT=scale is not None,
             HAS_SCALES=scales is not None,
+            SCALES=scales_of_logits,
+            NUM_TANH=len(scales_of_logits) - 1,
             TILE=min(TILE, triton.next_power_of_2(num_classes)),
             num_warps=NUM_WARPS,
         )

@@ -1,7 +1,7 @@
 """Packed weights under FSDP2: each process stores codes and scales of its rows, and all-gathers move these instead of values.
 
     p                    the sharded parameter of torch, a DTensor; the same Python object before and after packing
-    p._local_tensor      a `WeightView` of the rows of this process, without memory of its own
+    p._local_tensor      a view (`PackedParameter`) of the rows of this process, without memory of its own
     weight_of(p)         the `Weight` with their codes, (rows, row_bytes), and scales
     all-gather inputs    codes and scales, padded with zeros to the rows of the first shard, so that all processes send the same size
     after an all-gather  the whole parameter is decoded into the memory that FSDP2 frees when it reshards
@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paredown.codec.packed import DEVICES, DTYPES, PackedTensor, encode
+from paredown.codec.packed import DEVICES, DTYPES, encode
 from paredown.codec.reference import PackedParts
 from paredown.formats.format import Format
-from paredown.optim.packed_parameter import PackedParameter, WeightView, view_of
+from paredown.optim.packed_parameter import PackedParameter, view_of
 from paredown.optim.packed_weight import KEY, Weight, decode_into, weight_of
 
 UNEVEN = "dimension 0 ({}) does not divide by {} processes: {} rows of zeros in all pad the shards, and are stored and sent too"
@@ -92,14 +92,11 @@ class PackedShard:
 
     def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
         """The whole parameter, decoded from the codes and scales of all processes; their memory is freed."""
-        shape, format = self.parameter.shape, self.weight.packed.format
-        names = [name for name in PackedParts.__dataclass_fields__ if getattr(self.padded, name) is not None]
-        if self.num_processes == 1:  # the others have replicas; FSDP2 then copies the first input alone
-            parts = self.weight.packed.parts
-        else:
-            parts = PackedParts(**{name: tensor[: shape[0]] for name, tensor in zip(names, gathered, strict=True)})
-        whole = PackedTensor(format, shape, self.weight.dtype, tuple(range(len(shape))), parts)
-        made = torch.empty(shape, dtype=dtype, device=self.weight.packed.device) if out is None else out.data
+        shape, own, received = self.parameter.shape, self.weight.packed, iter(gathered)
+        if self.num_processes > 1:  # one process alone has replicas, and FSDP2 copies the first input only
+            own = own.mapped(lambda _: next(received)[: shape[0]])
+        whole = replace(own, shape=shape)
+        made = torch.empty(shape, dtype=dtype, device=whole.device) if out is None else out.data
         with torch.no_grad():
             decode_into(whole, made)
         for tensor in gathered:  # FSDP2 would hold it until it reshards, and allocates it anew for the next all-gather
@@ -125,46 +122,33 @@ def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
     values = parameter._local_tensor.detach()
     with torch.no_grad():
         packed = encode(values, format, order="logical")
-        padded = _padded(packed.parts, int(managed.padded_sharded_param_size[0]))
-        packed = replace(packed, parts=_first_rows(padded, values.shape[0]))
+        padded = packed.mapped(lambda part: _padded(part, int(managed.padded_sharded_param_size[0])))
+        packed = padded.mapped(lambda part: part[: values.shape[0]])
     rows = nn.Parameter(values, requires_grad=False)
     weight = Weight(rows, packed, PackedParameter)
     vars(rows)[KEY] = weight
     weight.hide()
-    shard = PackedShard(parameter, managed, weight, padded, rows)
+    shard = PackedShard(parameter, managed, weight, padded.parts, rows)
     vars(parameter)[KEY] = weight
     local = view_of(rows)
     _extend(local, shard)
     parameter._local_tensor = local
-    assert padded.codes is not None
     managed._sharded_param_data = padded.codes.view(-1)  # the memory by which FSDP2 recognizes the local tensor
     managed._init_extensions()
     forget_gathered(managed)
     return shard
 
 
-def _padded(parts: PackedParts, rows: int) -> PackedParts:
-    def pad(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or tensor.shape[0] == rows:
-            return tensor
-        made = tensor.new_zeros((rows, *tensor.shape[1:])) if tensor.dtype.itemsize > 1 else _zero_bytes(tensor, rows)
-        made[: tensor.shape[0]] = tensor
-        return made
-
-    return PackedParts(*(pad(getattr(parts, name)) for name in PackedParts.__dataclass_fields__))
+def _padded(part: Tensor, rows: int) -> Tensor:
+    """Codes or scales with rows of zeros after them, `rows` in all."""
+    if part.shape[0] == rows:
+        return part
+    made = part.new_zeros((rows, *part.shape[1:]))
+    made[: part.shape[0]] = part
+    return made
 
 
-def _zero_bytes(like: Tensor, rows: int) -> Tensor:
-    """Zeros for dtypes of one byte, some of which (float8) have no fill."""
-    made = torch.zeros((rows, *like.shape[1:]), dtype=torch.uint8, device=like.device)
-    return made.view(like.dtype)
-
-
-def _first_rows(parts: PackedParts, rows: int) -> PackedParts:
-    return PackedParts(*(None if (t := getattr(parts, name)) is None else t[:rows] for name in PackedParts.__dataclass_fields__))
-
-
-def _extend(local: WeightView, shard: PackedShard) -> None:
+def _extend(local: PackedParameter, shard: PackedShard) -> None:
     """Set the functions by which FSDP2 gathers `local`, and the memory by which it recognizes it."""
 
     def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
@@ -184,7 +168,7 @@ def _extend(local: WeightView, shard: PackedShard) -> None:
 
 def plain_copy(value: DTensor) -> DTensor:
     """`value` with decoded rows if its local tensor is packed; unchanged otherwise."""
-    weight = weight_of(value._local_tensor) if type(value._local_tensor) is WeightView else None
+    weight = weight_of(value._local_tensor) if type(value._local_tensor) is PackedParameter else None
     if weight is None:
         return value
     return DTensor(weight.exported(), value._spec, requires_grad=False)

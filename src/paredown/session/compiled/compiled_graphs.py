@@ -28,7 +28,8 @@ from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
 from paredown.session.compiled.graph_packing import PlanPartitioner, autograd_node_of, holds_tensors, make_backend
 from paredown.session.compiled.graph_signals import NUM_SIGNALS
-from paredown.session.guard import Signals
+from paredown.session.eager.products import ProductLayers
+from paredown.session.signals import Signals
 
 NOT_COMPILED = (
     "torch.compile has compiled no graph of it: call the model that session.compile() returned. Under fully_shard, Dynamo does not compile "
@@ -47,10 +48,17 @@ class CompiledGraphs:
     """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
 
     def __init__(
-        self, plan: Plan, seed: int, *, calls: int, signals: Signals | None = None, head: OutputHead | None = None
+        self,
+        plan: Plan,
+        seed: int,
+        *,
+        calls: int,
+        signals: Signals | None = None,
+        head: OutputHead | None = None,
+        products: ProductLayers | None = None,
     ) -> None:
         self.plan, self.seed, self.calls = plan, seed, calls
-        self._head = head  # whose loss is computed in chunks
+        self._head, self._products = head, products  # whose loss is computed in chunks, and whose products multiply codes
         self._signals = signals  # of a guard
         self.reports: list[GraphReport] = []
         self._steps: dict[torch.device, Tensor] = {}
@@ -70,7 +78,7 @@ class CompiledGraphs:
             on_call=self._called,
             options=options,
         )
-        return torch.compile(wrapper, backend=replace(backend, head=self._head), **options)
+        return torch.compile(wrapper, backend=replace(backend, head=self._head, products=self._products), **options)
 
     @property
     def decisions(self) -> dict[str, GraphDecision]:

@@ -15,14 +15,15 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
+from paredown.autograd.operations import MIN_PACKED_NUMEL
 from paredown.codec import graph_codec
 from paredown.codec.graph_codec import pack_mask_in_graph, unpack_mask_in_graph
+from paredown.codec.products import QUANTIZE
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.storage import BLOCK
 from paredown.session.compiled.graph_signals import GraphSignal
-from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot, hint
-from paredown.trace.operations import MIN_PACKED_NUMEL
+from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot, aten_name, hint
 
 INPUT = "it is an input of the compiled graph: the caller holds it"
 HELD = "the compiled graph returns it to the caller as well"
@@ -148,6 +149,12 @@ def is_boolean(node: fx.Node) -> bool:
     """Whether a node is a tensor of booleans."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def is_code(node: fx.Node) -> bool:
+    """Whether a node is codes or scales of a product in 8 bits (codec/products.py), which are stored as they are."""
+    value: Tensor = node.meta["val"]
+    return value.element_size() == 1 or aten_name(node) == QUANTIZE
 
 
 def fits_bits(value: Tensor) -> bool:

@@ -21,13 +21,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
+from paredown.autograd.operations import MIN_PACKED_NUMEL
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
 from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph
 from paredown.codec.packed import default_overflow
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.session.compiled.decode_lowering import lowers
 from paredown.session.compiled.graph_checks import NUM_NUMBERS, Check, check_of
 from paredown.session.compiled.graph_decisions import (
     GraphReport,
@@ -35,6 +35,7 @@ from paredown.session.compiled.graph_decisions import (
     fits_bits,
     inverse_order,
     is_boolean,
+    is_code,
     mask_codec,
     memory_order,
     nbytes_of,
@@ -47,8 +48,8 @@ from paredown.session.compiled.graph_slots import (
     JointGraph,
     hint,
 )
+from paredown.session.compiled.lowerings import lowers
 from paredown.session.compiled.recomputed_chains import RecomputedChains
-from paredown.trace.operations import MIN_PACKED_NUMEL
 
 TOO_MANY_NUMBERS = (
     f"a compiled graph has more than {NUM_NUMBERS} numbers to measure (logits of attention, statistics of norms): compile "
@@ -113,7 +114,8 @@ class GraphEditor:
         """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
         saved = [node for node in self._returned[self.num_outputs :] if isinstance(node, fx.Node)]
         tensors = [(node, value) for node in saved if isinstance(value := node.meta.get("val"), Tensor)]
-        return [node for node, value in tensors if value.is_floating_point() and hint(value.numel()) >= MIN_PACKED_NUMEL]
+        large = [node for node, value in tensors if value.is_floating_point() and hint(value.numel()) >= MIN_PACKED_NUMEL]
+        return [node for node in large if not is_code(node)]
 
     def is_output(self, node: fx.Node) -> bool:
         """Whether the forward graph returns `node` to the caller."""

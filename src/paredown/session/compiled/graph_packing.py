@@ -37,9 +37,13 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
 
+from paredown.autograd.graph import tensors_in
+from paredown.autograd.operations import Use
 from paredown.codec import backend
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
+from paredown.codec.products import DECOMPOSITIONS
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding
 from paredown.loss.output_head import OutputHead
@@ -59,6 +63,7 @@ from paredown.session.compiled.graph_decisions import (
     storage_of,
 )
 from paredown.session.compiled.graph_editor import GraphCodec, GraphEditor, of_tangents
+from paredown.session.compiled.graph_products import call_transposes
 from paredown.session.compiled.graph_signals import SlotMeasure
 from paredown.session.compiled.graph_slots import (
     GraphSlot,
@@ -69,6 +74,7 @@ from paredown.session.compiled.graph_slots import (
     root_and_path,
     slot_of,
 )
+from paredown.session.compiled.kernel_order import ByLastOperation
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.session.compiled.recomputed_tensors import (
@@ -77,8 +83,7 @@ from paredown.session.compiled.recomputed_tensors import (
     recompute_saved,
     save_recomputed,
 )
-from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.operations import Use
+from paredown.session.eager.products import ProductLayers
 
 RECOMPUTES = {
     "ban_recompute_used_far_apart": False,
@@ -96,6 +101,8 @@ INLINES = {"realize_opcount_threshold": 64}
 # Inductor keeps a freed buffer for a later one of its size where its own estimate of the peak allows it; packed ViT-B/16 peaks at 4.26 GiB
 # then and at 4.01 GiB without, in the same time: the caching allocator returns such memory as quickly, and to any buffer.
 FREES = {"allow_buffer_reuse": False}
+# Inductor reorders the loops of transposed writes so that it can fuse them into reductions along rows, where they are not coalesced.
+KEEPS_LOOPS = {"loop_ordering_after_fusion": False}
 KERNEL_DEVICES = ("cuda",)  # where codes below 8 bits are encoded by `paredown::encode`
 
 
@@ -123,7 +130,9 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph, packed."""
         if not self.plan.packs_activations:
-            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+            call_transposes(backward)
+            return forward, backward
         joint = joint_graph(gm, options, self.roots)
         forward, backward = partition(gm, joint_inputs, options)
         editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
@@ -148,6 +157,7 @@ class PlanPartitioner(CustomPartitionerFn):
             editor.add_signals([(node, SlotMeasure.of(d, self.seed)) for node, d in chosen if d.format is not None], report)
         editor.delay_recomputation()
         editor.finish()
+        call_transposes(backward)
         self.on_graph(report)
         return forward, backward
 
@@ -261,6 +271,7 @@ class PlanBackend:
     on_call: Callable[[GraphReport, Any, Tensor, int], None]  # after each call with gradients: outputs, numbers, number of calls
     inductor: Any  # torch's own backend, which resolved mode and options
     head: OutputHead | None = None  # the loss of which is computed in chunks
+    products: ProductLayers | None = None  # layers that multiply 8-bit codes
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """The compiled graph."""
@@ -286,14 +297,18 @@ class PlanBackend:
         patches = {**self._patches(inputs[-1].device.type), **self.inductor.config, "custom_partitioner_fn": partitioner}
         # a hit in the cache of AOTAutograd would skip the partitioner, whose report the session needs; Inductor's own cache stays
         with functorch_config.patch(enable_autograd_cache=False), _more_inputs(gm.graph, inputs[-2:]), collection_paused():
-            return compile_fx(gm, inputs, inner_compile=compile_kernels, config_patches=patches)  # type: ignore[return-value]
+            operations = {**select_decomp_table(), **DECOMPOSITIONS} if self.products is not None else None
+            return compile_fx(gm, inputs, compile_kernels, patches, operations)  # type: ignore[return-value]
 
     def _patches(self, device: str) -> dict[str, Any]:
         """Inductor's settings for this plan, unless the user sets them."""
         plan = self.partitioner.plan
         formats = [format for format in plan.activation_formats if format is not None]
         has_few_bits = any(format.element.width < 8 for format in formats)
-        return {**(INLINES if has_few_bits else {}), **(FREES if device == "cuda" and plan.packs_activations else {})}
+        loops = KEEPS_LOOPS if plan.multiplies else {}
+        return {**loops, **(INLINES if has_few_bits else {}), **(FREES if device == "cuda" and plan.packs_activations else {})}
+        order = {"_post_fusion_custom_pass": ByLastOperation()} if plan.packs_activations else {}
+        return {**order, **(INLINES if has_few_bits else {}), **(FREES if device == "cuda" and plan.packs_activations else {})}
 
 
 def make_backend(
@@ -377,6 +392,7 @@ def holds_tensors(node: Any) -> bool:
 def _source_hash() -> str:
     folder = Path(__file__).parent
     package = folder.parent.parent
-    others = ("codec/graph_codec.py", "codec/graph_ops.py", "trace/operations.py")
+    others = ("codec/graph_codec.py", "codec/graph_ops.py", "autograd/operations.py")
+    others = ("codec/graph_codec.py", "codec/graph_ops.py", "codec/products.py", "autograd/operations.py")
     files = (*sorted(folder.glob("*.py")), *(package / name for name in others))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

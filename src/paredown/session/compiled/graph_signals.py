@@ -1,7 +1,7 @@
 """What compiled graphs measure of packed slots for a guard: two numbers for each slot, in every call of a graph.
 
 error       |x - decoded|^2 / |x|^2 of at most SAMPLE values, which are encoded again: whole blocks, evenly spaced in memory. Where
-            backward subtracts a mean, the denominator is |x - mean of each 64 values|^2, as in eager sessions (session/guard.py)
+            backward subtracts a mean, the denominator is |x - mean of each 64 values|^2, as in eager sessions (session/signals.py)
 largest     the largest value that the stored scales and minimums allow, at most one step of a scale above max |x|; max |x| itself
             for formats without a block. NaN where a value of the tensor is not finite
 """
@@ -21,7 +21,7 @@ from paredown.codec.packed import default_overflow
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.session.compiled.graph_slots import GraphSlot
-from paredown.session.guard import CENTERED_LEN, SAMPLE, relative_error
+from paredown.session.signals import CENTERED_LEN, SAMPLE, relative_error
 
 NUM_SIGNALS = 2  # numbers of one slot
 

@@ -3,7 +3,7 @@
 torch.compile traces forward and backward into one joint graph of aten operations, then partitions it. Each node keeps `seq_nr`, the number
 of the autograd operation that it belongs to (the same in forward and backward), `original_aten`, the operation before decomposition, and
 the stack of modules that called it. So a node of backward that reads a saved tensor names the operation that saved it, and the row of that
-operation in the table of operations (trace/operations.py) states what backward needs: slots have the names and needs of eager mode.
+operation in the table of operations (autograd/operations.py) states what backward needs: slots have the names and needs of eager mode.
 
     backward  mul(tangent, x)   original_aten native_layer_norm_backward, seq_nr 101, module h.0.ln_2   ->  h.0.ln_2:input, is_centered
 
@@ -27,8 +27,21 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from paredown.autograd.operations import (
+    NONLINEAR,
+    PERIODIC,
+    ROWS,
+    STATISTIC,
+    UNKNOWN,
+    Needs,
+    Operand,
+    OperationRow,
+    Pin,
+    Use,
+    row_of,
+)
+from paredown.codec.products import PRODUCT, QUANTIZE
 from paredown.loss.loss_operator import NAME as LOSS_OPERATOR
-from paredown.trace.operations import NONLINEAR, PERIODIC, ROWS, STATISTIC, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
 
 NORMS = frozenset(("batch_norm", "layer_norm", "group_norm", "rms_norm"))
 SMOOTH = frozenset((*NORMS, "gelu", "silu", "tanh", "sigmoid", "mish", "elu", "hardswish", "erf"))
@@ -46,9 +59,9 @@ PASSED = frozenset((
     "_native_batch_norm_legit", "cudnn_batch_norm", "native_dropout", "dropout", "tanh", "sigmoid", "sum", "mean",
     "avg_pool2d", "constant_pad_nd", "index", "gather", "detach", "unbind", "as_strided", "copy", "hardtanh", "clamp",
     "lift_fresh_copy", "full", "full_like", "zeros_like", "ones_like", "empty_like", "scalar_tensor", "arange",
-    "broadcast_in_dim",
+    "broadcast_in_dim", QUANTIZE, PRODUCT,
 ))  # fmt: skip
-PRODUCTS = frozenset(("mm", "bmm", "mul", "convolution_backward"))
+PRODUCTS = frozenset(("mm", "bmm", "mul", "convolution_backward", PRODUCT))
 WITH_OUTPUT = ("result", "output", "logsumexp", "log_sumexp")
 UNKNOWN_OPERATION = "backward uses it in {}, of which nothing is known"
 RECOMPUTED = "backward recomputes {} from it, which may enlarge its error"
@@ -181,9 +194,11 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
                 continue  # booleans are saved as exact bits
             number, aten = joint.numbers.get(user.name, -1), aten_name(user)
             entry = reached.entry if number == reached.number else reached.value
-            if is_backward(user):
+            if is_backward(user) and aten_name(entry) == QUANTIZE:  # codes that several layers multiply
+                yield from _code_uses(entry, joint, is_centered=reached.is_centered)
+            elif is_backward(user):
                 yield from _use(entry, user, joint, reached.is_centered)
-            elif (aten not in PASSED and not _is_power(user)) or _is_integer(user):
+            elif (aten not in PASSED and not _is_power(user)) or (_is_integer(user) and aten != QUANTIZE):
                 yield number, _name(joint.operations.get(number), aten), Needs(Use.EXACT), RECOMPUTED.format(aten)
             elif user not in seen:
                 seen.add(user)
@@ -227,6 +242,14 @@ def _use(value: fx.Node, user: fx.Node, joint: JointGraph, is_centered: bool) ->
     if operand.use not in (Use.VALUE, Use.EXACT):  # signs and masks are saved as bits; other uses of their tensor read its values
         needs = Needs(Use.VALUE, NONLINEAR, is_centered)
     yield number, operation.slot(operand.name), needs, reason
+
+
+def _code_uses(codes: fx.Node, joint: JointGraph, *, is_centered: bool) -> Iterator[FoundUse]:
+    """The uses of codes as the input of every layer that multiplies them."""
+    for number, operation in joint.operations.items():
+        if operation.aten == QUANTIZE and any(node.name == codes.name for node in operation.nodes):
+            operand = operation.row.operands["input"]
+            yield number, operation.slot(operand.name), Needs(Use.VALUE, None, is_centered), ""
 
 
 def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:

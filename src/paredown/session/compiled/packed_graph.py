@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from paredown.errors import ApplyError
 from paredown.session.compiled.graph_checks import NUM_NUMBERS
 from paredown.session.compiled.graph_decisions import GraphReport
+from paredown.session.compiled.graph_products import rewrite_products
 from paredown.session.value_bounds import Reading, update_reading
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class PackedGraph:
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
+        if backend.products is not None:
+            rewrite_products(gm, example_inputs, backend.products, backend.names())
         devices = [t.device for t in example_inputs if isinstance(t, Tensor)]
         # a GPU graph may take CPU scalars
         self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

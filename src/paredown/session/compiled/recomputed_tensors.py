@@ -28,10 +28,9 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd.utils import _is_tangent
 from torch.fx.node import map_arg
 
+from paredown.autograd.operation_kinds import flops_of, kind_of
+from paredown.autograd.operations import MIN_PACKED_NUMEL
 from paredown.session.compiled.graph_decisions import nbytes_of, storage_of
-from paredown.session.compiled.graph_memory import kind_of
-from paredown.trace.operations import MIN_PACKED_NUMEL
-from paredown.trace.timeline import flops_of
 
 PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 MAX_OPERATIONS = 200  # of one recomputed tensor

@@ -1,11 +1,11 @@
 """Packs the activations that a model saves for backward, and unpacks each one when backward uses it.
 
 `trace.module_watch.Watch` reports every saved tensor to `Activations.save`, which replaces it by hooks of autograd
-(`register_hooks` of the saved tensor). What is stored depends on what backward needs (`trace/operations.py`):
+(`register_hooks` of the saved tensor). What is stored depends on what backward needs (`autograd/operations.py`):
 
     backward needs          stored                                    unpacked
     value                   codes and scales in the plan's format     decoded values, same size and strides
-                            or nothing, if another stored tensor      recomputed from that tensor (`trace/rematerialization.py`)
+                            or nothing, if another stored tensor      recomputed from that tensor (`autograd/rematerialization.py`)
                             determines them
     sign, inside, mask      one exact bit per value                   two values for which backward gives the same result
     index                   integers of the smallest sufficient width the same integers
@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -39,15 +40,20 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from paredown.autograd.graph import Saved, is_view_modified_in_place, tensors_in
+from paredown.autograd.hooks import patched_attributes
+from paredown.autograd.operations import MIN_PACKED_NUMEL, Use, max_left_bytes
+from paredown.autograd.rematerialization import Rematerialization, rematerialization_of
 from paredown.codec.packed import FlatCodec, flat_codec
 from paredown.codec.recompute import NO_BOUND, empty_mask, pack_mask
+from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
-from paredown.session.eager.forward_passes import ActivationBytes, ForwardCount, ForwardStorage, PackingTime
+from paredown.session.eager.forward_passes import ActivationBytes, ForwardCount, ForwardStorage, PackingTime, ThreadState
 from paredown.session.eager.recomputed_values import RecomputedValues, decode_steps_of
-from paredown.session.eager.slot_decisions import IN_PLACE, NOT_FREED, REASONS, SlotDecisions, StorageDecision
+from paredown.session.eager.slot_decisions import HELD_BY_CALLER, IN_PLACE, NOT_FREED, REASONS, SlotDecisions, StorageDecision
 from paredown.session.eager.stored_tensors import (
     DecodedCopies,
     StoragePiece,
@@ -57,14 +63,12 @@ from paredown.session.eager.stored_tensors import (
     StoredShape,
     StoredValues,
     StoredView,
+    has_expired,
 )
 from paredown.session.value_bounds import Bounds, ValueBounds, use_and_detail
-from paredown.trace.autograd_graph import Saved, is_view_modified_in_place, tensors_in
-from paredown.trace.operations import MIN_PACKED_NUMEL, Use, max_left_bytes
-from paredown.trace.rematerialization import Rematerialization, rematerialization_of
 
+FP32 = Format.parse("fp32")
 VALUE = Use.VALUE
-has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
@@ -95,7 +99,7 @@ class Activations:
         self._plan_number = 0  # of the plan and seed that slots were decided for
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
         self._restored_left: frozenset[str] = frozenset()  # slots that share their storage with one that is unmodified
-        self._local = threading.local()
+        self._local = ThreadState()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
         self._bounds, self._copies = ValueBounds(), DecodedCopies()
         self._lock = threading.Lock()  # threads of one forward pass share its ForwardStorage: each storage is packed once
@@ -120,11 +124,54 @@ class Activations:
         self._forms = [weakref.ref(form) for form in alive]
         return alive
 
+    @contextmanager
+    def storing_exactly(self) -> Generator[None]:
+        """A context in which packed tensors are stored in float32; those that would be recomputed are stored themselves.
+
+        Recomputing rounds in another order.
+        """
+        decide = self.decide
+
+        def exact(*arguments: Any) -> StorageDecision:
+            decision = decide(*arguments)
+            if decision.format is None:
+                return decision
+            return replace(decision, format=FP32, rounding=Rounding.NEAREST_EVEN, overflow=None)
+
+        with patched_attributes(self, decide=exact, _slots={}, _plan_number=-1, _recomputed=lambda *_: None):
+            yield
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Generator[None]:
+        """A context in which `observer` is called after each saved tensor is packed."""
+        with patched_attributes(self, on_packed=observer):
+            yield
+
+    @contextmanager
+    def restored_after(self) -> Generator[Callable[[], None]]:
+        """A context that restores decisions and counts when it ends; yields what sets the number of forward passes back."""
+        forwards, restored = self.forwards, self.restored
+        decisions, not_packed = dict(self.decisions), dict(self.not_packed)
+
+        def rewind() -> None:
+            self.forwards = forwards
+
+        with self.observed_by(lambda *_: None):
+            try:
+                yield rewind
+            finally:
+                rewind()
+                self.restored, self.decisions, self.not_packed = restored, decisions, not_packed
+
     def set_plan(self, plan: Plan) -> None:
         """Use `plan` from the next forward pass on."""
         self.plan = plan
         self._decided.clear()
         self._forget_slots()
+
+    def report_small_to(self, on_small: Callable[[set[str], int], None]) -> None:
+        """Call `on_small` with the slots of tensors that are too small to be packed, and with their largest bytes."""
+        self.on_small = on_small
 
     def resume(self, seed: int, forwards: int) -> None:
         """Draw the random bits of `seed` that follow `forwards` forward passes."""
@@ -141,8 +188,14 @@ class Activations:
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
         self.stored_forms()  # drops dead references
-        self._local.storage = ForwardStorage()
-        self._running.append(self._local.storage)
+        self._local.storage = storage = ForwardStorage()
+        self._running.append(storage)
+
+    def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
+        """The pass that began in this thread entered through a module: `PassOutputs.begin`."""
+        storage = self._current_storage()
+        self._local.outputs.begin(storage, arguments, outputs)
+        storage.pack_again(self.count, pack_mask)
 
     def end(self, output: Any) -> None:
         """End of a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
@@ -150,19 +203,22 @@ class Activations:
         It stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not packed
         shares it. If other references keep the memory alive, packing saves nothing: `not_freed` has the slots.
         """
-        storage: ForwardStorage = self._local.storage
-        self._local.storage = None
+        storage, self._local.storage = self._local.storage, None
+        assert storage is not None
         self._running = [other for other in self._running if other is not storage]
-        self._pack_delayed(storage)
+        storage.pack_delayed(pack_mask)
         not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
-        self._local.left = left = not_packed.keys() - storage.needed
+        self._local.left = left = not_packed.keys() - storage.needed - storage.produced
+        outputs = {t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()}
+        if storage.is_inside:
+            self._local.outputs.end(storage, outputs)
         held = storage.unpacked
-        held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
-        for key, form in storage.forms.items():
-            original = form.original()
-            if original is not None:
+        held.update(outputs)
+        forms = {key: form for key, form in storage.forms.items() if key[0] not in storage.produced}
+        for key, form in forms.items():
+            if (original := form.original()) is not None:
                 held.setdefault(key[0], original)
-        forms, restored, alive = storage.forms, list[Any](), list[Any]()
+        restored, alive = list[Any](), list[Any]()
         for key, form in forms.items():
             holder = held.get(key[0])
             if holder is not None:
@@ -176,14 +232,8 @@ class Activations:
         baseline = self._count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
         if self.count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
             self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
-        self.not_freed = {forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
-
-    def _pack_delayed(self, storage: ForwardStorage) -> None:
-        """Pack masks that the operation which was expected to encode their tensor did not pack."""
-        for mask, slot in storage.masks.values():
-            if mask.delayed is not None:
-                slot.is_delayed = False
-                mask.pack(pack_mask)
+        self.not_freed = dict.fromkeys(self._local.outputs.held, HELD_BY_CALLER)
+        self.not_freed.update({forms[key].name: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive})
 
     def _choose_small(
         self, storage: ForwardStorage, held: set[Any], baseline: int, leave_out: Callable[[set[str], int], None]
@@ -207,10 +257,7 @@ class Activations:
             leave_out(self.small, self.max_left_bytes)
 
     def _count_bytes(self, storage: ForwardStorage, unmodified: dict[int, int]) -> int:
-        """Update `largest`; `unmodified`: storage address -> bytes of the saved tensors whose original stays in memory.
-
-        Returns the bytes of the baseline.
-        """
+        """Update `largest`, and return the bytes of the baseline; `unmodified`: storage -> bytes of tensors that stay in memory."""
         originals = {key[0]: form.original_bytes for key, form in storage.forms.items()}
         baseline = sum({**originals, **unmodified}.values())
         if baseline > self.largest.baseline:
@@ -270,7 +317,7 @@ class Activations:
 
     def begin_replay(self) -> None:
         """The pass that began in this thread repeats an earlier one: tensors that stayed unmodified in it are not reported."""
-        self._local.storage.is_replayed = True
+        self._current_storage().is_replayed = True
 
     def is_left(self, storage: int) -> bool:
         """Whether the plan left tensors with this storage unmodified in the last forward pass of this thread."""
@@ -341,8 +388,7 @@ class Activations:
 
     def _current_storage(self) -> ForwardStorage:
         """That of the forward pass of this thread; in a worker thread that of the pass started last, a new one if all have ended."""
-        storage: ForwardStorage | None = getattr(self._local, "storage", None)
-        return storage or (self._running[-1] if self._running else ForwardStorage())
+        return self._local.storage or (self._running[-1] if self._running else ForwardStorage())
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
         """The format of a slot: the plan's, limited by what backward needs and by dtype and size."""
@@ -426,7 +472,12 @@ class Activations:
         """A form that recomputes the tensor, if an operation before it determines it."""
         recomputation = rematerialization_of(piece.tensor)
         slot.is_never_recomputed = recomputation is None
-        return self._recomputed(saved, piece, recomputation, storage) if recomputation is not None else None
+        while recomputation is not None:
+            form = self._recomputed(saved, piece, recomputation, storage)
+            if form is not None:
+                return form
+            recomputation = recomputation.otherwise
+        return None
 
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
@@ -475,7 +526,8 @@ class Activations:
             return None
         x = piece.tensor
         is_in_order = x.is_cuda and piece.is_whole and x.numel() == piece.numel and x.storage_offset() == 0
-        return StoredMask(piece, pack_mask(x if is_in_order else piece.flat(), bounds.low, bounds.high), bounds.values)
+        within = bounds.low, bounds.high
+        return StoredMask(piece, pack_mask(x if is_in_order else piece.flat(), *within), bounds.values, bounds=within)
 
     def _integers(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
         width: torch.dtype = detail

@@ -1,15 +1,19 @@
 """What a session knows of its forward passes: what each one stores, how many there were, and the time that packing took.
 
 ForwardStorage      the stored forms of a running forward pass, and the storages that it leaves unmodified
+PassOutputs         what passes through modules stored of their outputs, which arguments of later ones may be
 ActivationBytes     the bytes of one that ended
 ForwardCount        their number, on the host and in the memory of devices
 PackingTime         the share of encoding and decoding in the time of steps on a CPU
 """
 
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,7 +22,15 @@ import torch
 from torch import Tensor
 
 from paredown.session.eager.slot_decisions import SlotDecisions
-from paredown.session.eager.stored_tensors import StoredForm, StoredMask, StoredView
+from paredown.session.eager.stored_tensors import (
+    PackMask,
+    StorageRef,
+    StoredForm,
+    StoredMask,
+    StoredValues,
+    StoredView,
+    has_expired,
+)
 from paredown.session.value_bounds import check_is_warm
 
 
@@ -33,7 +45,10 @@ class ForwardStorage:
     masks: dict[Any, tuple[StoredMask, SlotDecisions]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
     # storage addresses that later passes report though they are in `unpacked`: values decided that, or others are recomputed from them
     needed: set[int] = field(default_factory=set)
+    is_replayed: bool = False  # whether tensors that the plan leaves unmodified are not reported (autograd/repeated_passes.py)
     is_replayed: bool = False  # whether tensors that the plan leaves unmodified are not reported (trace/replay.py)
+    is_inside: bool = False  # whether the pass entered the model through a module inside of it
+    produced: set[int] = field(default_factory=set)  # storages that earlier passes produced, and that it got or was made from
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
@@ -44,6 +59,89 @@ class ForwardStorage:
         """The stored operand of `node` from which other tensors can be recomputed; None if there is none."""
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
+
+    def pack_delayed(self, pack_mask: PackMask) -> None:
+        """Pack masks that the operation which was expected to encode their tensor did not pack."""
+        for mask, slot in self.masks.values():
+            if mask.delayed is not None:
+                slot.is_delayed = False
+                mask.pack(pack_mask)
+
+    def pack_again(self, count: ForwardCount, pack_mask: PackMask) -> None:
+        """Pack the forms of earlier passes that were restored to the original for the caller, who gave it to this pass."""
+        for form in self.forms.values():
+            if type(form) is StoredMask:
+                form.pack_again(pack_mask)
+            elif type(form) is StoredValues and (plain := form.plain_values) is not None and plain._version == form.version:
+                form.replace(form.codec, form.codec.encode(plain, count.at(plain)))
+
+
+class PassOutputs:
+    """What passes of one thread through modules stored of their outputs, so that a pass that gets one of them shares the stored form.
+
+    Weak references: they end with the graph and the tensors of the step.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[Any, weakref.ref[StoredForm]] = {}  # by the key of `ForwardStorage.forms`
+        self._unmodified: dict[int, StorageRef] = {}  # outputs that are saved unmodified, by storage
+        self._arguments: list[tuple[str, weakref.ref[StoredForm], StorageRef]] = []  # packed, with the slot
+        self.held: set[str] = set()  # slots of packed arguments that outlived the graph of their pass: the caller holds them
+
+    def begin(self, storage: ForwardStorage, arguments: Iterable[Tensor], outputs: Collection[int]) -> None:
+        """Begin a pass that gets these `arguments` from earlier ones; `outputs`: storages of their outputs that lead to them."""
+        self._find_held()
+        self._unmodified = {address: ref for address, ref in self._unmodified.items() if not ref.expired()}
+        alive = {key: form for key, ref in self._forms.items() if (form := ref()) is not None}
+        forms = {key: form for key, form in alive.items() if not has_expired(form.weak_storage)}
+        self._forms = {key: weakref.ref(form) for key, form in forms.items()}
+        storage.is_inside = True
+        storage.produced.update(outputs)
+        for tensor in arguments:
+            address = tensor.untyped_storage()._cdata
+            storage.produced.add(address)
+            if address in self._unmodified:
+                storage.unpacked[address] = tensor
+        for key, form in forms.items():
+            if key[0] in storage.produced:
+                storage.forms[key] = form
+                storage.at_address.setdefault(key[0], []).append(form)
+
+    def end(self, storage: ForwardStorage, outputs: Mapping[int, Tensor]) -> None:
+        """End it; `outputs` by storage."""
+        for address in storage.unpacked.keys() & outputs.keys():
+            self._unmodified[address] = StorageRef(outputs[address].untyped_storage())
+        for key, form in storage.forms.items():
+            if key[0] in outputs or key[0] in storage.produced:
+                self._forms[key] = weakref.ref(form)
+            if key[0] in storage.produced and form.nbytes and (original := storage_of(form)) is not None:
+                self._arguments.append((form.name, weakref.ref(form), StorageRef(original)))
+
+    def _find_held(self) -> None:
+        """Find the arguments whose graph is gone while their memory is not."""
+        left: list[tuple[str, weakref.ref[StoredForm], StorageRef]] = []
+        for name, form, ref in self._arguments:
+            if ref.expired():
+                self.held.discard(name)
+            elif form() is None:
+                self.held.add(name)
+            else:
+                left.append((name, form, ref))
+        self._arguments = left
+
+
+def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
+    """The storage that a form was made from; None if it was freed."""
+    return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
+
+
+class ThreadState(threading.local):
+    """What belongs to the forward passes of one thread."""
+
+    def __init__(self) -> None:
+        self.storage: ForwardStorage | None = None  # of the pass that is running
+        self.left: Collection[int] = ()  # storages that the last pass left unmodified, and that later ones will under the same plan
+        self.outputs = PassOutputs()
 
 
 class ActivationBytes(NamedTuple):

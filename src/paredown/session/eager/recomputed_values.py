@@ -1,4 +1,4 @@
-"""Saved tensors that are not stored: backward recomputes them from another stored tensor (trace/rematerialization.py names it).
+"""Saved tensors that are not stored: backward recomputes them from another stored tensor (autograd/rematerialization.py names it).
 
 `RecomputedValues` is the form in the place of such a tensor. `decode_steps_of` collects the tensors that recomputing needs, such as the
 statistics of a norm, from the autograd nodes that a `Rematerialization` names.
@@ -13,9 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from paredown.autograd.rematerialization import Rematerialization, function_name
 from paredown.codec.recompute import DecodeSteps, Norm, recompute
 from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredMask, StoredValues, StoredView
-from paredown.trace.rematerialization import Rematerialization
 
 
 @final
@@ -65,15 +65,20 @@ def decode_steps_of(
     if rule.op == "layer_norm":
         return _after_layer_norm(rule.source, source, keeps_parameters)
     if rule.op == "batch_norm":
-        bits = signs.form if signs is not None else None
-        if (
-            not isinstance(bits, StoredMask)
-            or bits.bits is None
-            or (size, stride) != (result.tensor.size(), result.tensor.stride())
-        ):
+        norm = _batch_norm(rule.source, source, keeps_parameters)
+        if norm is None or (size, stride) != (result.tensor.size(), result.tensor.stride()):
             return None
-        return _after_batch_norm(rule.source, source, bits.bits, keeps_parameters)
-    return DecodeSteps(activation="gelu_tanh" if rule.op == "gelu" and rule.source._saved_approximate == "tanh" else rule.op)
+        if rule.sign is None:
+            return DecodeSteps(norm, activation_name(rule.function) if rule.function is not None else "")
+        bits = signs.form if signs is not None else None
+        return DecodeSteps(norm, "relu", bits.bits) if isinstance(bits, StoredMask) and bits.bits is not None else None
+    return DecodeSteps(activation=activation_name(rule.source))
+
+
+def activation_name(node: Any) -> str:
+    """The activation function of an autograd node as `DecodeSteps` has it."""
+    name = function_name(node)
+    return "gelu_tanh" if name == "gelu" and node._saved_approximate == "tanh" else name
 
 
 def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> DecodeSteps | None:
@@ -85,7 +90,7 @@ def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> 
     return DecodeSteps(Norm(channels, 1, weight, bias, mean, rstd, by_row=True))
 
 
-def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_parameters: bool) -> DecodeSteps | None:
+def _batch_norm(node: Any, source: StoredView, keeps_parameters: bool) -> Norm | None:
     size, stride, *_ = source.layout
     weight, bias = node._saved_weight, getattr(node.next_functions[2][0], "variable", None)
     mean, rstd = node._saved_result1, node._saved_result2
@@ -96,7 +101,7 @@ def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_paramet
     if not channels_last and not _is_contiguous(source):
         return None
     weight, bias = _vector(weight, keeps_parameters), _vector(bias, keeps_parameters)
-    return DecodeSteps(Norm(channels, 1 if channels_last else size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
+    return Norm(channels, 1 if channels_last else size[2:].numel(), weight, bias, mean, rstd)
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:

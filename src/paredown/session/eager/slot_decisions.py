@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paredown.autograd.graph import Saved
+from paredown.autograd.operations import Use
+from paredown.autograd.rematerialization import SOURCE_OPS
 from paredown.codec.packed import FlatCodec
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.session.eager.stored_tensors import StoragePiece, StoredView
 from paredown.session.value_bounds import depends_on_values
-from paredown.trace.autograd_graph import Saved
-from paredown.trace.operations import Use
-from paredown.trace.rematerialization import SOURCE_OPS
 
 REASONS = {
     "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
@@ -26,6 +26,10 @@ REASONS = {
 NOT_FREED = (
     "its memory is not freed when the forward pass ends: something refers to it, such as a view, a detached tensor or a hook. "
     "Remove that reference, or hold a clone() instead"
+)
+HELD_BY_CALLER = (
+    "its memory is not freed by the step that calls the modules: a variable refers to it until backward has ended. "
+    "Call the modules in a function that returns the loss, or del the variable before backward"
 )
 IN_PLACE = (
     "an in-place operation modified a view of it, and autograd keeps the original where no hook can replace it. "

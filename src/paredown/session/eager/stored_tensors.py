@@ -22,10 +22,13 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from paredown.autograd.graph import is_packed_whole
 from paredown.codec.packed import FlatCodec, PackedTensor
 from paredown.codec.recompute import NO_BOUND, ReluOutput, unpack_mask
 from paredown.optim.packed_weight import MODIFIED
-from paredown.trace.autograd_graph import is_packed_whole
+
+PackMask = Callable[[Tensor, float, float], Tensor]  # `codec.recompute.pack_mask`
+has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
 
 class StoragePiece:
@@ -77,7 +80,7 @@ class StorageRef:
 
     def expired(self) -> bool:
         """Whether the storage was freed."""
-        return bool(torch.UntypedStorage._expired(self.cdata))
+        return bool(has_expired(self.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage; None if it was freed."""
@@ -182,8 +185,8 @@ class StoredValues(StoredForm):
         return self.codec.packed(self.stored) if self.stored is not None else None
 
     def replace(self, codec: FlatCodec, stored: Any) -> None:
-        """Store the same values in another format."""
-        self.codec, self.stored = codec, stored
+        """Store the same values in another format, and drop the original after `restore_original`."""
+        self.codec, self.stored, self.plain_values = codec, stored, None
 
     def _packed_bytes(self) -> int:
         return self.codec.nbytes if self.stored is not None else 0
@@ -283,20 +286,32 @@ class StoredMask(StoredForm):
     when the forward pass ends.
     """
 
-    __slots__ = ("bits", "delayed", "inside", "outside")
+    __slots__ = ("bits", "bounds", "delayed", "inside", "outside")
 
     def __init__(
-        self, piece: StoragePiece, bits: Tensor | None, values: tuple[float, float], delayed: Tensor | None = None
+        self,
+        piece: StoragePiece,
+        bits: Tensor | None,
+        values: tuple[float, float],
+        delayed: Tensor | None = None,
+        *,
+        bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
+        """`bits`: of the values between `bounds`, which are decoded as `values[0]`."""
         super().__init__(piece)
-        self.bits, self.delayed = bits, delayed
+        self.bits, self.delayed, self.bounds = bits, delayed, bounds
         self.inside, self.outside = values
 
-    def pack(self, pack_mask: Callable[[Tensor, float, float], Tensor]) -> None:
+    def pack(self, pack_mask: PackMask) -> None:
         """Pack a mask that was delayed until now."""
         tensor, self.delayed = self.delayed, None
         if tensor is not None and tensor._version == self.version:
-            self.bits = pack_mask(tensor, 0.0, NO_BOUND)
+            self.bits = pack_mask(tensor, *self.bounds)
+
+    def pack_again(self, pack_mask: PackMask) -> None:
+        """Pack the mask after `restore_original`, and drop the original."""
+        if self.plain_values is not None and self.plain_values._version == self.version:
+            self.bits, self.plain_values = pack_mask(self.plain_values, *self.bounds), None
 
     def _packed_bytes(self) -> int:
         return self.bits.nbytes if self.bits is not None else 0

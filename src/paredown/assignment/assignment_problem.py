@@ -1,0 +1,231 @@
+"""What `assign` computes of a trace before it knows the budget: items, their ledger, and the points (peak, error) to choose from.
+
+`rules_of` writes the formats of a point as short rules that are readable and hold for other batch sizes. A role has one rule if its
+slots agree, patterns match layers that agree, and names match the rest:
+
+    activation              int8/64@bf16
+    layers.*.mlp.1:input    uint2/64@bf16+bf16
+    head:input              unmodified
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+from paredown.assignment.sensitivity import Sensitivities
+from paredown.assignment.storage_options import (
+    FROZEN_ROWS,
+    FULL_ROWS,
+    LADDER,
+    PRECISE_ROWS,
+    TIER_ROWS,
+    KnownItems,
+    Ladder,
+    Ledger,
+    activation_items,
+    parameter_items,
+)
+from paredown.assignment.strategies import (
+    METHODS,
+    AssignmentPoint,
+    AssignMethod,
+    best_within,
+    ladder_for,
+    measured_error,
+    role_table_error,
+)
+from paredown.autograd.operations import Use
+from paredown.errors import PlanError
+from paredown.formats.catalog import is_small, reason_not_to_store
+from paredown.formats.format import Format
+from paredown.plan.selectors import WILDCARDS, closest, slot_key
+from paredown.plan.storage import Assignment, significant_bits
+from paredown.plan.trace import Trace
+from paredown.roles import Role
+
+NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")  # the index of a layer in a path
+Formats = Mapping[tuple[str, Role], Format | None]
+Rules = tuple[tuple[str, Assignment], ...]
+SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD", "AdamW", "Lion", "Muon"})  # of paredown.optim
+
+
+@dataclass(frozen=True, eq=False)
+class AssignmentProblem:
+    """A trace with a method, its ledger, and the points that the method finds."""
+
+    trace: Trace
+    method: AssignMethod
+    ledger: Ledger
+    ladder: Ladder | None = None
+    seed: int = 0
+
+    @staticmethod
+    def of(
+        trace: Trace,
+        method: AssignMethod,
+        *,
+        sensitivities: Sensitivities | None = None,
+        ladder: Ladder | None = None,
+        seed: int = 0,
+        known: KnownItems | None = None,
+        keeps_margin: bool = True,
+    ) -> AssignmentProblem:
+        """The problem of a trace for `method`; with a `ladder`, activations have its formats and parameters are unmodified.
+
+        `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks are
+        `bound_bytes` of footprints, otherwise `peak_bytes`.
+        """
+        formats = LADDER if ladder is None else ladder
+        error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)
+        eligible = method.eligible(trace) if method.eligible is not None else None
+        is_free = method.order is None
+        items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free, known=known))
+        packs_parameters = method.lowers_parameters and ladder is None
+        rows = PRECISE_ROWS if method.keeps_residue else TIER_ROWS
+        rows = rows if packs_parameters and trace.optimizer in SUPPORTED_OPTIMIZERS else FULL_ROWS
+        items += parameter_items(trace, rows, frozen_rows=FROZEN_ROWS if packs_parameters else FULL_ROWS, known=known)
+        return AssignmentProblem(trace, method, Ledger.of(trace, items, keeps_margin=keeps_margin), ladder, seed)
+
+    @cached_property
+    def points(self) -> list[AssignmentPoint]:
+        """The points (peak, error) from which a budget selects one."""
+        return self.method.points(self.ledger, self.seed)
+
+    def best(self, budget_bytes: int) -> AssignmentPoint | None:
+        """The point of least error within the budget; None if there is none."""
+        return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
+
+    def formats(self, point: AssignmentPoint) -> Formats:
+        """The format of each slot at a point; None for unmodified."""
+        rows = [option for item in self.ledger.items for option in item.options]
+        return {key: format for row in point.chosen for key, format in rows[row].formats}
+
+    @property
+    def smallest(self) -> AssignmentPoint:
+        """The point of least peak memory."""
+        return min(self.points, key=lambda point: (point.peak_bytes, point.error))
+
+
+# --- arguments of `assign` ---------------------------------------------------------------------------------------------
+
+
+def method_named(name: str) -> AssignMethod:
+    """The row of METHODS with this name."""
+    if name not in METHODS:
+        rows = "; ".join(f"{row.name} ({row.note})" for row in METHODS.values())
+        raise PlanError(f"method {name!r} is unknown. Allowed: {rows}.")
+    return METHODS[name]
+
+
+def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
+    """The formats in `levels`, the best first."""
+    if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
+        raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
+    ladder = tuple(Assignment.parse(level).format for level in levels)
+    for format in ladder:
+        reason = None if format is None else reason_not_to_store(format, Role.ACTIVATION.value)
+        if reason is not None:
+            raise PlanError(f"levels: {reason}.")
+    bits = [inf if format is None else significant_bits(format) for format in ladder]
+    for index, (better, worse) in enumerate(pairwise(bits)):
+        if worse > better:
+            raise PlanError(
+                f"levels go from the best down, but {levels[index + 1] or 'None (unmodified)'} is better than {levels[index]} before it. "
+                "Reverse them."
+            )
+    return ladder
+
+
+def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
+    """Raise PlanError unless the sensitivities are those that the method needs, and of this model."""
+    if sensitivities is None:
+        if method.needs_sensitivities:
+            advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
+            raise PlanError(f"method {method.name!r} needs sensitivities. {advice}")
+        return
+    if not isinstance(sensitivities, Sensitivities):
+        raise PlanError(f"sensitivities are the result of probe(model, batch, trace), not {type(sensitivities).__name__}.")
+    if not method.needs_sensitivities:
+        raise PlanError(f"method {method.name!r} does not use sensitivities. Write method='sensitivity', or leave them out.")
+    names = [name for slot in trace.activations for name in slot.names]
+    if not sensitivities.known(names):
+        first = next(iter(sensitivities.errors), "")
+        raise PlanError(
+            f"the sensitivities are of another model: none of their {len(sensitivities)} slots, {first!r} the first, is among the "
+            f"{len(names)} of {trace.model}; closest: {closest(first, names)}. Probe this model with this trace."
+        )
+
+
+# --- rules of a plan ---------------------------------------------------------------------------------------------------
+
+
+def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
+    """The rules that give these formats to the slots of `trace`; without `is_short`, parameters are matched by name alone.
+
+    Rules for a role or a pattern also match small parameters, which are unmodified but then need `paredown.optim`.
+    """
+    rules = list(_activation_rules(trace, formats))
+    for role in (Role.WEIGHT, Role.FROZEN, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
+        rules += _parameter_rules(trace, formats, role, is_short=is_short)
+    return tuple(rules)
+
+
+def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
+    """One rule for the role activation with the most frequent format, which also packs masks, and rules for slots with other formats."""
+    format_of: dict[str, Format | None] = {}
+    for slot in trace.activations:
+        names = [saver.name for saver in slot.savers if saver.use is Use.VALUE]
+        if names and not slot.stays:
+            format_of |= dict.fromkeys(names, formats.get((slot.name, Role.ACTIVATION)))
+    counts = Counter(format_of.values()).most_common(1)
+    most_common = counts[0][0] if counts else None
+    others = {name: format for name, format in format_of.items() if format != most_common}
+    return [("activation", Assignment(most_common)), *_named(others, format_of, Role.ACTIVATION, is_short=True)]
+
+
+def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bool) -> list[tuple[str, Assignment]]:
+    is_of_weight = role in (Role.WEIGHT, Role.FROZEN, Role.RESIDUE)
+    slots = [slot for slot in trace.of(Role.WEIGHT if is_of_weight else role) if slot.is_frozen == (role is Role.FROZEN)]
+    large = [slot.name for slot in slots if not (is_small(slot.shape) or slot.stays)]
+    format_of = {name: formats.get((name, role)) for name in large}
+    if is_short and large and len(set(format_of.values())) == 1:
+        format = next(iter(format_of.values()))
+        return [(role.value, Assignment(format))] if format is not None else []
+    packed = {name: format for name, format in format_of.items() if format is not None}
+    return _named(packed, format_of, role, is_short=is_short)
+
+
+def _named(
+    rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
+) -> list[tuple[str, Assignment]]:
+    """Rules for the slots of `rest`: patterns where they match no slot of `wanted` with another format, else names."""
+    patterns: dict[tuple[str, Format | None], list[str]] = {}
+    for name, format in rest.items():
+        patterns.setdefault((_pattern(name), format), []).append(name)
+    rules: list[tuple[str, Assignment]] = []
+    for (pattern, format), names in patterns.items():
+        matched = [name for name in wanted if fnmatchcase(name, pattern)] if is_short and pattern and len(names) > 1 else []
+        if matched and all(rest.get(name, ...) == format for name in matched):
+            rules.append((pattern if role is Role.ACTIVATION else f"{role.value}={pattern}", Assignment(format)))
+        else:
+            rules += [(slot_key(name, role), Assignment(format)) for name in names]
+    return rules
+
+
+def _pattern(name: str) -> str:
+    """The name with `*` for its first number; "" without a number, or where the name itself looks like a pattern.
+
+    >>> _pattern("layers.11.mlp.2:input"), _pattern("head:input")
+    ('layers.*.mlp.2:input', '')
+    """
+    if any(letter in WILDCARDS + "=" for letter in name):
+        return ""
+    pattern, count = NUMBER.subn("*", name, count=1)
+    return pattern if count and "." in pattern else ""

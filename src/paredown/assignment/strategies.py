@@ -1,0 +1,398 @@
+"""Search strategies of `assign`: a row of METHODS for each method, and the points (peak, error) that they find.
+
+    size          the largest first, the order of "Training with Mixed-Precision Floating-Point Assignments" (2023)
+    operator      inputs of matrix products and convolutions alone, the largest first; not those of the first and the last layer
+    role          the least predicted error per byte, by the role table (assignment/sensitivity.py)
+    sensitivity   the least measured error per byte (`probe`); the role table, on the same scale, for slots that were not probed
+    random        any order, by the seed
+
+Pins hold under every method: they state what backward needs (autograd/operations.py), and a session enforces them in any case.
+
+The greedy path goes from the baseline down to the least memory. A move gives one item an option of fewer bytes. At the tick of the
+peak, the search takes the move of least added error per byte that it frees there, which is the next corner of the item's convex hull
+at that tick; then it computes the peak again. From each point of the path, items get options of less error again as far as the peak
+of that point, or of the point before, allows.
+
+A greedy move may free far more than needed, at a high error, where two small moves, or one item with fewer bytes and another with
+more, would have been enough. So each point of the Pareto front is visited once: all points that differ from it in one
+item, and in two where the ledger is small, join the front if no point there beats them. The search ends when all points were visited,
+or when WORK is spent.
+
+None of this depends on the budget. A budget selects, of all points whose peak is within it, the one of least error: so a larger
+budget never gives more error.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from types import MappingProxyType
+
+import numpy as np
+
+from paredown.assignment.sensitivity import Sensitivities, slot_error
+from paredown.assignment.storage_options import ErrorOf, Ints, Item, Ladder, Ledger
+from paredown.autograd.operations import Use
+from paredown.formats.format import Format
+from paredown.plan.storage import significant_bits
+from paredown.plan.trace import Slot, Trace
+
+RAISED_POINTS = 100  # points of a path, at most, from which items get options of less error again
+MOST_MOVES = 200  # to a lower peak
+TIGHT_TICKS = 8  # ticks of the largest load, checked before all others
+BOUND_TICKS = 32  # ticks at which a lower bound of the peak is computed
+WORK = 40_000_000  # additions: about 0.25 s
+VISIT_COST, ROW_COST = 50_000, 20  # fixed cost of visiting a point, and of each row of it, in additions
+MOST_PAIR_WORK = 300_000  # additions of one visit, up to which two items are exchanged at once
+PRODUCTS = frozenset({"conv", "linear", "matmul"})
+Order = Callable[[tuple[Item, ...], int], list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class AssignmentPoint:
+    """One option for each item (`chosen`: rows of the ledger), with the peak memory and the predicted error that follow."""
+
+    chosen: Ints
+    peak_bytes: int
+    error: float
+
+
+def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
+    """The point of least error whose peak is within the budget; among equals the one of least peak."""
+    fitting = [point for point in points if point.peak_bytes <= budget_bytes]
+    return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
+
+
+def greedy(ledger: Ledger) -> list[AssignmentPoint]:
+    """The points of the greedy path, and points with less error and the same peak that are found from some of them."""
+    path = list(downward_path(ledger))
+    points = [*path, *_least(ledger)]
+    chosen = path[0].chosen
+    load = ledger.load(chosen)
+    for index in range(0, len(path), max(1, len(path) // RAISED_POINTS)):
+        point = path[index]
+        load, chosen = ledger.changed_load(load, chosen, point.chosen), point.chosen
+        points += raised_points(ledger, point, load, point.peak_bytes)
+        if index and path[index - 1].peak_bytes - 1 > point.peak_bytes:
+            points += raised_points(ledger, point, load, path[index - 1].peak_bytes - 1)
+    return points
+
+
+def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
+    """The points of quantizing item by item in this order: all items to their second option, then all to their third, and so on."""
+    chosen = ledger.starts.copy()
+    ends = np.append(ledger.starts[1:], len(ledger.errors))
+    load = ledger.load(chosen)
+    points = [_point(ledger, chosen, load)]
+    for step in range(1, int((ends - ledger.starts).max(initial=0))):
+        for item in order:
+            row = ledger.starts[item] + step
+            if row < ends[item]:
+                load = load + ledger.held[row] - ledger.held[chosen[item]]
+                chosen[item] = row
+                points.append(_point(ledger, chosen, load))
+    return points
+
+
+def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
+    """The point of a choice whose bytes at each tick are `load`."""
+    peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
+    return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
+
+
+def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
+    """The greedy path: from the baseline down, the move of least added error per byte freed at the peak first."""
+    chosen = ledger.starts.copy()
+    load = ledger.load(chosen)
+    rows = np.arange(len(ledger.errors))
+    while True:
+        yield _point(ledger, chosen, load)
+        row = _cheapest(ledger, chosen, rows, int(ledger.total(load, chosen).argmax())) if len(rows) else None
+        if row is None:
+            return
+        item = ledger.item_of[row]
+        load = load + ledger.held[row] - ledger.held[chosen[item]]
+        chosen[item] = row
+
+
+def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
+    """Points of least peak memory at any error, which the greedy path may miss: from the smallest options, move by move to a lower peak."""
+    totals = ledger.held.sum(axis=1)
+    ends = np.append(ledger.starts[1:], len(ledger.errors))
+    chosen = np.array(
+        [start + int(totals[start:end].argmin()) for start, end in zip(ledger.starts, ends, strict=True)], dtype=np.int64
+    )
+    load = ledger.load(chosen)
+    for _ in range(MOST_MOVES):
+        yield _point(ledger, chosen, load)
+        row = _lowest_peak(ledger, chosen, load)
+        if row is None:
+            return
+        item = ledger.item_of[row]
+        load = load + ledger.held[row] - ledger.held[chosen[item]]
+        chosen[item] = row
+
+
+def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
+    """The option, of any item, with which the peak is lowest; None if it is lower with none."""
+    total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
+    peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
+    peaks = np.zeros(0, dtype=np.int64)
+    for columns in (np.array([total.argmax()]), None):  # only options with fewer bytes at the tick of the peak can lower it
+        peaks = ledger.changed_peaks(chosen, load, np.stack((rows, rows), axis=1), columns)
+        rows, peaks = rows[peaks < peak_bytes], peaks[peaks < peak_bytes]
+    return int(rows[peaks.argmin()]) if len(rows) else None
+
+
+def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
+    """The smaller option, of any item, that adds least error per byte that it frees at the tick; among equals the one that frees most."""
+    current = chosen[ledger.item_of]
+    column = ledger.held[:, tick]
+    freed = column[current] - column + _freed_in_step(ledger, chosen, current, tick)
+    rows = rows[(rows > current) & (freed > 0)]
+    if not len(rows):
+        return None
+    cost = (ledger.errors[rows] - ledger.errors[current[rows]]) / freed[rows]
+    return int(rows[np.lexsort((-freed[rows], cost))[0]])
+
+
+def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
+    """Bytes that each option frees during the optimizer's step, 0 at other ticks."""
+    freed: Ints | int = 0
+    full = int(ledger.full_bytes[chosen].sum())
+    for ticks, most in ledger.transients:
+        if ticks.start <= tick < ticks.stop:
+            freed = freed + min(most, full) - np.minimum(most, full - ledger.full_bytes[current] + ledger.full_bytes)
+    return freed
+
+
+def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
+    """The point, whose bytes at each tick are `load`, with less error at a peak of at most `cap_bytes`: items get wider formats, the
+    largest error first; none if none fits.
+    """
+    chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
+    while (row := _raisable(ledger, chosen, load, cap)) is not None:
+        item = ledger.item_of[row]
+        load = load + ledger.held[row] - ledger.held[chosen[item]]
+        chosen[item] = row
+    return [] if np.array_equal(chosen, point.chosen) else [_point(ledger, chosen, load)]
+
+
+def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
+    """The wider option, of any item, that removes most error and still fits under `cap`; None if there is none."""
+    current = chosen[ledger.item_of]
+    gains = ledger.errors[current] - ledger.errors
+    rows = np.flatnonzero(gains > 0)
+    total = ledger.total(load, chosen)
+    tightest = np.argsort(total)[-TIGHT_TICKS:]
+    more = ledger.held[np.ix_(rows, tightest)] - ledger.held[np.ix_(current[rows], tightest)]
+    rows = rows[(more <= cap - total[tightest]).all(axis=1)]
+    for row in rows[np.argsort(-gains[rows], kind="stable")]:
+        raised = chosen.copy()
+        raised[ledger.item_of[row]] = row
+        if ledger.total(load + ledger.held[row] - ledger.held[current[row]], raised).max(initial=0) <= cap:
+            return int(row)
+    return None
+
+
+# --- the Pareto front of peak and error, improved by exchanges ---------------------------------------------------------
+
+
+class PointFront:
+    """The Pareto front: points by rising peak and falling error."""
+
+    def __init__(self) -> None:
+        self.points: list[AssignmentPoint] = []
+        self._peaks: list[int] = []
+        self._errors: list[float] = []
+
+    def add(self, point: AssignmentPoint) -> bool:
+        """Add a point unless another one is as good in peak and error, and remove points that it beats; returns whether it was added."""
+        index = bisect_right(self._peaks, point.peak_bytes)
+        if index and self._errors[index - 1] <= point.error:
+            return False
+        first = index - 1 if index and self._peaks[index - 1] == point.peak_bytes else index
+        last = index
+        while last < len(self.points) and self._errors[last] >= point.error:
+            last += 1
+        self.points[first:last] = [point]
+        self._peaks[first:last], self._errors[first:last] = [point.peak_bytes], [point.error]
+        return True
+
+    def has(self, point: AssignmentPoint) -> bool:
+        """Whether this point is on the front."""
+        index = bisect_right(self._peaks, point.peak_bytes)
+        return bool(index) and self.points[index - 1] is point
+
+    def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
+        """Indices of candidates that no point of the front beats, if their peaks are `least_peaks`: no others can join the front."""
+        front_errors = np.array([np.inf, *self._errors])
+        error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
+        return np.flatnonzero(errors < error_to_beat)
+
+    def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
+        """Indices of candidates that no point of the front beats; of candidates with equal peaks, only the one of least error."""
+        better = self.could_add(peaks, errors)
+        better = better[np.lexsort((errors[better], peaks[better]))]
+        lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
+        return better[errors[better] < lowest]
+
+
+def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
+    """The Pareto front of `points` and of all points reached from them by changing the options of one or two items at a time."""
+    front = PointFront()
+    for point in points:
+        front.add(point)
+    queue, work_left = deque(front.points), WORK
+    while queue and work_left > 0:
+        point = queue.popleft()
+        if not front.has(point):
+            continue
+        changes, peaks, errors, work = _neighbours(ledger, point, front)
+        work_left -= work
+        for index in front.promising(peaks, errors):
+            chosen = point.chosen.copy()
+            chosen[ledger.item_of[changes[index]]] = changes[index]
+            neighbour = AssignmentPoint(chosen, int(peaks[index]), ledger.error(chosen))
+            if front.add(neighbour):
+                queue.append(neighbour)
+    return front.points
+
+
+def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
+    """Changes of one or two items of a point, without those that cannot join the front: pairs of rows (equal for one item), new peaks
+    and errors, and additions that all changes would take.
+    """
+    current = point.chosen[ledger.item_of]
+    rows = np.flatnonzero(current != np.arange(len(current)))
+    changes = np.stack((rows, rows), axis=1)
+    if len(rows) ** 2 * len(ledger.ticks) // 2 <= MOST_PAIR_WORK:
+        a, b = np.triu_indices(len(rows), 1)
+        is_pair = ledger.item_of[rows[a]] != ledger.item_of[rows[b]]
+        changes = np.append(changes, np.stack((rows[a[is_pair]], rows[b[is_pair]]), axis=1), axis=0)
+    work = len(changes) * len(ledger.ticks) + ROW_COST * len(changes) + VISIT_COST
+    cost = ledger.errors - ledger.errors[current]
+    second_cost = np.where(changes[:, 0] == changes[:, 1], 0.0, cost[changes[:, 1]])
+    errors = point.error + cost[changes[:, 0]] + second_cost
+    load = ledger.load(point.chosen)
+    total = ledger.total(load, point.chosen)
+    peaks = np.zeros(0, dtype=np.int64)
+    for columns in (_highest_ticks(total), None):  # few ticks first, which rule most changes out
+        peaks = ledger.changed_peaks(point.chosen, load, changes, columns)
+        kept = front.could_add(peaks, errors)
+        changes, peaks, errors = changes[kept], peaks[kept], errors[kept]
+    return changes, peaks, errors, work
+
+
+def _highest_ticks(total: Ints) -> Ints:
+    """The tick of the most bytes of each of BOUND_TICKS stretches of a step."""
+    stretch = -(-max(len(total), 1) // BOUND_TICKS)
+    return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
+
+
+# --- methods -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AssignMethod:
+    """A method of `assign`. `order`: of the items to quantize, None for the greedy search; `eligible`: activations it may quantize."""
+
+    name: str
+    note: str
+    order: Order | None = None
+    eligible: Callable[[Trace], frozenset[str]] | None = None
+    lowers_parameters: bool = True
+    needs_sensitivities: bool = False
+    keeps_residue: bool = False  # whether trained weights are unmodified, or packed with a residue
+
+    def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
+        """The points (peak, error) from which a budget selects one."""
+        if self.order is not None:
+            return in_order(ledger, self.order(ledger.items, seed))
+        return exchange_options(ledger, greedy(ledger))
+
+
+def _by_size(items: tuple[Item, ...], seed: int) -> list[int]:
+    return sorted(range(len(items)), key=lambda index: -items[index].nbytes)
+
+
+def _shuffled(items: tuple[Item, ...], seed: int) -> list[int]:
+    order = list(range(len(items)))
+    Random(seed).shuffle(order)
+    return order
+
+
+def _inputs_of_products(trace: Trace) -> frozenset[str]:
+    """Saved inputs of matrix products and convolutions, except those of the first and the last one."""
+    inputs = [
+        slot
+        for slot in sorted(trace.activations, key=lambda slot: slot.birth)
+        if any(saver.use is Use.VALUE and saver.op in PRODUCTS for saver in slot.savers)
+    ]
+    return frozenset(slot.name for slot in inputs[1:-1])
+
+
+ROWS = (
+    AssignMethod("size", "the largest first, as in the paper", order=_by_size),
+    AssignMethod(
+        "operator",
+        "inputs of matrix products and convolutions alone, but for the first and the last layer",
+        order=_by_size,
+        eligible=_inputs_of_products,
+        lowers_parameters=False,
+    ),
+    AssignMethod("role", "the least expected error for each byte, by what backward does with a slot"),
+    AssignMethod("sensitivity", "the least measured error for each byte (probe)", needs_sensitivities=True),
+    AssignMethod(
+        "fine_tune", "as role, with 24 bits or more for trained weights: learning rates of 5e-5 and less", keeps_residue=True
+    ),
+    AssignMethod("random", "any order, by the seed", order=_shuffled),
+)
+METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in ROWS})
+
+
+def role_table_error(slot: Slot, format: Format) -> float:
+    """The predicted error of a slot in a format, by the role table."""
+    return slot_error(slot.savers, format)
+
+
+def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
+    """A function (slot, format) -> error: measured where the slot was probed; else the role table, scaled by median(measured / predicted).
+
+    A format later in the ladder never has a smaller error than one before it, whatever the noise of the measurement.
+    """
+    formats = [format for format in ladder if format is not None]
+    probed = [(slot, name) for slot in trace.activations if (name := _probed_name(slot, sensitivities)) is not None]
+    ratios = [_ratio(sensitivities.of(name, format), role_table_error(slot, format)) for slot, name in probed for format in formats]
+    scale = median([ratio for ratio in ratios if ratio > 0] or [1.0])
+
+    def error_of(slot: Slot, format: Format) -> float:
+        name = _probed_name(slot, sensitivities)
+        if name is None:
+            return scale * role_table_error(slot, format)
+        bits = significant_bits(format)
+        finer = (other for other in formats if significant_bits(other) > bits)
+        return max(sensitivities.of(name, other) or 0.0 for other in (format, *finer))
+
+    return error_of
+
+
+def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
+    """The name under which a slot was probed: its own, or that of another operation that saved it."""
+    return next(iter(sensitivities.known((slot.name, *slot.names))), None)
+
+
+def _ratio(measured: float | None, expected: float) -> float:
+    return (measured or 0.0) / expected if expected else 0.0
+
+
+def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
+    """A function slot -> formats that it may have: the whole ladder, or only its first format for slots that are not `eligible`."""
+    if eligible is None:
+        return lambda slot: ladder
+    names = frozenset(eligible)
+    return lambda slot: ladder if slot.name in names else ladder[:1]

@@ -1,0 +1,314 @@
+"""What torch.utils.checkpoint keeps until backward: the inputs of a layer, and whether they may be quantized.
+
+A checkpointed layer runs again in backward, from its inputs. Tensors among its positional arguments are kept as saved tensors, which take
+hooks like those of autograd's graph: by a `CheckpointFunction` node with use_reentrant=True, otherwise by the frame of the checkpoint,
+which its saved-tensor hooks refer to. `Watch` reports them as slots:
+
+    layers.3:checkpoint.input       the input of the checkpointed layer `layers.3`; a second tensor is `layers.3:checkpoint.input2`
+    encoder:checkpoint#2.input      of the second checkpoint in the forward of `encoder` whose function passes the input to no module
+
+Backward is that of the layer at the decoded input. Where the layer is smooth, its gradient changes as little as the input. It does not
+where the layer compares values: a sign that flips changes a whole gradient, and another choice of an expert sends a token elsewhere, with
+other shapes. (Six residual blocks of a norm and an MLP, inputs in int8/64@bf16: gradients differ by 0.45 % with GELU, SiLU or tanh, and
+by 3 % with ReLU.) So an input is stored unmodified if
+
+    the layer compares: an operation in it is a ReLU or another function with a kink, max pooling, a maximum or a clamp
+    the layer routes: an operation in it sorts or selects by values (top-k, x[mask]), or the class of a module is named so
+    no gradient flows to it, as to masks and tables
+    no operation of the layer was seen to read it
+
+With use_reentrant=True the layer runs without autograd's graph: its modules, and functions such as F.relu that are their attributes, tell
+what it does. A function that is only called in the forward of a module is not seen then.
+
+What the second forward pass of a checkpointed layer saves: autograd/second_passes.py.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import pooling
+
+from paredown.autograd.graph import NO_SEQUENCE, ModuleCall, Pass, Saved, has_storage, kind_of, saved_of, tensors_in
+from paredown.autograd.operations import (
+    CHECKPOINT,
+    COMPARES,
+    RECOMPUTES,
+    ROUTES,
+    SELECTING,
+    Use,
+    input_operand,
+    reason_of_ops,
+)
+from paredown.autograd.second_passes import RecomputedLayer, Store, top_default_hooks
+
+REENTRANT = "CheckpointFunctionBackward"  # node of a checkpoint with use_reentrant=True
+NO_GRADIENT = "no gradient flows to it: masks and tables are inputs of that kind"
+UNREAD = "no operation of the checkpointed layer was seen to read it"
+HIDDEN = (
+    "no module of the checkpointed layer takes it as an argument, and use_reentrant=True hides operations: use use_reentrant=False"
+)
+
+
+ROUTER = re.compile(r"router|moe|expert|topk", re.IGNORECASE)  # class names of modules
+COMPARING_MODULES = (
+    *(
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.RReLU,
+        nn.PReLU,
+        nn.Threshold,
+        nn.Hardtanh,
+        nn.Hardsigmoid,
+        nn.Hardswish,
+        nn.Hardshrink,
+        nn.Softshrink,
+    ),
+    *(pooling._MaxPoolNd, pooling._AdaptiveMaxPoolNd, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+)
+COMPARING_FUNCTIONS = (
+    *(torch.relu, F.relu, F.relu6, F.leaky_relu, F.hardtanh, F.hardswish, F.hardsigmoid, F.prelu, F.rrelu),
+    *(torch.relu_, F.relu_, F.max_pool1d, F.max_pool2d, F.max_pool3d),
+)
+SAME_VALUES = ("view", "unsafe_view", "reshape", "t", "transpose", "permute", "to_copy", "clone")
+WORDS, DIMENSIONS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])"), re.compile(r"(\d)D")
+
+
+# --- finding the inputs ------------------------------------------------------------------------------------------------------------
+
+
+def running_checkpoint() -> Any:
+    """The frame of the innermost running checkpoint of this thread with use_reentrant=False; None if there is none."""
+    hooks: Any = top_default_hooks(True)
+    pack: Any = hooks[0] if hooks is not None else None
+    if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") or pack.__module__ != torch.utils.checkpoint.__name__:
+        return None
+    variables = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    return variables["frame"].cell_contents if "frame" in variables else None
+
+
+def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
+    """(handle, tensor) of each tensor that a checkpoint keeps, but for those that other hooks hold or that were modified in place."""
+    saver = getattr(frame, "input_saver", None)
+    if saver is not None:  # torch 2.11: a node that no graph reaches; the first tensor that it saved is a placeholder
+        node: Any = saver.grad_fn
+        raws: tuple[Any, ...] = node._raw_saved_tensors[1:]
+        return [] if any(raw.unpack_hook is not None for raw in raws) else _read(raws, lambda: node.saved_tensors[1:])
+    pairs: list[tuple[Any, Tensor]] = []
+    for raw in getattr(frame, "saved_args", ()):
+        if isinstance(raw, torch._C._autograd.SavedTensor) and raw.unpack_hook is None:
+            pairs += _read((raw,), lambda raw=raw: (raw.unpack(),))
+    return pairs
+
+
+def _read(raws: Iterable[Any], read: Any) -> list[tuple[Any, Tensor]]:
+    try:
+        return list(zip(raws, read(), strict=True))
+    except RuntimeError:  # modified in place since it was saved: backward raises the error
+        return []
+
+
+def key_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensor objects with the same memory, while that is alive."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
+    """The description of the input `number` of a checkpoint; `place`: its name up to the operand; `reason`: why it is not quantized."""
+    operand = input_operand(number)
+    use = Use.EXACT if reason else Use.VALUE
+    pin = None if reason else RECOMPUTES
+    described = use, kind, pin, None, reason, False
+    return Saved(f"{place}{operand}", place.partition(":")[0], CHECKPOINT, operand, *described, "", None, raw, tensor)
+
+
+# --- what reads them ---------------------------------------------------------------------------------------------------------------
+
+
+def op_of(node: Any) -> str:
+    """The operation of a node, as in aten's names: "max_pool2d_with_indices"."""
+    name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    return WORDS.sub("_", DIMENSIONS.sub(r"\1d_", name)).lower().strip("_")
+
+
+def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> str:
+    """Why the input `tensor` of a checkpointed layer is not quantized; "" if it may be. `first`: number of the layer's first node."""
+    if not tensor.requires_grad:
+        return NO_GRADIENT
+    nodes = _nodes(output, first)
+    ops = [op_of(node) for node in nodes if not (op_of(node) == SELECTING and _selects_weights(node))]
+    routers = _routers_in(layer)
+    reason = ROUTES.format(routers[0]) if routers else reason_of_ops(ops)
+    return reason or ("" if _is_read(tensor, nodes) else UNREAD)
+
+
+def _routers_in(layer: nn.Module) -> list[str]:
+    """The classes of modules inside `layer` that are named after routing."""
+    return [type(module).__name__ for module in layer.modules() if ROUTER.search(type(module).__name__)]
+
+
+def _nodes(output: Any, first: int) -> list[Any]:
+    """The nodes behind `output` from number `first` on."""
+    pending: list[Any] = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
+    nodes: dict[Any, None] = {}
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes and first <= node._sequence_nr() < NO_SEQUENCE:
+            nodes[node] = None
+            pending += [before for before, _ in node.next_functions]
+    return list(nodes)
+
+
+def _is_read(tensor: Tensor, nodes: Iterable[Any]) -> bool:
+    """Whether one of the nodes reads `tensor`."""
+    edge = tensor.grad_fn, tensor.output_nr
+    return any(edge in node.next_functions for node in nodes)
+
+
+def _selects_weights(node: Any) -> bool:
+    """Whether a node selects rows of a parameter, as a table of position biases."""
+    before = node.next_functions[0][0] if node.next_functions else None
+    while before is not None and op_of(before) in SAME_VALUES:
+        before = before.next_functions[0][0]
+    return before is not None and before._sequence_nr() >= NO_SEQUENCE
+
+
+# --- layers that run without a graph: use_reentrant=True ------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class HiddenLayer:
+    """A module that runs under no_grad inside a forward pass with gradients: perhaps the layer of a reentrant checkpoint.
+
+    `inputs`: `key_of` each argument that needs a gradient -> whether a module inside got it.
+    """
+
+    module: nn.Module
+    path: str
+    inputs: dict[tuple[Any, ...], bool]
+
+    @staticmethod
+    def of(module: nn.Module, path: str, args: Any) -> HiddenLayer | None:
+        """The layer `module` of a checkpoint; None where no argument needs a gradient."""
+        is_leaf = next(module.children(), None) is None
+        inputs = {key_of(arg): is_leaf for arg in _differentiable(args)}
+        return HiddenLayer(module, path, inputs) if inputs else None
+
+    def enter(self, args: Any) -> None:
+        """Note that a module inside it is called."""
+        self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
+
+    def reason_exact(self, tensor: Tensor) -> str:
+        """Why an input is not quantized; "" if it may be."""
+        if not tensor.requires_grad:
+            return NO_GRADIENT
+        routers, comparing = _routers_in(self.module), _comparing_in(self.module)
+        if routers or comparing:
+            return ROUTES.format(routers[0]) if routers else COMPARES.format(comparing)
+        return "" if self.inputs.get(key_of(tensor), False) else HIDDEN
+
+
+def _comparing_in(layer: nn.Module) -> str:
+    """The class of a module inside `layer` that compares values, or such a function among attributes; "" if there is none."""
+    for module in layer.modules():
+        if isinstance(module, COMPARING_MODULES):
+            return type(module).__name__
+        functions = [value for value in vars(module).values() if callable(value) and not isinstance(value, nn.Module | type)]
+        name = next((one.__name__ for one in COMPARING_FUNCTIONS for function in functions if function is one), "")
+        if name:
+            return name
+    return ""
+
+
+def _differentiable(args: Any) -> list[Tensor]:
+    return [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad and has_storage(arg)]
+
+
+# --- the checkpoints of a model --------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """The checkpoints in the forward passes that a `Watch` follows: describes their inputs, and prepares their second passes."""
+
+    def __init__(self) -> None:
+        self.reports_inputs = True
+        self.reported: set[str] = set()  # paths of layers whose inside was reported once
+        self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
+        self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
+        self.reentrant: dict[nn.Module, bool] = {}  # layers of reentrant checkpoints -> whether to follow their second passes
+        self.in_second_passes: set[str] = set()  # names of what they saved in the first step
+        self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
+
+    def store_by(self, on_recomputation: Callable[[], Store]) -> None:
+        """Pack what second forward passes save: `on_recomputation` begins one, and returns what stores its tensors."""
+        self.on_recomputation = on_recomputation
+
+    @property
+    def lacks_second_passes(self) -> bool:
+        """Whether names of slots in layers of reentrant checkpoints are not known yet: backward has not run."""
+        return bool(self.reentrant) and not self.in_second_passes
+
+    def find(self, current: Pass, args: Any) -> None:
+        """Note the checkpoint in which the module that was just entered is the first one."""
+        frame = running_checkpoint()
+        if frame is None or frame in current.checkpoints or not self.reports_inputs:
+            return
+        current.checkpoints.add(frame)
+        call, parent = current.calls[-1], current.calls[-2]
+        keys = {key_of(tensor) for tensor in args if isinstance(tensor, Tensor) and has_storage(tensor)}
+        is_passed_on = any(key_of(tensor) in keys for _, tensor in inputs_of(frame) if has_storage(tensor))
+        call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
+
+    def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
+        """The inputs of the checkpoint in which `call` was the first module."""
+        assert call.checkpoint is not None
+        frame, place = call.checkpoint
+        inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
+        return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
+
+    def follow(self, current: Pass, call: ModuleCall) -> None:
+        """Follow the second forward pass of the checkpoint in which `call` was the first module."""
+        assert call.checkpoint is not None
+        frame = call.checkpoint[0]
+        if self.on_recomputation is not None and call.is_checkpointed:
+            if call.path not in self._recomputed or current.hooked:
+                self._recomputed[call.path] = RecomputedLayer(frame, call.module, current.hooked, self.on_recomputation)
+            self._recomputed[call.path].follow(frame)
+        current.hooked.clear()
+        self.reported.add(call.path)
+
+    def reentrant_inputs(self, node: Any, current: Pass, call: ModuleCall) -> list[Saved]:
+        """The inputs that the node of a reentrant checkpoint saved."""
+        layer = current.hidden_layers.get(node._sequence_nr())
+        place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
+        if layer is not None and self.on_recomputation is not None:
+            self.reentrant.setdefault(layer.module, True)
+        saved = [(raw, tensor) for _, raw, tensor in saved_of(node, REENTRANT, False) if tensor is not None and has_storage(tensor)]
+        return self._described(current, place, saved, layer.reason_exact if layer is not None else lambda tensor: HIDDEN)
+
+    def _described(
+        self, current: Pass, place: str, inputs: list[tuple[Any, Tensor]], reason_of: Callable[[Tensor], str]
+    ) -> list[Saved]:
+        described: list[Saved] = []
+        for number, (raw, tensor) in enumerate(inputs):
+            key = f"{place}{number}", tensor.requires_grad
+            if key not in self._reasons_exact:
+                self._reasons_exact[key] = reason_of(tensor)
+            kind = kind_of(tensor, CHECKPOINT, current)
+            described.append(describe_input(place, number, raw, tensor, kind, self._reasons_exact[key]))
+        return described
+
+
+def _place_in(call: ModuleCall) -> str:
+    """The name, up to the operand, of the inputs of the next checkpoint in the forward of a module."""
+    call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
+    return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."

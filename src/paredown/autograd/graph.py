@@ -1,0 +1,348 @@
+"""Reads autograd's graph: the nodes behind tensors, the tensors that each node saved, and a description of each (`Saved`).
+
+Autograd numbers its nodes as it creates them (`_sequence_nr`), separately in each thread: a number identifies a node only together with
+the thread. A node exposes its saved tensors by name: `_raw_saved_input` is a handle that takes hooks, `_saved_input` the tensor itself,
+after autograd's check that it was not modified in place.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# Autograd exposes saved tensors only by attributes that begin with an underscore, in torch 2.11 as in 2.13.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cache
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from paredown.autograd.operations import Needs, Operand, OperationRow, Pin, Use, row_of, unknown_operand
+
+BLOCK = 64  # values of a block in most formats
+WHOLE_SHARE = 0.3  # a view of at least this share of its storage is packed with all of it: q, k and v are thirds
+NO_SEQUENCE = 1 << 62  # AccumulateGrad nodes have numbers from here on
+PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+IS_WEIGHT = "is_of_weight"  # attribute of hooks that a session registers for packed weights
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+DECODED = "DecodedBackward"  # of a packed weight that is used outside of its module
+VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
+CAST_NODE = "ToCopyBackward0"
+IN_PLACE_ON_VIEW = "torch::autograd::CopySlices"  # the tensors that the operation saves are not exposed
+SAVES_NOTHING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "SplitBackward0"))
+# operations whose result counts as a weight if their input is one
+WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBackward0", "CloneBackward0"))
+
+
+@dataclass(eq=False, slots=True)
+class Saved:
+    """One tensor that one node saved. Do not store `tensor`, `node` or `raw`: they keep the graph alive."""
+
+    name: str
+    module: str
+    op: str
+    operand: str
+    use: Use
+    kind: str  # "activation", "weight", "buffer", "input" or "hooked"
+    pin: Pin | None
+    bound: int | None
+    reason: str
+    is_centered: bool  # backward subtracts a mean from the tensor
+    attribute: str  # autograd's name for the operand
+    node: Any
+    raw: Any
+    tensor: Tensor | None  # None for "hooked"
+    slot: Any = None  # in a description that is reported again: what its receiver keeps with it
+
+    @property
+    def needs(self) -> Needs:
+        """What backward needs of the tensor."""
+        return Needs(self.use, self.pin, self.is_centered)
+
+    def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
+        """The same description of a later tensor."""
+        described = self.use, kind, self.pin, None, self.reason, self.is_centered
+        return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
+
+
+class ModuleCall:
+    """A module whose forward is running. One is made for each call of a step: what most calls do not set is an attribute of the class."""
+
+    needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
+    checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
+
+    def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int, cache: Any = None) -> None:
+        """`path`: with @2 for a second call. `first`: sequence number of the first node created in it.
+
+        `cache`: what the last call of a module without children saved (`graph_parts.CallCache`).
+        """
+        self.module, self.path, self.is_plain_leaf, self.first, self.cache = module, path, is_plain_leaf, first, cache
+        self.counts: dict[str, int] = {}  # operation -> number of nodes that saved tensors
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether it is the layer of a checkpoint with use_reentrant=False."""
+        return self.checkpoint is not None and self.checkpoint[1].startswith(f"{self.path}:")
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """A running forward pass of the model, the branch of one that runs in another thread, or the second one of a checkpointed layer."""
+
+    inputs: frozenset[int]  # storages of the caller's arguments
+    modules: Iterable[nn.Module]
+    calls: list[ModuleCall]
+    seen: set[int] = field(default_factory=set)
+    unreached: int = 0  # nodes created so far that no output reached when the graph was last read
+    times: dict[str, int] = field(default_factory=dict)
+    called: list[str] = field(default_factory=list)  # paths of modules, at each call
+    over: nn.Module | None = None  # the running module that is not followed inside
+    is_repeated: bool = False  # whether that is a checkpointed layer, whose calls inside are counted
+    # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
+    of_threads: set[Any] = field(default_factory=set)
+    checkpoints: set[Any] = field(default_factory=set)  # seen so far, and one around the whole pass
+    hooked: list[Saved] = field(default_factory=list)  # what the running checkpoint holds so far
+    hidden: Any = None  # the `HiddenLayer` that runs under no_grad
+    hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before it
+    is_branch: bool = False  # whether this is the branch of another thread
+    stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
+    saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
+    recording: Any = None  # `replay.Recording`; None if the pass cannot be replayed
+    replay: Any = None  # `replay.Replay` of an earlier pass
+    is_unsure: bool = False  # whether modules are running that are not in `calls`: nodes of the first call may be theirs
+    parts: Any = None  # `graph_parts.KnownParts` of passes that enter through the same module
+    entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
+    depth: int = 0  # calls of that module that are running
+    _constants: dict[int, tuple[str, Tensor]] | None = None
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """Whether a checkpointed layer is running."""
+        return any(call.checkpoint is not None for call in self.calls)
+
+    def kind_of_constant(self, storage: int) -> str | None:
+        """ "weight" or "buffer" if a parameter or buffer has this storage at the moment; None if none has.
+
+        A packed weight has its decoded storage only while its module runs. Then the storage is freed, and an activation may get its
+        address.
+        """
+        if self._constants is None:
+            self._constants = constants_of(self.modules)
+        kind, tensor = self._constants.get(storage, (None, None))
+        return kind if tensor is not None and tensor.untyped_storage()._cdata == storage else None
+
+
+next_number = torch._C._autograd._get_sequence_nr  # () -> the sequence number of the next node that this thread creates
+
+
+def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
+    """Storage -> ("weight", the parameter) or ("buffer", the buffer) for the parameters and buffers of `modules`."""
+    kinds: dict[int, tuple[str, Tensor]] = {}
+    for module in modules:
+        for tensors, kind in ((module._buffers, "buffer"), (module._parameters, "weight")):
+            for tensor in tensors.values():
+                if tensor is not None and has_storage(tensor):
+                    kinds[tensor.untyped_storage()._cdata] = kind, tensor
+    return kinds
+
+
+def covers_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` is packed together with all of its storage, of which it may be a view; if not, it is packed alone."""
+    return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
+
+
+def packable_bytes(tensor: Tensor) -> int:
+    """Bytes of the values that are packed for a saved tensor."""
+    storage_bytes = tensor.untyped_storage().nbytes()
+    return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
+
+
+def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
+    """`covers_storage` for a storage of known size.
+
+    A view that is a large part of its storage (q, k or v of one matrix product) is packed with the whole storage if none of its blocks
+    contains values outside of the view: those may have another magnitude, or be uninitialized.
+    """
+    view_bytes = tensor.numel() * tensor.itemsize
+    if storage_bytes % tensor.itemsize or view_bytes >= storage_bytes:
+        return storage_bytes % tensor.itemsize == 0
+    return view_bytes >= WHOLE_SHARE * storage_bytes and _lies_in_blocks(tensor)
+
+
+def _lies_in_blocks(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` are contiguous runs that begin and end at multiples of a block."""
+    run, outer_strides = 1, list[int]()
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if stride == run and not outer_strides:
+            run *= size
+        elif size > 1:
+            outer_strides.append(stride)
+    return all(number % BLOCK == 0 for number in (run, tensor.storage_offset(), *outer_strides))
+
+
+def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
+    """(number, node) behind the tensors in `values` that were created in this pass and not seen yet, in order of creation."""
+    stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
+    nodes: list[tuple[int, Any]] = []
+    first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
+    passed: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        number = node._sequence_nr()
+        if forward.of_threads and node in forward.of_threads:  # it was read; the nodes before it may not have been
+            stack.extend([] if node in passed else [before for before, _ in node.next_functions if before is not None])
+            passed.add(node)
+        elif first <= number < last and number not in seen and node not in forward.stops:
+            seen.add(number)
+            nodes.append((number, node))
+            stack.extend([before for before, _ in node.next_functions if before is not None])
+    if len(nodes) > 1:
+        nodes.sort(key=itemgetter(0))
+    return nodes
+
+
+@cache
+def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
+    """(name, handle attribute, tensor attribute) of each tensor that nodes of a type save.
+
+    `only_major` leaves out statistics, library state and parameters.
+    """
+    names = (a.removeprefix("_raw_saved_") for a in dir(node_type) if a.startswith("_raw_saved_"))
+    operands = row_of(node_name).operands
+    kept = (name for name in names if not (only_major and name in operands and operands[name].is_minor))
+    return tuple((name, f"_raw_saved_{name}", f"_saved_{name}") for name in kept)
+
+
+Named = tuple[str, Any, Tensor | None]
+
+
+def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
+    """(autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None where hooks of other code hold it."""
+    saved: list[Named] = []
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        raws = node._raw_saved_tensors
+        names = getattr(node, "stands_for", ("", ()))[1] or tuple(f"saved{i + 1}" for i in range(len(raws)))
+        _read(saved, names, raws, node, "saved_tensors")
+        return saved
+    for attribute, raw_name, tensor_name in attributes(name, type(node), only_major):
+        raw = getattr(node, raw_name)
+        if isinstance(raw, tuple | list):
+            _read(saved, [f"{attribute}{i + 1}" for i in range(len(raw))], raw, node, tensor_name)
+        elif (hook := raw.unpack_hook) is not None:
+            saved.extend([] if is_of_weight(hook) else [(attribute, raw, None)])
+        else:
+            try:
+                tensor = getattr(node, tensor_name)
+            except RuntimeError:  # modified in place since it was saved: backward raises the error
+                continue
+            if tensor is not None:
+                saved.append((attribute, raw, tensor))
+    return saved
+
+
+def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
+    """Append (name, handle, tensor) of the tensors in the list `attribute` of a node."""
+    hooks = [raw.unpack_hook for raw in raws]
+    if any(hook is not None for hook in hooks):  # reading the tensors would run the hooks
+        is_foreign = any(hook is not None and not is_of_weight(hook) for hook in hooks)
+        named = [(name, raw) for name, raw, hook in zip(names, raws, hooks, strict=False) if not is_of_weight(hook)]
+        saved.extend((name, raw, None if is_foreign else raw.data) for name, raw in named)
+        return
+    try:
+        tensors = getattr(node, attribute)
+    except RuntimeError:
+        return
+    saved.extend(named for named in zip(names, raws, tensors, strict=False) if isinstance(named[2], Tensor))
+
+
+def is_of_weight(hook: Any) -> bool:
+    """Whether a session registered this hook for a packed weight; such tensors are not reported."""
+    return getattr(hook, IS_WEIGHT, False)
+
+
+def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
+    """The description of one tensor that `node` saved, by its row in the table of operations, with its slot name."""
+    attribute, raw, tensor = named
+    operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
+    if operand is None:
+        is_float = tensor is None or tensor.is_floating_point()
+        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        is_bool = tensor is not None and tensor.dtype is torch.bool
+        operand = unknown_operand(attribute, is_float=is_float, is_bool=is_bool, is_custom=is_custom)
+    kind = "hooked" if tensor is None else kind_of(tensor, operand.name, forward)
+    if kind == "activation" and row.op == "mul" and isinstance(call.module, nn.modules.dropout._DropoutNd):
+        row, operand = OperationRow("dropout"), Operand("mask", Use.MASK)  # on a CPU dropout multiplies by a float mask
+    operand = operand.at(node)
+    bound = _bound(operand, node) if tensor is not None else None
+    name = f"{call.path}:{_prefix(call, row.op)}{operand.name}"
+    described = operand.use, kind, operand.pin, bound, operand.reason, operand.is_centered
+    return Saved(name, call.path, row.op, operand.name, *described, attribute, node, raw, tensor)
+
+
+def _bound(operand: Operand, node: Any) -> int | None:
+    try:
+        return operand.bound(node) if operand.bound else None
+    except RuntimeError:  # it reads another saved tensor, which was modified in place: backward raises the error
+        return None
+
+
+def _prefix(call: ModuleCall, op: str) -> str:
+    """The text between module and operand in a slot name: "", "mul." or "mul#2."."""
+    if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
+        return ""
+    count = call.counts.get(op, 1)
+    return f"{op}." if count == 1 else f"{op}#{count}."
+
+
+def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
+    """The kind of a saved tensor: "activation", "weight" (a parameter, its view, its cast), "buffer" or "input" (of the caller)."""
+    node = tensor.grad_fn
+    if node is not None:
+        while node is not None and node.name() in WEIGHT_PRESERVING:
+            node = node.next_functions[0][0]
+        if (node is not None and node.name() in (ACCUMULATE, DECODED)) or is_part_of_parameter(tensor):
+            return "weight"
+    elif operand == "weight" or tensor.requires_grad or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return "weight"
+    if not has_storage(tensor):
+        return "activation"
+    storage = tensor.untyped_storage()._cdata
+    if storage in forward.inputs:
+        return "input"
+    return (node is None and forward.kind_of_constant(storage)) or "activation"
+
+
+def is_part_of_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter, by whatever operations: nn.MultiheadAttention multiplies by thirds of one."""
+    base = tensor._base
+    return isinstance(base, nn.Parameter) and base.is_leaf
+
+
+def is_view_modified_in_place(tensor: Tensor) -> bool:
+    """Whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
+    node = tensor._base.grad_fn if tensor._base is not None else None
+    return node is not None and node.name() == IN_PLACE_ON_VIEW
+
+
+def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in nested containers and in attributes of other objects in them (a key-value cache), `depth` levels deep."""
+    if isinstance(values, Tensor):
+        yield values
+        return
+    if isinstance(values, tuple) and all(value is None or isinstance(value, Tensor | str | int | float) for value in values):
+        yield from (value for value in values if isinstance(value, Tensor))
+        return
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type | Enum) and not callable(leaf):
+            yield from tensors_in(list(vars(leaf).values()), depth - 1)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
+    return type(tensor) in PLAIN_TYPES or hasattr(tensor, "fake_mode")

@@ -1,0 +1,304 @@
+"""Parts of autograd's graph that one pass read, so that later passes read what the same nodes saved without a search.
+
+    GraphPart   the way from the outputs of a part to the nodes in it that saved activations
+    CallCache   the part that one call of a module without children created
+    Segment     the part between calls of modules
+
+A part is read again where a pass created as many nodes as the one before, from tensors of the same sizes and dtypes; then each node on the
+way is compared by its name. Where anything differs, `read_again` returns None and has changed nothing: the graph is searched
+(`autograd_graph.new_nodes`).
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paredown.autograd.graph import ModuleCall, Pass, Saved, next_number, tensors_in
+from paredown.autograd.operations import Operand, row_of
+
+NEEDED, NOT_NEEDED = (True,), (False,)
+FoundAgain = tuple[Saved, Any, Any, Tensor]  # description in an earlier pass; node, handle and tensor of this one
+PartKind = Literal[
+    "call", "before", "between"
+]  # of a call without children, before it, or between calls, read when the outer one returns
+Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]  # nodes, and what they saved, by sequence numbers
+
+
+class SavedTrail(NamedTuple):
+    """One saved tensor of a `GraphPart`: the index of its node in the walk, and its last description."""
+
+    node_index: int
+    raw: str
+    tensor: str
+    saved: Saved
+    operand: Operand | None  # set where the use of the tensor depends on the node
+
+
+@dataclass(eq=False, slots=True)
+class GraphPart:
+    """A part of the graph that was read once: `follow` finds the nodes that saved activations in the same part of a later graph.
+
+    `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
+    """
+
+    roots: tuple[tuple[int, str], ...]  # index among the tensors that the part was read from, name of the node
+    walk: list[tuple[int, tuple[tuple[int, str], ...]]]
+    trails: list[SavedTrail]
+
+    @staticmethod
+    def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
+        """The part with the nodes `created` (by number) that is reached from `starts`; `saved`: (number of its node, description)."""
+        kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
+        found, edges = _reach(starts, created)
+        kept = [(number, one) for number, one in kept if number in found]
+        needed = _ancestors([number for number, _ in kept], found)
+        # all starts of the part, also those behind which nothing was saved: their names distinguish other passes
+        order = [number for number, (parent, _) in found.items() if parent is None]
+        roots = tuple((found[number][1], created[number].name()) for number in order)
+        walk: list[tuple[int, tuple[tuple[int, str], ...]]] = []
+        for index, number in enumerate(order):  # grows as nodes are added
+            behind = [(edge, after) for edge, after in edges.get(number, ()) if after in needed]
+            if behind:
+                walk.append((index, tuple((edge, created[after].name()) for edge, after in behind)))
+                order.extend(after for _, after in behind)
+        places = {number: index for index, number in enumerate(order)}
+        return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
+
+    def keeping(self, kept: Sequence[bool]) -> GraphPart:
+        """The part with those of its saved tensors alone for which `kept` is True."""
+        trails = [trail for trail, is_kept in zip(self.trails, kept, strict=True) if is_kept]
+        needed = {trail.node_index for trail in trails}
+        steps: list[tuple[int, list[tuple[int, str, int]]]] = []  # the walk with the index of each node behind
+        end = len(self.roots)
+        for index, behind in self.walk:
+            steps.append((index, [(edge, name, end + i) for i, (edge, name) in enumerate(behind)]))
+            end += len(behind)
+        for index, behind in reversed(steps):
+            if any(after in needed for _, _, after in behind):
+                needed.add(index)
+        order = [index for index in range(len(self.roots)) if index in needed]
+        roots = tuple(self.roots[index] for index in order)
+        walk: list[tuple[int, tuple[tuple[int, str], ...]]] = []
+        for index, behind in steps:
+            left = [(edge, name, after) for edge, name, after in behind if after in needed]
+            if left:
+                walk.append((order.index(index), tuple((edge, name) for edge, name, _ in left)))
+                order.extend(after for _, _, after in left)
+        places = {index: place for place, index in enumerate(order)}
+        return GraphPart(roots, walk, [trail._replace(node_index=places[trail.node_index]) for trail in trails])
+
+    def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
+        """(description, node, handle, tensor) of each saved tensor behind the nodes `starts`; None if one node differs or is hooked."""
+        nodes: list[Any] = []
+        for index, name in self.roots:
+            node = starts[index] if index < len(starts) else None
+            if node is None or node.name() != name:
+                return None
+            nodes.append(node)
+        for index, behind in self.walk:
+            edges = nodes[index].next_functions
+            for edge, name in behind:
+                node = edges[edge][0] if edge < len(edges) else None
+                if node is None or node.name() != name:
+                    return None
+                nodes.append(node)
+        tensors: list[FoundAgain] = []
+        try:
+            for index, raw_name, tensor_name, saved, operand in self.trails:
+                node = nodes[index]
+                raw = getattr(node, raw_name)
+                if raw.unpack_hook is not None or (operand is not None and operand.at(node).use is not saved.use):
+                    return None
+                tensor = getattr(node, tensor_name)
+                if tensor is None:
+                    return None
+                tensors.append((saved, node, raw, tensor))
+        except RuntimeError:  # modified in place since it was saved: backward raises the error
+            return None
+        return tensors
+
+
+def _can_be_followed(node: Any, saved: Saved) -> bool:
+    """Whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
+    return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
+
+
+def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
+    """Whether the saved tensors of these nodes can be read from later nodes in the same place: none is of a custom function."""
+    if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
+        return False
+    return all(number in created and _can_be_followed(created[number], saved) for number, saved in reported)
+
+
+def _trail(index: int, node: Any, saved: Saved) -> SavedTrail:
+    operand = row_of(node.name()).operands.get(saved.attribute)
+    conditional = operand if operand is not None and operand.exact_if is not None else None
+    template = replace(saved, node=None, raw=None, tensor=None)
+    return SavedTrail(index, f"_raw_saved_{saved.attribute}", f"_saved_{saved.attribute}", template, conditional)
+
+
+Found = dict[int, tuple[int | None, int]]
+
+
+def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
+    """Number of a node -> (number of the node before it or None, index of the start or edge); number -> (edge, number) behind it."""
+    found, edges = Found(), dict[int, list[tuple[int, int]]]()
+    queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]
+    for node, parent, edge in queue:  # grows as nodes are found
+        if node is None:
+            continue
+        number = node._sequence_nr()
+        if number not in created or number in found:
+            continue
+        found[number] = parent, edge
+        if parent is not None:
+            edges.setdefault(parent, []).append((edge, number))
+        queue.extend((behind, number, i) for i, (behind, _) in enumerate(node.next_functions))
+    return found, edges
+
+
+def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
+    """The nodes on the way from the starts to the nodes `numbers`, these included."""
+    needed: set[int] = set()
+    for number in numbers:
+        at: int | None = number
+        while at is not None and at not in needed:
+            needed.add(at)
+            at = found[at][0]
+    return needed
+
+
+# --- a call, and what lies between calls -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class CallCache:
+    """What the last call of a module without children saved; while calls create as many nodes, the graph is not searched again."""
+
+    num_nodes: int
+    layout: tuple[torch.Size, torch.dtype]  # of the output
+    needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
+    part: GraphPart
+
+    @staticmethod
+    def of(call: ModuleCall, found: Report, output: Tensor) -> CallCache | None:
+        """What this call saved; None if some of its nodes were not reached, or one is a custom function."""
+        nodes, reported = found
+        created = {number: node for number, node in nodes if number >= call.first}
+        saved_here = [(number, saved) for number, saved in reported if number >= call.first]
+        if len(created) != next_number() - call.first or not is_plain(created, saved_here):
+            return None
+        part = GraphPart.of([output.grad_fn], created, saved_here)
+        return CallCache(len(created), (output.size(), output.dtype), call.needs, part)
+
+    def read_again(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> list[FoundAgain] | None:
+        """What this call saved, if it is like the last one; None if it differs."""
+        first, end, seen = call.first, next_number(), current.seen
+        if (
+            end - first != self.num_nodes
+            or first - current.calls[0].first - len(seen) != current.unreached  # nodes of the parents come first
+            or not isinstance(output, Tensor)
+            or (output.size(), output.dtype) != self.layout
+            or needs_of(args) != self.needs
+        ):
+            return None
+        tensors = self.part.follow((output.grad_fn,))
+        if tensors is not None:
+            seen.update(range(first, end))
+        return tensors
+
+
+def needs_of(args: Any) -> tuple[bool, ...]:
+    """Which of the tensors among the arguments of a call require a gradient."""
+    if len(args) == 1 and type(args[0]) is Tensor:
+        return NEEDED if args[0].requires_grad else NOT_NEEDED
+    return tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """What the nodes between the calls of modules saved, in the last pass: read again at the same point of a pass with as many nodes."""
+
+    point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
+    layouts: list[tuple[torch.Size, torch.dtype]]  # of the tensors that it was read from
+    reached: list[int]  # numbers of its nodes, counted from the first node of the pass
+    unreached: int  # afterwards
+    counts: list[tuple[int, dict[str, int]]]  # index of a running call, its counts of operations afterwards
+    part: GraphPart
+
+    @staticmethod
+    def of(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
+        """What was read behind `values`; `point`, `counts`: `point_of` the pass, and of its running calls, before that."""
+        nodes, reported = found
+        tensors = list(tensors_in(values))
+        changed = [(i, dict(call.counts)) for i, call in enumerate(current.calls) if call.counts != counts[i]]
+        part = GraphPart.of([tensor.grad_fn for tensor in tensors], dict(nodes), reported)
+        layouts = [(tensor.size(), tensor.dtype) for tensor in tensors]
+        first = current.calls[0].first
+        return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
+
+    def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
+        """What the segment saved in this pass; None if this pass differs."""
+        if point_of(current, before) != self.point:
+            return None
+        tensors = [values] if type(values) is Tensor else list(tensors_in(values))
+        if [(tensor.size(), tensor.dtype) for tensor in tensors] != self.layouts:
+            return None
+        found = self.part.follow([tensor.grad_fn for tensor in tensors])
+        if found is None:
+            return None
+        first = current.calls[0].first
+        current.seen.update([first + number for number in self.reached])
+        current.unreached = self.unreached
+        for index, counts in self.counts:
+            current.calls[index].counts.update(counts)
+        return found
+
+
+def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
+    """Where a pass is: nodes created, seen and unreached, and running calls; `before`: the number of the first node after that point."""
+    calls = current.calls
+    created = (next_number() if before is None else before) - calls[0].first
+    return created, len(current.seen), current.unreached, len(calls)
+
+
+class KnownParts:
+    """The parts of the last pass: those of calls of modules without children, and those between calls."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, CallCache] = {}  # by the path of a call
+        self.segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        self.calls.clear()
+        self.segments.clear()
+
+    def keep(
+        self, current: Pass, start: tuple[tuple[int, ...], list[dict[str, int]]], found: Report, values: Any, kind: PartKind
+    ) -> GraphPart | None:
+        """Keep what was read behind `values` for later passes; None if it cannot be found there again.
+
+        `start`: `point_of` the pass, and counts of its calls, before that.
+        """
+        innermost = current.calls[-1]
+        if kind == "call":
+            if not found[0] or not isinstance(values, Tensor):
+                return None
+            cache = CallCache.of(innermost, found, values)
+            if cache is None:
+                self.calls.pop(innermost.path, None)
+                return None
+            self.calls[innermost.path] = cache
+            return cache.part
+        if current.hidden is not None or not is_plain(dict(found[0]), found[1]):
+            return None
+        segment = self.segments[innermost.path, kind == "before"] = Segment.of(*start, current, found, values)
+        return segment.part

@@ -1,0 +1,122 @@
+"""Hooks on modules that do nothing in copies of a model, and hooks on the steps of all optimizers that do not keep their owner alive.
+
+`Hook` is registered on modules. `register_weakly` is for optimizers: torch iterates over their hooks while it calls them, and raises a
+RuntimeError if one is removed meanwhile. The garbage collector may free an owner at any moment, in the middle of a step too: a finalizer
+must not remove a hook. The hook of an owner that is gone does nothing, and is removed before the next hook is registered.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+Owner = TypeVar("Owner")
+compiler = torch.compiler
+is_dynamo_compiling = compiler.is_dynamo_compiling  # True while Dynamo traces, which replaces the call
+
+
+class Hook:
+    """A hook that does nothing in a copy of the model: deepcopy and pickle replace it by an empty one."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+        self.was_compiled = False
+        self.is_traced = False  # whether trace_step leaves the hook on the model
+
+    def __call__(self, *args: Any) -> Any:
+        """The result of the function; None while torch.compile traces, and in a copy."""
+        if is_dynamo_compiling() or compiler._is_compiling_flag:  # compiler.is_compiling() in one call
+            self.was_compiled = True
+            return None
+        return self._call(*args) if self._call is not None else None
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+class HookPlace:
+    """The place of a registered hook among those of its module: the hook is taken out for a time, and put back in the same place."""
+
+    __slots__ = ("_before", "_hooks", "_id", "hook")
+
+    def __init__(self, handle: Any) -> None:
+        """`handle`: what `register_forward_hook` or `register_forward_pre_hook` of a module returned."""
+        hooks = handle.hooks_dict_ref()
+        self._hooks: OrderedDict[int, Any] = hooks
+        self._id: int = handle.id
+        self.hook: Hook = hooks[handle.id]
+        self._before: frozenset[int] = frozenset()  # hooks before it, when it was taken out
+
+    def call_always(self, module: nn.Module, *, is_on: bool) -> None:
+        """Whether this forward hook of `module` is called after a forward that raised, too: then with None as the output."""
+        always: dict[int, bool] = module._forward_hooks_always_called
+        always[self._id] = True
+        if not is_on:
+            del always[self._id]
+
+    def take_out(self) -> None:
+        """Take the hook out, if it is there."""
+        if self._id in self._hooks:
+            self._before = frozenset(takewhile(lambda other: other != self._id, self._hooks))
+            del self._hooks[self._id]
+
+    def put_back(self) -> None:
+        """Put the hook back: after those that were before it."""
+        if self._id not in self._hooks:
+            self._hooks[self._id] = self.hook
+            for other in list(self._hooks):
+                if other != self._id and other not in self._before:
+                    self._hooks.move_to_end(other)
+
+
+class Handle(Protocol):
+    """What torch returns for a registered hook."""
+
+    def remove(self) -> None:
+        """Remove the hook, if it is still registered."""
+
+
+_abandoned: list[Handle] = []  # of owners that are gone; no step depends on them
+
+
+def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Callable[[Owner, Optimizer], None]) -> Handle:
+    """Call `method(owner, optimizer)` as long as `owner` is alive; `register` is register_optimizer_step_pre_hook or its twin for post."""
+    ref = weakref.ref(owner)
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            method(alive, optimizer)
+
+    while _abandoned:
+        _abandoned.pop().remove()
+    handle = register(hook)
+    weakref.finalize(owner, _abandoned.append, handle).atexit = False
+    return handle
+
+
+@contextmanager
+def patched_attributes(owner: object, **attributes: Any) -> Generator[None]:
+    """A context in which `owner` has these instance attributes, which hide those of its class."""
+    instance = vars(owner)
+    before = {name: instance[name] for name in attributes if name in instance}
+    instance.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del instance[name]
+        instance.update(before)

@@ -1,0 +1,507 @@
+"""`Watch`: follows a model's forward pass and reports every tensor that autograd saves, with its slot name.
+
+When a module returns, the autograd graph is read backward from its outputs (autograd/graph.py), over the nodes that are new since
+the last time, in the order in which they were created. Autograd numbers its nodes; a node belongs to the innermost module that was running
+when its number was assigned. A module without children that creates as many nodes as in its last call is assumed to have saved the same
+tensors, and so are the nodes between calls: the graph is not searched again (autograd/graph_parts.py). Nothing is intercepted: the model
+runs unmodified. Saved tensors that hooks of other code hold (as checkpointing does) are reported without their values, and are not read;
+of a checkpoint its inputs are reported (autograd/checkpoints.py).
+
+    layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
+    encoder.3:mul.other      an operand of a multiplication in the forward of `encoder.3`; of a second one, `encoder.3:mul#2.other`
+    relu@2:output            the second call of `relu` in one forward pass
+    encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (autograd/checkpoints.py)
+
+`model(x)` is one forward pass. With `follow_submodules`, `model.decoder(model.encoder(x))` is two: each outermost call of a module is one.
+Operations that lead from the output of one to an argument of another are read with the second (trace/pass_chains.py).
+
+Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
+`save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# Autograd exposes saved tensors only by attributes that begin with an underscore, in torch 2.11 as in 2.13.
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paredown.autograd.checkpoints import HiddenLayer, running_checkpoint
+from paredown.autograd.graph import (
+    ModuleCall,
+    Pass,
+    Saved,
+    next_number,
+    tensors_in,
+)
+from paredown.autograd.graph_parts import KnownParts, needs_of
+from paredown.autograd.hooks import Hook, HookPlace, patched_attributes
+from paredown.autograd.pass_chains import Between, PassChain
+from paredown.autograd.repeated_passes import Receiver, Replays
+from paredown.autograd.saved_reports import SavedReports
+from paredown.autograd.second_passes import ReentrantSaves, Store, running_backward, top_default_hooks
+
+is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+
+
+@final
+class Watch(SavedReports):
+    """Hooks on every module of `model` that call `on_saved` for each saved tensor; `attach()` registers, `detach()` removes them.
+
+    `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
+    the path and the positional arguments of each module inside of the model that is called. `on_saved_again`, if set, is called instead
+    of `on_saved` for a tensor in a place that an earlier pass reported: with that description, the node, handle, tensor and `Pass.inputs`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_saved: Callable[[Saved], None],
+        *,
+        on_begin: Callable[[], bool] = lambda: True,
+        on_end: Callable[[Any], None] = lambda output: None,
+        on_enter: Callable[[str, Any], None] | None = None,
+        min_numel: int = 0,
+    ) -> None:
+        super().__init__(model, on_saved, min_numel)
+        self.model, self._on_begin, self._on_end, self._on_enter = model, on_begin, on_end, on_enter
+        self._running = threading.local()
+        self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
+        self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
+        self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
+        self._parts: dict[nn.Module, KnownParts] = {model: KnownParts()}  # by the module that a pass entered through
+        self._parameters = [module._parameters for module in self._paths]
+        self.entrance = model  # of the pass that began last
+        self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
+        self._handles: dict[nn.Module, list[Any]] = {}
+        self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # of modules inside of the model
+        self.replays = Replays(self._report_nodes)
+        self.follows_submodules = False  # set it by `follow_submodules`
+        # called when a pass has entered through a module: with its arguments that earlier passes produced, and storages of their outputs
+        self.on_begin_inside: Callable[[list[Tensor], set[int]], None] | None = None
+        self._root_hook = Hook()
+        self._known_entrances = set[nn.Module]()  # modules of which the first pass has ended
+        self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
+        # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
+        self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
+        self._unfollowed = set[nn.Module]()  # inside of checkpointed modules: their hooks were removed after the first pass
+
+    @property
+    def was_compiled(self) -> bool:
+        """Whether torch.compile traced the whole model, which is then not followed."""
+        return self._root_hook.was_compiled
+
+    def attach(self, *, follows: bool = True) -> None:
+        """Register the hooks; with `follows` False, only those of the model itself."""
+        for module in self._paths:
+            # scripted modules take no hooks: what they save is read when their parent returns
+            if not isinstance(module, torch.jit.ScriptModule) and (follows or module is self.model):
+                self._attach_to(module)
+
+    def _attach_to(self, module: nn.Module) -> None:
+        is_root = module is self.model
+        enter, leave = (self._begin, self._end) if is_root else (self._enter, self._leave)
+        hooks = Hook(enter), Hook(leave)
+        self._root_hook = hooks[0] if is_root else self._root_hook
+        before = module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root)
+        after = module.register_forward_hook(hooks[1], always_call=is_root)
+        self._handles[module] = [before, after]
+        if not is_root:
+            self._hook_places[module] = HookPlace(before), HookPlace(after)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._remove(list(self._handles))
+        self._running = threading.local()
+
+    def end_first_pass(self) -> None:
+        """Stop collecting names of small tensors, and remove hooks inside of checkpointed modules, where nothing more is reported.
+
+        That is for passes that enter the model through the same module as the one that began last.
+        """
+        self.collects_small = False
+        self._known_entrances.add(self.entrance)
+        found = (self._called[True] - self._called[False]) & self._handles.keys()
+        self._unfollowed |= found
+        self._remove(list(found))
+        self._called = {True: set(), False: set()}
+
+    def follow_for(self, receiver: Receiver, *, passed_over: frozenset[nn.Module], on_recomputation: Callable[[], Store]) -> None:
+        """Follow passes through any module for a session's `receiver`, which gets tensors in places of earlier passes again.
+
+        `passed_over`: modules that the session checkpoints. `on_recomputation` begins the second pass of layers that the model does.
+        """
+        self.on_saved_again, self.on_begin_inside = receiver.save_again, receiver.begin_inside
+        self.replays.report_to(receiver)
+        self.passed_over = passed_over
+        self.checkpoints.store_by(on_recomputation)
+        self.follow_submodules()
+
+    def follow_submodules(self) -> None:
+        """Follow calls of modules inside of the model that no forward pass of the model makes, too."""
+        self.follows_submodules, self.replays.entrances = True, likely_entrances(self.model)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """A context in which forward passes are not followed."""
+        with patched_attributes(self, _on_begin=lambda: False):
+            yield
+
+    @contextmanager
+    def reporting_to(self, on_saved: Callable[[Saved], None]) -> Generator[None]:
+        """A context in which `on_saved` gets all saved tensors, those in places of earlier passes too."""
+        with patched_attributes(self, _on_saved=on_saved, on_saved_again=None):
+            yield
+
+    def leave_out(self, names: Collection[str], max_bytes: int) -> None:
+        """From the next pass on, do not report tensors with these names for which at most `max_bytes` would be packed."""
+        self._left_out, self._max_left_bytes = frozenset(names), max_bytes
+        self._forget()
+
+    def _forget(self) -> None:
+        """Search the graph of the next pass."""
+        self._parts = {self.model: KnownParts()}
+        self.replays.clear()
+
+    def _remove(self, modules: list[nn.Module]) -> None:
+        self.replays.put_back()
+        for module in modules:
+            self._hook_places.pop(module, None)
+            for handle in self._handles.pop(module):
+                handle.remove()
+
+    def where(self) -> str:
+        """Path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
+        current = self._current()
+        return current.calls[-1].path if current is not None else ""
+
+    # --- hooks ---
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or self._current() is not None or not self._on_begin():
+            return
+        self._begin_pass(module, (args, kwargs))
+
+    def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
+        """Begin the forward pass of this thread, which a call of `entrance` with the arguments `values` begins."""
+        with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
+            needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
+        if needs != self._needs:
+            self._forget()
+            self._needs = needs
+        self.entrance, self.collects_small = entrance, entrance not in self._known_entrances
+        path, is_plain_leaf = self._paths[self.model]
+        arguments = list(tensors_in(values))
+        between = None if entrance is self.model else self._chain().before(arguments)
+        held = between.held if between is not None else frozenset(t.untyped_storage()._cdata for t in arguments)
+        self._running.current = current = Pass(held, self._paths, [ModuleCall(self.model, path, is_plain_leaf, next_number())])
+        current.parts = self._parts.setdefault(entrance, KnownParts())
+        current.checkpoints.add(checkpoint := running_checkpoint())  # around the model: the caller holds its inputs
+        is_plain = checkpoint is None and top_default_hooks(True) is None and not self.collects_small and self.on_saved_again
+        is_held = () if between is None else tuple([not any(t is made for made in between.arguments) for t in arguments])
+        key = self.replays.key(entrance, arguments, is_held, self._paths) if is_plain else None
+        self.replays.begin(current, key, self._passes, self._hook_places)
+        if between is not None:
+            self._begin_inside(current, between)
+        return current
+
+    def _begin_inside(self, current: Pass, between: Between) -> None:
+        """Read the nodes before a pass that enters through a module: nodes of the model itself."""
+        if self.on_begin_inside is not None:
+            self.on_begin_inside(between.arguments, between.outputs)
+        if between.nodes:
+            calls, (path, is_plain_leaf) = current.calls, self._paths[self.model]
+            current.calls = [ModuleCall(self.model, path, is_plain_leaf, 0)]
+            self._report_nodes(current, between.nodes)
+            current.calls = calls
+
+    def _chain(self) -> PassChain:
+        """The passes of this thread that entered through modules inside of the model."""
+        chain: PassChain | None = getattr(self._running, "chain", None)
+        if chain is None:
+            self._running.chain = chain = PassChain(self._owns)
+        return chain
+
+    def _owns(self, tensor: Tensor) -> bool:
+        return any(tensor is p for parameters in self._parameters for p in parameters.values())
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        current = self._current()
+        if current is None or current.entrance is not None or current.calls[0].module is not module:
+            return
+        if len(current.calls) > 1 and any(call.module is module for call in current.calls[1:]):
+            self._leave(module, args, output)
+            return
+        try:
+            if output is not None:  # None: the forward pass raised
+                del current.calls[1:]
+                if current.replay is None:
+                    self._report_again(current, output)
+                else:
+                    self.replays.read(current, module, args, output)
+        finally:
+            self._end_pass(current, output)
+
+    def _end_pass(self, current: Pass, output: Any) -> None:
+        """End the forward pass of this thread; an `output` of None: it raised."""
+        self._running.current = None
+        self._passes.remove(current)
+        self._on_end(output)
+        if current.recording is not None and output is not None and not (self._passes or self.passed_over or self._unfollowed):
+            self.replays.record(current, output, self._hook_places)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        current: Pass | None = getattr(self._running, "current", None)
+        if current is None or current.over is not None or current.saves is not None or current.replay is not None:
+            current = self._pass_of(module, args)
+            if current is None:
+                return
+        elif current.entrance is module:
+            current.depth += 1
+        if self.collects_small:
+            self._note_call(current, module)
+        path, is_plain_leaf = self._paths.get(module) or ("", False)
+        current.times[path] = times = current.times.get(path, 0) + 1
+        current.called.append(path)
+        path = path if times == 1 else f"{path}@{times}"
+        if self._on_enter is not None and current.saves is None:
+            self._on_enter(path, args)
+        if not is_grad_enabled():
+            self._enter_hidden(current, module, path, args)
+        cache = None if current.is_branch else current.parts.calls.get(path)
+        current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
+        current.is_repeated = False
+        if top_default_hooks(True) is not None and current.saves is None:
+            current.recording = None
+            self.checkpoints.find(current, args)
+            # The inside of a checkpointed layer is reported once: hooks of torch.utils.checkpoint hold all that is saved there
+            current.is_repeated = call.is_checkpointed and self._min_numel > 0 and path in self.checkpoints.reported
+        if current.is_repeated or (self.passed_over and not self.collects_small and module in self.passed_over):
+            current.over = module
+        elif self._unfollowed and path.partition("@")[0] in self.checkpoints.reported:
+            # it runs without the checkpoint of the first pass
+            self._follow_again(module)
+
+    def _note_call(self, current: Pass, module: nn.Module) -> None:
+        inside = any(call.module in self.passed_over or call.is_checkpointed for call in current.calls)
+        self._called[inside].add(module)
+
+    def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
+        """The pass in which `module` is called: that of this thread or one that begins; None if the module is not followed in it."""
+        current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
+        if current is not None and current.entrance is module:
+            current.depth += 1
+        current = current or self._enter_submodule(module, args)
+        if current is not None and current.replay is not None:
+            if module in current.replay.program.called:
+                return None
+            self.replays.stop(current)
+        if current is None or current.over is None:
+            return current
+        if current.is_repeated:  # slots of later calls keep their names
+            path = (self._paths.get(module) or ("", False))[0]
+            current.times[path] = current.times.get(path, 0) + 1
+        return None
+
+    def _follow_again(self, module: nn.Module) -> None:
+        """Register hooks inside of a layer that were removed because a checkpoint held all that it saved."""
+        again = [part for part in module.modules() if part in self._unfollowed]
+        self._unfollowed.difference_update(again)
+        for part in again:
+            self._attach_to(part)
+
+    # --- passes that enter through a module inside of the model ---
+
+    def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
+        """The pass that begins by a call of `module` outside of all forward passes; None where it is not followed.
+
+        In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
+        """
+        if not self.follows_submodules or not is_grad_enabled() or running_backward() >= 0 or module not in self._hook_places:
+            return None
+        if self.was_compiled or any(is_around(other, module) for other in self._passes) or not self._on_begin():
+            return None
+        current = self._begin_pass(module, args)
+        current.entrance, current.depth = module, 1
+        self.replays.entrances.add(module)
+        self._hook_places[module][1].call_always(module, is_on=True)
+        return current
+
+    def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        """End the pass, if this is the call by which it began; an `output` of None: it raised."""
+        current.depth -= 1
+        if current.depth:
+            return self._return(current, module, args, output)
+        try:
+            if output is not None:
+                self._chain().end_pass(output, current.calls[0].first)
+                self._return(current, module, args, output)
+                del current.calls[1:]
+                if current.replay is not None:
+                    self.replays.read(current, self.model, args, output)
+        finally:
+            if module in self._hook_places:
+                self._hook_places[module][1].call_always(module, is_on=False)
+            self._end_pass(current, output)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        current: Pass | None = getattr(self._running, "current", None)
+        if current is None:
+            return
+        leave = self._leave_submodule if current.entrance is module else self._return
+        leave(current, module, args, output)
+
+    def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        """Report what a call saved."""
+        if current.replay is not None:
+            return self.replays.read(current, module, args, output)
+        call, over = current.calls[-1], current.over
+        cache, tensors = call.cache, None
+        if cache is not None and call.module is module and over is None:
+            tensors = cache.read_again(current, call, args, output)
+        if cache is None or tensors is None:
+            if over is None or over is module:
+                self._read_call(current, module, args, output)
+            return
+        self._report_part(current, cache.part, tensors)
+        if current.recording is not None:
+            current.recording.end_call(current, output)
+        if call.checkpoint is None and current.hidden is None:
+            current.calls.pop()
+        else:
+            self._end_call(current, call, output)
+
+    def _read_call(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        """Report what a call saved, by reading the graph behind its output."""
+        calls = current.calls
+        while len(calls) > 1 and calls[-1].module is not module:  # calls that ended by an exception which the model caught
+            calls.pop()
+        if len(calls) > 1:
+            call = calls[-1]
+            call.needs = needs_of(args)
+            if (call.cache or current.over) is not None and call.first - calls[0].first - len(current.seen) != current.unreached:
+                self._report_again(current, args, before=call.first)  # nodes that the parents created before this call
+            if current.over is not None:
+                current.seen.update(range(call.first, next_number()))
+                current.over = None
+            elif call.cache is None or (tensors := call.cache.read_again(current, call, args, output)) is None:
+                self._report_again(current, output)
+            else:
+                self._report_part(current, call.cache.part, tensors)
+            if current.recording is not None:
+                current.recording.end_call(current, output)
+            self._end_call(current, call, output)
+        if current.is_branch and len(calls) == 1:
+            self._running.current = None
+            if current.saves is not None and current.saves.num_large and not current.saves.num_stored:
+                self.checkpoints.reentrant[module] = False  # the plan stores none of them
+
+    def _end_call(self, current: Pass, call: ModuleCall, output: Any) -> None:
+        if call.checkpoint is not None:
+            for saved in self.checkpoints.inputs(current, call, output):
+                self._report_input(saved)
+            self.checkpoints.follow(current, call)
+        if current.hidden is not None and current.hidden.module is call.module:
+            current.hidden = None
+        current.calls.pop()
+
+    def _branch(self, module: nn.Module, args: Any) -> Pass | None:
+        """The branch of the running forward pass that another thread begins by calling `module`; None where that is not followed.
+
+        Nodes before the arguments belong to the thread that created them. While several forward passes run, it is not known which of
+        them the thread belongs to.
+        """
+        if not self._passes or not torch.is_grad_enabled():
+            return None
+        around = [other for other in self._passes if is_around(other, module)]
+        if not around:
+            return None
+        if len(around) > 1:
+            self.in_threads.add(self._paths.get(module, ("", False))[0])
+            return None
+        whole = around[0]
+        call = ModuleCall(whole.calls[0].module, whole.calls[0].path, False, next_number())
+        stops = frozenset(t.grad_fn for t in tensors_in(args))
+        current = Pass(whole.inputs, whole.modules, [call], times=whole.times, is_branch=True, stops=stops)
+        current.of_threads = whole.of_threads
+        self._running.current = current
+        return current
+
+    def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
+        """The second forward pass of the layer of a reentrant checkpoint, which backward begins by calling `module`."""
+        if (
+            not self.checkpoints.reentrant.get(module)
+            or running_backward() < 0
+            or not is_grad_enabled()
+            or top_default_hooks(True) is not None
+        ):
+            return None
+        assert self.checkpoints.on_recomputation is not None
+        held = frozenset(t.untyped_storage()._cdata for t in tensors_in(args))
+        current = Pass(held, self._paths, [ModuleCall(self.model, "", False, next_number())], is_branch=True)
+        current.saves = ReentrantSaves(self.checkpoints.on_recomputation())
+        self._running.current = current
+        return current
+
+    def _current(self) -> Pass | None:
+        current: Pass | None = getattr(self._running, "current", None)
+        if current is not None and current.saves is not None and not current.saves.is_running:  # backward raised
+            self._running.current = current = None
+        return current
+
+    # --- inputs of checkpoints ---
+
+    def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
+        """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""
+        if current.hidden is not None:
+            current.hidden.enter(args)
+            return
+        self._report(current, args, before=next_number())  # the checkpoint before this one: its input can be freed now
+        current.hidden = HiddenLayer.of(module, path, args)
+        if current.hidden is not None:
+            current.hidden_layers[next_number() - 1] = current.hidden
+
+
+def is_around(running: Pass, module: nn.Module) -> bool:
+    """Whether a call of `module` in another thread may belong to a pass that is running: it is inside of what the pass entered through."""
+    entrance = running.entrance
+    return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
+
+
+def likely_entrances(model: nn.Module) -> set[nn.Module]:
+    """The modules that code around a model calls directly, as far as that can be guessed: children, also those in a ModuleList or -Dict.
+
+    The forward of nn.Sequential calls all its children.
+    """
+    if type(model) is nn.Sequential:
+        return set()
+    found = set[nn.Module]()
+    for child in model.children():
+        found |= likely_entrances(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else {child}
+    return found
+
+
+def is_plain_leaf(module: nn.Module) -> bool:
+    """Whether `module` is a module of torch.nn without children: its slots are named by module and operand, without the operation."""
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def is_wrapped_by_compile(model: nn.Module) -> bool:
+    """Whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
+    return hasattr(model, "_orig_mod") or (isinstance(model, WRAPPERS) and is_wrapped_by_compile(model.module))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
+    while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
+    return model

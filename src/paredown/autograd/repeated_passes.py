@@ -1,0 +1,345 @@
+"""Passes that repeat an earlier one: only modules in which a tensor is stored are followed, and all other hooks are taken out.
+
+A pass that is followed in full records what is read at the return of each module (`Recording`). Two passes in a row that recorded the same
+give a `Program`: the returns of those modules in which the receiver stores something (`StoredPlaces`), with the way through the graph to
+each stored tensor. While the arguments of the model have the same sizes and dtypes, the same parameters need gradients and the receiver
+decides by the same plan, passes are replayed: at each of these returns the pass must have created as many nodes as the recorded one, and
+the output must have the recorded size.
+
+What if a pass differs? Tensors that were not reported yet stay unmodified, which is always correct, and the rest of the pass is followed
+in full (`Replays.stop`); the nodes of modules that were running at that moment stay unmodified too, since it is not known to which of
+them a node belongs. If that happens soon, more equal passes are needed for the next program. Every RECHECK passes one is followed in full.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paredown.autograd.graph import ModuleCall, Pass, Saved, next_number, tensors_in
+from paredown.autograd.graph_parts import FoundAgain, GraphPart, Report
+from paredown.autograd.hooks import HookPlace
+
+RECHECK = 128  # replayed passes of a program, after which one is followed in full
+MAX_PROGRAMS = 8  # of passes through one entrance with different arguments
+GROWTH = 4  # times as many equal passes are needed for the next program, after one that was replayed less than RECHECK times
+is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+HookPlaces = dict[nn.Module, tuple[HookPlace, HookPlace]]  # of the hooks before and after the calls of a module
+
+
+class Receiver(Protocol):
+    """What receives saved tensors, and knows which of them it stores."""
+
+    def replay_key(self) -> Any:
+        """What its decisions depend on; None if every tensor must be reported."""
+        ...
+
+    def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
+        """`Watch.on_saved_again`."""
+        ...
+
+    def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
+        """The pass that began in this thread entered through a module: its arguments, and which memory earlier passes returned."""
+        ...
+
+    def begin_replay(self) -> None:
+        """The pass that began in this thread reports stored tensors alone."""
+        ...
+
+    def is_left(self, storage: int) -> bool:
+        """Whether tensors with this storage stayed unmodified in the last pass of this thread, and will under the same plan."""
+        ...
+
+
+class Search(NamedTuple):
+    """Nodes between calls that cannot be found by a `GraphPart`: numbers from the first node of the pass on, and the running calls."""
+
+    reached: frozenset[int]
+    calls: tuple[tuple[nn.Module, str, bool, int, dict[str, int]], ...]
+
+    @staticmethod
+    def of(numbers: Iterable[int], current: Pass, counts: list[dict[str, int]]) -> Search:
+        """The nodes with these numbers; `counts`: operations of the running calls before they were reported."""
+        first = current.calls[0].first
+        calls = zip(current.calls, counts, strict=True)
+        running = tuple((call.module, call.path, call.is_plain_leaf, call.first - first, count) for call, count in calls)
+        return Search(frozenset(number - first for number in numbers), running)
+
+    def nodes(self, values: Any, first: int) -> list[tuple[int, Any]] | None:
+        """(number, node) of the same nodes behind `values` in a pass that began with the number `first`; None if one is not there."""
+        stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
+        found: dict[int, Any] = {}
+        while stack:
+            node = stack.pop()
+            number = node._sequence_nr()
+            if number not in found and number - first in self.reached:
+                found[number] = node
+                stack.extend([before for before, _ in node.next_functions if before is not None])
+        return sorted(found.items()) if len(found) == len(self.reached) else None
+
+    def running_calls(self, first: int) -> list[ModuleCall]:
+        """The calls that were running, in a pass that began with the number `first`."""
+        running: list[ModuleCall] = []
+        for module, path, is_plain_leaf, offset, counts in self.calls:
+            running.append(call := ModuleCall(module, path, is_plain_leaf, first + offset))
+            call.counts = dict(counts)
+        return running
+
+
+class Reading(NamedTuple):
+    """One reading of the graph: from the arguments or the output of a call. `storages`: of the tensors found, 0 if never stored."""
+
+    of_args: bool
+    how: GraphPart | Search
+    storages: list[int]
+
+
+class Return(NamedTuple):
+    """The return of a module: nodes created and modules called in the pass until then, size of the output, and what was read."""
+
+    module: nn.Module
+    num_created: int
+    num_called: int
+    size: torch.Size | None  # None if the output is not a tensor
+    readings: tuple[Reading, ...]
+
+
+class Recording:
+    """What a pass that is followed in full reads, return by return."""
+
+    __slots__ = ("has_new_parts", "key", "readings", "returns")
+
+    def __init__(self, key: Any) -> None:
+        self.key = key  # `Replays.key` of the pass
+        self.returns: list[Return] = []
+        self.readings: list[Reading] = []  # of the module that is returning
+        self.has_new_parts = False  # whether a part of the graph was searched that the next pass does not search
+
+    def add(self, part: GraphPart, tensors: Iterable[FoundAgain], *, of_args: bool = False) -> None:
+        """Record the tensors that were found again in a part of the graph."""
+        self.readings.append(Reading(of_args, part, [tensor.untyped_storage()._cdata for _, _, _, tensor in tensors]))
+
+    def add_new(self, part: GraphPart | None, found: Report, current: Pass, counts: list[dict[str, int]], *, of_args: bool) -> None:
+        """Record a search of the graph; `part`: what was kept of it, None if the next pass searches again."""
+        nodes, reported = found
+        if part is not None:
+            self.readings.append(Reading(of_args, part, []))
+            self.has_new_parts = True
+        elif nodes:
+            search = Search.of([number for number, _ in nodes], current, counts)
+            self.readings.append(Reading(of_args, search, [_storage_of(saved) for _, saved in reported]))
+
+    def end_call(self, current: Pass, output: Any) -> None:
+        """Record the return of the module that was called last."""
+        calls, size = current.calls, output.size() if type(output) is Tensor else None
+        num_created, readings = next_number() - calls[0].first, tuple(self.readings)
+        self.returns.append(Return(calls[-1].module, num_created, len(current.called), size, readings))
+        self.readings.clear()
+
+    def outline(self) -> list[Any]:
+        """Modules in the order of their returns, nodes created until then, sizes, and where the graph is searched."""
+        searches = [reading.how for one in self.returns for reading in one.readings if isinstance(reading.how, Search)]
+        return [(one.module, one.num_created, one.size, len(one.readings)) for one in self.returns] + searches
+
+
+def _storage_of(saved: Saved) -> int:
+    """The storage of a saved activation; 0 of other saved tensors, which are never stored."""
+    return saved.tensor.untyped_storage()._cdata if saved.kind == "activation" and type(saved.tensor) is Tensor else 0
+
+
+class Program:
+    """What replayed passes do: `returns` of the modules in `followed`, the last one that of the model."""
+
+    def __init__(self, recording: Recording, paths: list[str], is_left: Callable[[int], bool]) -> None:
+        """`paths`: of the modules in the order of their calls."""
+        returns = [one._replace(readings=_stored(one.readings, is_left)) for one in recording.returns]
+        self.followed = {one.module for one in returns if one.readings} | {returns[-1].module}
+        self.returns = [one for one in returns if one.module in self.followed]
+        # what is compared at each return, and read; the last one is that of no module
+        self.steps = [(one.module, one.num_created, one.size, one.readings) for one in self.returns] + [(None, 0, None, ())]
+        self.called = {one.module for one in recording.returns}
+        entrance: nn.Module = recording.key[0]
+        self.not_called = set(entrance.modules()) - self.called  # inside of the entrance, and not called
+        self._paths = paths
+        self.num_replays = 0
+
+    def times(self, num_returned: int) -> dict[str, int]:
+        """How often each module was called until the return before this one."""
+        return Counter(self._paths[: self.returns[num_returned - 1].num_called] if num_returned else [])
+
+
+def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tuple[Reading, ...]:
+    """The readings without tensors that stay unmodified."""
+    kept: list[Reading] = []
+    for reading in readings:
+        stored = [storage != 0 and not is_left(storage) for storage in reading.storages]
+        if any(stored):
+            how = reading.how
+            kept.append(reading._replace(how=how.keeping(stored)) if isinstance(how, GraphPart) else reading)
+    return tuple(kept)
+
+
+class Replay:
+    """A program, the number of its returns so far, and the number of the first node, of one pass."""
+
+    __slots__ = ("first", "num_returned", "program")
+
+    def __init__(self, program: Program, first: int) -> None:
+        self.program, self.num_returned, self.first = program, 0, first
+
+
+class Replays:
+    """The programs of a model, and the hooks that they do not need; `report_nodes`: what `Watch` does with nodes that were searched."""
+
+    def __init__(self, report_nodes: Callable[[Pass, list[tuple[int, Any]]], Any]) -> None:
+        self._report_nodes = report_nodes
+        self.receiver: Receiver | None = None  # None: all passes are followed in full
+        self._programs: dict[Any, Program] = {}
+        self._last: dict[Any, tuple[list[Any], int]] = {}  # outline of the last pass, and how many before it had the same
+        self._num_needed = 1  # passes like the one before it, before a program is made
+        self._taken_out: list[HookPlace] = []
+        self.entrances = set[nn.Module]()  # modules that passes entered through, or are likely to
+        self._lock = threading.Lock()  # passes may begin in several threads
+
+    def report_to(self, receiver: Receiver) -> None:
+        """Replay passes for `receiver`."""
+        self.receiver = receiver
+
+    def key(self, entrance: nn.Module, arguments: Sequence[Tensor], is_held: tuple[bool, ...], modules: Iterable[nn.Module]) -> Any:
+        """What must be the same in passes that repeat each other, beyond their nodes; None if the pass is to be followed in full.
+
+        `is_held`: of a pass through a module, which of the arguments are the caller's, and not made by earlier passes.
+        """
+        decides_by = self.receiver.replay_key() if self.receiver is not None else None
+        if decides_by is None:
+            return None
+        sizes = tuple([(t.size(), t.dtype, t.requires_grad) for t in arguments])
+        casts = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        return entrance, decides_by, sizes, is_held, casts, tuple([module.training for module in modules])
+
+    def begin(self, current: Pass, key: Any, passes: list[Pass], places: HookPlaces) -> None:
+        """Begin a pass beside those running: it repeats an earlier one, or is recorded, or neither if `key` is None."""
+        program = self._programs.get(key) if key is not None else None
+        if program is not None:
+            program.num_replays += 1
+        with self._lock:
+            if program is None or self.receiver is None or program.num_replays % RECHECK == 0:
+                self._put_back()
+                current.recording = Recording(key) if key is not None else None
+            else:
+                self.receiver.begin_replay()
+                current.replay = Replay(program, current.calls[0].first)
+                if not passes:  # a running pass may be followed in full
+                    self._take_out(places)
+            passes.append(current)
+
+    def record(self, current: Pass, output: Any, places: HookPlaces) -> None:
+        """Make a program of a pass that ended, if those before it recorded the same."""
+        recording: Recording = current.recording
+        assert self.receiver is not None
+        recording.end_call(current, output)
+        key, outline = recording.key, recording.outline()
+        last, num_equal = self._last.get(key, (None, 0))
+        num_equal = num_equal + 1 if outline == last else 0
+        if key not in self._last and sum(other[0] is key[0] for other in self._last) >= MAX_PROGRAMS:
+            self.clear()
+        self._last[key] = outline, num_equal
+        is_compiled = any(place.hook.was_compiled for both in places.values() for place in both)
+        if num_equal < self._num_needed or recording.has_new_parts or is_compiled or current.of_threads or current.hidden_layers:
+            self._programs.pop(key, None)
+        else:
+            self._programs[key] = Program(recording, current.called, self.receiver.is_left)
+
+    def read(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
+        """Report what is stored at the return of a module in a replayed pass."""
+        replay: Replay = current.replay
+        found_module, num_created, size, readings = replay.program.steps[replay.num_returned]
+        if found_module is not module:
+            if module in replay.program.followed:
+                self.stop(current)
+            return
+        if num_created != next_number() - replay.first or size != (output.size() if type(output) is Tensor else None):
+            return self.stop(current)
+        replay.num_returned += 1
+        if not readings:
+            return
+        is_enabled = is_grad_enabled()  # the module may run under no_grad
+        set_grad_enabled(False)
+        try:
+            for of_args, how, _ in readings:
+                if not self._read_again(current, how, args if of_args else output):
+                    return self.stop(current)
+        finally:
+            set_grad_enabled(is_enabled)
+
+    def _read_again(self, current: Pass, how: GraphPart | Search, values: Any) -> bool:
+        """Report what was read again behind `values`; False if it differs."""
+        if type(how) is GraphPart:
+            starts = (values.grad_fn,) if type(values) is Tensor else [tensor.grad_fn for tensor in tensors_in(values)]
+            tensors, receiver, inputs = how.follow(starts), self.receiver, current.inputs
+            if tensors is None or receiver is None:
+                return False
+            for found in tensors:
+                receiver.save_again(*found, inputs)
+            return True
+        assert isinstance(how, Search)
+        nodes = how.nodes(values, current.replay.first)
+        if nodes is None:
+            return False
+        calls, current.calls = current.calls, how.running_calls(current.replay.first)
+        self._report_nodes(current, nodes)
+        current.calls = calls
+        return True
+
+    def stop(self, current: Pass) -> None:
+        """Follow the rest of a pass that differs from the recorded one; what was not reported until now stays unmodified."""
+        replay: Replay = current.replay
+        current.replay, current.is_unsure = None, True
+        current.times = replay.program.times(replay.num_returned)
+        current.seen.update(range(current.calls[0].first, next_number()))
+        current.unreached = 0
+        self.clear()
+        if replay.program.num_replays < RECHECK:
+            self._num_needed *= GROWTH
+        self.put_back()
+
+    def clear(self) -> None:
+        """Forget all programs."""
+        self._programs.clear()
+        self._last.clear()
+
+    # --- hooks ---
+
+    def _take_out(self, places: HookPlaces) -> None:
+        """Take out the hooks that no program needs: of modules that all of them call, and after calls in which nothing is stored.
+
+        A program of another entrance need not call a module that is not inside of that. Entrances keep their hooks.
+        """
+        if self._taken_out:
+            return
+        programs = self._programs.values()
+        called = set[nn.Module]().union(*(program.called for program in programs)) - self.entrances
+        called = called.difference(*(program.not_called for program in programs))
+        followed = set[nn.Module].union(*(program.followed for program in programs))
+        for module, (before, after) in places.items():
+            if module in called:
+                self._taken_out += [before] if module in followed else [before, after]
+        for place in self._taken_out:
+            place.take_out()
+
+    def put_back(self) -> None:
+        """Put back all hooks."""
+        with self._lock:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for place in self._taken_out:
+            place.put_back()
+        self._taken_out.clear()

@@ -1,0 +1,233 @@
+"""What the second forward pass of a checkpointed layer saves: the large tensors can be stored packed.
+
+In backward a checkpoint with use_reentrant=False runs its layer again, and holds every tensor that this pass saves until backward reads it:
+of a transformer several times the size of its hidden states, which is the peak of most checkpointed steps. `RecomputedLayer` lets the
+owner of a `Watch` store the large ones packed. It describes them in the first forward pass, where autograd's graph shows which operation
+saves which tensor, in the order in which the second pass saves them again. In the second pass `SecondPass` encloses the saved-tensor
+hooks of the checkpoint: it stores a tensor, and neither the second graph nor the frame of the checkpoint holds the original. Backward gets
+what the frame's dictionary returns, and `RecomputedTensors` unpacks there. With use_reentrant=True the second pass is the first one with a
+graph, which nothing else holds: `Watch` reads it as that of any forward pass, and `ReentrantSaves` stores the large tensors.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paredown.autograd.graph import Pass, Saved, has_storage, kind_of
+from paredown.autograd.operations import is_large_in_second_pass, is_stored_in_second_pass
+
+Store = Callable[[Saved], Any]  # stores a saved tensor: an object whose tensor() is the unpacked one, None to leave it unmodified
+top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class CapturedHooks:
+    """Takes hooks in the place of a saved-tensor handle, for tensors that a second forward pass saves."""
+
+    __slots__ = ("_tensor", "packed", "unpack")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.packed = tensor, None
+        self.unpack: Callable[[Any], Tensor] | None = None
+
+    def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Keep what `pack` returns."""
+        self.packed, self.unpack = pack(self._tensor), unpack
+
+
+class RecomputedSave:
+    """What is stored for one tensor of a second forward pass; torch compares its shape, dtype and device with those of the first."""
+
+    __slots__ = ("device", "dtype", "shape", "stored")
+
+    def __init__(self, stored: Any, tensor: Tensor) -> None:
+        self.stored, self.shape, self.dtype, self.device = stored, tensor.shape, tensor.dtype, tensor.device
+
+    def tensor(self) -> Tensor:
+        """The unpacked tensor."""
+        return self.stored.tensor()
+
+
+def stored_operand(node: Any) -> Any:
+    """What a second forward pass stored for the operand `self` of an operation, by the operation's node; None if it is no such node."""
+    raw = getattr(node, "_raw_saved_self", None)
+    found = raw.data if raw is not None and raw.unpack_hook is not None else None
+    found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
+    return found.stored if type(found) is RecomputedSave else None
+
+
+class _State:
+    """What the dictionaries of one frame share."""
+
+    __slots__ = ("is_compared", "save")
+
+    def __init__(self) -> None:
+        self.save: RecomputedSave | None = None  # for the tensor that torch is about to store
+        self.is_compared = False  # whether torch compares the passes, and needs no values
+
+
+class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
+    """Handle -> tensor of one backward, as torch.utils.checkpoint stores them; packed tensors are unpacked when they are read."""
+
+    def __init__(self, state: _State) -> None:
+        super().__init__()
+        self._state = state
+
+    def __setitem__(self, handle: Any, tensor: Any) -> None:
+        save, self._state.save = self._state.save, None
+        super().__setitem__(handle, tensor if save is None else save)
+
+    def __getitem__(self, handle: Any) -> Any:
+        found = super().__getitem__(handle)
+        return found if type(found) is not RecomputedSave or self._state.is_compared else found.tensor()
+
+
+class RecomputedPasses(dict[Any, RecomputedTensors]):
+    """Number of a backward -> its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = _State()
+
+    def __missing__(self, number: Any) -> RecomputedTensors:
+        self[number] = tensors = RecomputedTensors(self.state)
+        return tensors
+
+
+FRAME = ("recompute_fn", "recomputed", "check_recomputed_tensors_match")  # private names of torch 2.11 to 2.13
+
+
+class RecomputedLayer:
+    """A checkpointed layer whose second forward passes store large tensors packed.
+
+    `hooked`: what the operations of its first forward pass saved. `begin` starts a second one, and returns the function that stores.
+    """
+
+    def __init__(self, frame: Any, module: nn.Module, hooked: Iterable[Saved], begin: Callable[[], Store]) -> None:
+        places = {id(holder): place for place, ref in enumerate(frame.weak_holders) if (holder := ref()) is not None}
+        self.saves: list[Saved | None] = [None] * len(frame.weak_holders)  # in the order of saving
+        for saved in hooked:
+            holder = saved.raw.data[0] if isinstance(saved.raw.data, tuple) else saved.raw.data
+            if id(holder) in places and is_stored_in_second_pass(saved.op, saved.needs):
+                self.saves[places[id(holder)]] = replace(saved, kind="activation", node=None, raw=None)
+        self.modules, self.begin = tuple(module.modules()), begin
+
+    def follow(self, frame: Any) -> None:
+        """Store what the second forward pass of this checkpoint saves; of one that saved another number of tensors nothing is stored."""
+        is_known = all(hasattr(frame, name) for name in FRAME)
+        if not is_known or len(frame.weak_holders) != len(self.saves) or not any(self.saves):
+            return
+        reference = weakref.ref(frame)  # the frame must not refer to itself: its tensors would outlive backward
+        frame.recomputed = RecomputedPasses()
+        frame.recompute_fn = partial(self._recompute, reference, frame.recompute_fn)
+        frame.check_recomputed_tensors_match = partial(_compare, reference)
+
+    def _recompute(self, reference: weakref.ref[Any], function: Callable[..., Any], *args: Any) -> None:
+        frame = reference()
+        assert frame is not None
+        second = SecondPass(self, frame, args)
+        try:
+            function(*args)
+        finally:
+            second.end()
+
+
+def _compare(reference: weakref.ref[Any], number: Any) -> None:
+    """torch's comparison of both forward passes, by shape, dtype and device."""
+    frame = reference()
+    assert frame is not None
+    state: _State = frame.recomputed.state
+    state.is_compared = True
+    try:
+        type(frame).check_recomputed_tensors_match(frame, number)
+    finally:
+        state.is_compared = False
+
+
+class SecondPass:
+    """Saved-tensor hooks around those of torch.utils.checkpoint, while a layer runs for the second time."""
+
+    def __init__(self, layer: RecomputedLayer, frame: Any, args: Any) -> None:
+        self._outer: Any = top_default_hooks(True)
+        self._saves, self._holders, self._state = layer.saves, frame.weak_holders, frame.recomputed.state
+        self._place, self._store = 0, layer.begin()
+        inputs = frozenset(t.untyped_storage()._cdata for t in args if isinstance(t, Tensor) and has_storage(t))
+        self._forward = Pass(inputs, layer.modules, [])  # inputs were packed before, and their decoded copies stay
+        # not torch.autograd.graph.saved_tensors_hooks, which would refer to this object as this object to it
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is stored in the place of `tensor`, for the second graph; the checkpoint gets it too."""
+        place, self._place = self._place, self._place + 1
+        save = self._save(place, tensor) if place < len(self._saves) and self._saves[place] is not None else None
+        self._state.save = save
+        kept = self._outer[0](tensor)
+        return kept if save is None else save
+
+    def _save(self, place: int, tensor: Tensor) -> RecomputedSave | None:
+        if (
+            not has_storage(tensor)
+            or not is_large_in_second_pass(tensor.untyped_storage().nbytes())
+            or self._holders[place]() is None
+        ):
+            return None
+        saved = self._saves[place]
+        assert saved is not None
+        if kind_of(tensor, saved.operand, self._forward) != "activation":
+            self._saves[place] = None
+            return None
+        stored = self._store(replace(saved, tensor=tensor))
+        return RecomputedSave(stored, tensor) if stored is not None else None
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor, where backward runs through the second graph."""
+        return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        hooks: Any = top_default_hooks(True)
+        if hooks is not None and hooks[0] == self.pack:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        del self._store  # and what it remembers of the pass
+
+
+class ReentrantSaves:
+    """Stores the large tensors that the second forward pass of a layer saves, under a checkpoint with use_reentrant=True."""
+
+    __slots__ = ("_backward", "_store", "num_large", "num_stored")
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._backward = store, running_backward()
+        self.num_large = self.num_stored = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the backward that runs the layer again is the one that runs now; one that raised ended without a word."""
+        return self._backward == running_backward()
+
+    def __call__(self, saved: Saved) -> None:
+        """Store one tensor, if it is large and its operation allows it."""
+        tensor = saved.tensor
+        if tensor is None or saved.kind != "activation" or not has_storage(tensor):
+            return
+        if not is_large_in_second_pass(tensor.untyped_storage().nbytes()) or not is_stored_in_second_pass(saved.op, saved.needs):
+            return
+        stored = self._store(replace(saved, node=None, raw=None))
+        self.num_large += 1
+        if stored is not None:
+            self.num_stored += 1
+            save = RecomputedSave(stored, tensor)
+            saved.raw.register_hooks(lambda tensor: save, RecomputedSave.tensor)
+
+
+def running_backward() -> int:
+    """The number of the backward that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()

@@ -1,0 +1,407 @@
+"""`verify(model, batch, plan)`: gradients under a plan against those of the unmodified model, parameter by parameter.
+
+    the unmodified step, twice     the baseline; if its two results differ, the tolerance of both plans is widened by that difference
+    the exact plan                 the plan with every format replaced by fp32: each slot is stored, viewed, shared and decoded as under the
+                                   plan, without quantization error. It must give the gradients of the baseline bit for bit
+    the plan                       must be within a tolerance that follows from the formats of its slots. Where weights are packed, it is
+                                   compared with gradients of the weights before packing, and the first two with the rounded weights
+    products in 8 bits             are part of all runs but the one that the plan is compared with, whose products are the model's. The
+                                   tolerance counts the rounding of input, weight and gradient of each layer
+    packed weights                 their values must be within SAFETY times the error that their formats explain
+
+Each run starts with the same random state and the same buffers. The error of a parameter is |g - baseline| / (s sqrt(numel)), where s is
+the root mean square of its baseline gradient, or that of all parameters of its module where that is larger: the bias of a convolution
+before a batch norm has a gradient that is zero but for rounding.
+
+The tolerance is SAFETY sqrt(sum over slots of e^2) with e of `expected_error`, since errors of slots are independent and their squares add
+up. The largest error of a parameter was 0.2 to 2.2 sqrt(sum e^2) on eleven networks of `paredown.models`, in int8 and int4. With many
+slots in few bits it exceeds 1: `Verification.verdict` then says that it is too coarse to be useful.
+
+If a plan exceeds its tolerance, the slots at fault are found by runs that store only some slots: halves, then halves of halves.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from math import inf, isfinite, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paredown.autograd.module_watch import is_wrapped_by_compile, unwrapped
+from paredown.check.guard_steps import count_examples, first_examples
+from paredown.check.probe import restored_state
+from paredown.check.probe_passes import nodes_behind
+from paredown.check.verification import EXACT, OFF, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
+from paredown.errors import ApplyError
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding
+from paredown.plan.plan import Plan
+from paredown.plan.selectors import Selector
+from paredown.predict.fake.fake_step import Arguments, _loss_of, signature_errors
+from paredown.roles import Role, weight_role
+from paredown.session.eager.recomputed_values import RecomputedValues
+from paredown.session.eager.stored_tensors import StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
+from paredown.session.open_sessions import any_session_of
+from paredown.session.session import Session, start_session
+
+SAFETY = 3.0
+NOISE = 8.0  # the tolerance includes this many times the difference of two unmodified steps
+MIN_SCALE = 1e-3  # errors are relative to at least this part of the model's root mean square gradient
+MAX_RUNS = 96  # runs that store some of the slots, in total
+MAX_FAULTS = 8
+STORED = (Role.ACTIVATION, Role.WEIGHT, Role.FROZEN)  # roles of rules that a forward and backward pass depend on
+LOSSLESS: dict[type[StoredForm], str] = {
+    StoredMask: "one exact bit a value",
+    StoredIntegers: "exact integers",
+    StoredShape: "its shape alone",
+}
+ROUNDED_WEIGHTS = (
+    "weights were packed before verify was called: gradients are compared with those of the rounded weights, and the rounding errors of "
+    "weights with those that their formats explain"
+)
+PRODUCTS = "products in 8 bits: gradients are compared with those of the model without them, and the exact plan with the step that has them"
+OUTSIDE = "packed weights, products in 8 bits, or modules under activation checkpointing"
+REENTRANT = "CheckpointFunctionBackward"  # torch.autograd.grad silently gives no gradients inside such a checkpoint
+Step = Callable[[Any], Tensor]
+Gradients = list[Tensor | None]
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan | None = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Verification:
+    """The gradients of one step under `plan`, compared with those of the unmodified model, and the slots at fault.
+
+    `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. Leave `plan` out if the model
+    has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. Weights, gradients, buffers, hooks,
+    mode and random states of the model are afterwards what they were before.
+    """
+
+    def step(part: Any) -> Tensor:
+        arguments = Arguments.of(dict(part) if isinstance(part, Mapping) else part, has_loss=loss is not None)
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        with torch.autocast(device, autocast) if autocast is not None else nullcontext():
+            with signature_errors(unwrapped(model), arguments, "verify"):
+                output = unwrapped(model)(*arguments.args, **arguments.keywords)
+            return loss(output, *arguments.targets) if loss is not None else _loss_of(output)
+
+    return verify_step(model, batch, step, plan, tolerance=tolerance, seed=seed)
+
+
+def verify_step(
+    model: nn.Module, batch: Any, step: Step, plan: Plan | None = None, *, tolerance: float | None = None, seed: int = 0
+) -> Verification:
+    """`verify` for a loss that `step(batch)` computes with `model`, such as the training step of a library.
+
+    If the unmodified step runs out of memory, the first half of the batch is used, then the first quarter, and so on.
+    """
+    session = _checked(model, plan, tolerance)
+    count = whole = count_examples(batch)
+    notes = {"compiled": "the model inside torch.compile was run without compiling it"} if is_wrapped_by_compile(model) else {}
+    while True:
+        try:
+            with _session(session, plan, unwrapped(model), seed) as opened:
+                result = VerificationRuns(opened[0], unwrapped(model), partial(step, batch), opened[1]).verification(tolerance)
+            break
+        except torch.OutOfMemoryError:
+            if count < 2:
+                raise ApplyError(
+                    f"the unmodified step, which gradients are compared with, runs out of memory with one of {whole} examples. "
+                    "Verify a smaller model of the same layers, or verify on the CPU."
+                ) from None
+        count //= 2
+        batch = first_examples(batch, count)
+        notes["memory"] = f"the unmodified step runs out of memory with {whole} examples: {count} were compared"
+    return replace(result, notes=(*notes.values(), *result.notes))
+
+
+def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
+    """The open session of the model, or None; ApplyError if the model or the arguments cannot be verified."""
+    if not isinstance(model, nn.Module) or not (plan is None or isinstance(plan, Plan)):
+        types = f"{type(model).__name__} and {type(plan).__name__}"
+        raise ApplyError(
+            f"verify takes a model, a batch and a Plan, not {types}: verify(model, batch, Plan.preset('activations8'))."
+        )
+    if tolerance is not None and not 0 <= tolerance < inf:
+        raise ApplyError(f"tolerance is {tolerance!r}; it must be a relative error of gradients, such as 0.05, or None.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ApplyError(
+            "no parameter of the model requires a gradient: there is nothing to compare. Call requires_grad_() on some."
+        )
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ApplyError(
+            "the model is sharded (fully_shard), and torch.autograd.grad returns no gradients of shards: verify it before it is sharded."
+        )
+    session = any_session_of(unwrapped(model))
+    if session is not None and not isinstance(session, Session):
+        raise ApplyError(
+            "the model has a session in simulate mode, which rounds the forward pass too: its gradients are those of another function. "
+            "Close it, and verify a plan for store mode."
+        )
+    if session is None and plan is None:
+        raise ApplyError("verify needs a plan where the model has no session: verify(model, batch, Plan.preset('activations8')).")
+    if session is not None and plan is not None and plan.diff(session.plan):
+        raise ApplyError(
+            f"the model has a session with another plan ({session!r}): leave the plan out to verify that one, or call its close() first."
+        )
+    return session
+
+
+@contextmanager
+def _session(
+    opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
+) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
+    """A context with the open session of the model, or with a temporary one whose end restores the weights, which come with it."""
+    if opened is not None:
+        yield opened, {}
+        return
+    assert plan is not None
+    rules = tuple(rule for rule in plan.rules if Selector.parse(rule[0]).role in (None, *STORED))  # others are for optimizers
+    packed = {
+        name: p
+        for name, p in model.named_parameters()
+        if plan.find((name,), weight_role(is_frozen=not p.requires_grad)).format is not None
+    }
+    copies = {name: p.detach().clone() for name, p in packed.items()}
+    try:
+        with start_session(replace(plan, rules=rules), model, seed=seed) as session:
+            yield session, copies
+    finally:
+        for name, copy in copies.items():
+            packed[name].data.copy_(copy)
+
+
+class VerificationRuns:
+    """Runs of one step: unmodified, and with some or all slots stored."""
+
+    def __init__(
+        self, session: Session, model: nn.Module, step: Callable[[], Tensor], originals: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`originals`: values of packed weights before they were packed, by name; those of an open session are gone."""
+        self.session, self.model, self.step = session, model, step
+        self.originals = {name: values for name, values in (originals or {}).items() if name in session.runs.packed_weights}
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        self.baseline: Gradients = []  # with the decoded values of packed weights: those of the exact plan, bit for bit
+        # with the weights before packing and without products in 8 bits; None where there is neither, or the weights are gone
+        self.original: Gradients | None = None
+        self.products = session.products if session.products.elements else None
+        self.scales: list[float] = []
+        self.formats: dict[str, str] = {}  # stored slot -> its format under the plan
+        self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
+
+    def verification(self, tolerance: float | None) -> Verification:
+        """The result of runs of the baseline, the exact plan and the plan, with the slots at fault."""
+        with self.session.runs.restored() as self._rewind:
+            self._measure_baseline()
+            noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
+            exact = self._distances(self.stored(is_exact=True), is_exact=True)
+            errors = self._distances(self.stored(records_formats=True))
+            parts = (*self.errors.values(), *self._weight_errors().values(), *self._product_errors().values())
+            expected = sqrt(sum(error * error for error in parts))
+            limits = {True: NOISE * noise, False: (SAFETY * expected if tolerance is None else tolerance) + NOISE * noise}
+            rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, errors, strict=True)]
+            worst = {True: max(exact, default=0.0), False: max(errors, default=0.0)}
+            faults, notes = self._faults([is_exact for is_exact in (True, False) if worst[is_exact] > limits[is_exact]], limits)
+        rows = [row for row, g in zip(rows, self.baseline, strict=True) if g is not None or row.error or row.exact_error]
+        off = self._weights_off()
+        notes += [ROUNDED_WEIGHTS] if self.session.runs.packed_weights and not self.originals else []
+        notes += [PRODUCTS] if self.products is not None else []
+        return Verification(
+            type(self.model).__name__,
+            rows=(*rows, *(Compared(fault.slot, 0.0, fault.error, OFF) for fault in off)),
+            at_fault=(*off, *faults),
+            exact_tolerance=limits[True],
+            tolerance=limits[False],
+            reason=self._reason(expected, noise, tolerance),
+            notes=tuple(notes),
+        )
+
+    # --- runs -----------------------------------------------------------------------------------------------------------
+
+    def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
+        """The gradients with these slots stored, None for all; `is_exact`: in fp32. `records_formats`: fill `formats` and `errors`."""
+        observer = (lambda saved, _, form: self._record_format(saved.name, form)) if records_formats else None
+        with self.session.runs.storing(names, is_exact=is_exact, on_packed=observer):
+            return self._gradients()
+
+    def _weight_errors(self) -> dict[str, float]:
+        """The expected rounding error of each weight whose original values gradients are compared with."""
+        weights = self.session.runs.packed_weights if self.original is not None else {}
+        return {f"weight={name}": expected_error(weight.format, Rounding.NEAREST_EVEN) for name, weight in weights.items()}
+
+    def _product_errors(self) -> dict[str, float]:
+        """The expected rounding error of the operands of each layer that multiplies 8-bit codes: input, weight and gradient."""
+        multiplied = self.products.multiplied if self.products is not None else {}
+        formats = {path: Format.parse(f"{element}/64@fp32") for path, element in multiplied.items()}
+        return {f"product={path}": sqrt(3) * expected_error(format, Rounding.NEAREST_EVEN) for path, format in formats.items()}
+
+    def _weights_off(self) -> list[Fault]:
+        """The weights that packing has changed by more than their formats explain."""
+        found: list[Fault] = []
+        for name, weight in self.session.runs.packed_weights.items():
+            error = weight.rounding_error
+            if error is not None and not error <= SAFETY * expected_error(weight.format, Rounding.NEAREST_EVEN):
+                found.append(Fault(f"weight={name}", str(weight.format), error, error, name, PLAN))
+        return found
+
+    def _unmodified(self, *, is_original: bool = False) -> Gradients:
+        """The gradients without the plan; packed weights have the decoded values of their formats, or those before packing."""
+        products = self.products.paused() if is_original and self.products is not None else nullcontext()
+        with self.session.runs.unmodified(), products, self._original_values() if is_original else nullcontext():
+            return self._gradients()
+
+    @contextmanager
+    def _original_values(self) -> Generator[None]:
+        """A context in which unpacked weights have the values before packing."""
+        parameters = {name: p for name, p in self.model.named_parameters() if name in self.originals}
+        decoded = {name: p.detach().clone() for name, p in parameters.items()}
+        try:
+            for name, p in parameters.items():
+                p.data.copy_(self.originals[name])
+            yield
+        finally:
+            for name, p in parameters.items():
+                p.data.copy_(decoded[name])
+
+    def _gradients(self) -> Gradients:
+        self._rewind()  # the same random bits in every run
+        torch.clear_autocast_cache()
+        with restored_state(self.model), _python_random_state(), torch.enable_grad():
+            loss = self.step()
+            if not self.baseline and any(node.name() == REENTRANT for node in nodes_behind(loss)):
+                raise ApplyError(
+                    "the model uses torch.utils.checkpoint with use_reentrant=True, which computes gradients in backward() only, not in "
+                    "torch.autograd.grad. Set use_reentrant=False."
+                )
+            gradients: Gradients = list(torch.autograd.grad(loss, self.parameters, allow_unused=True))  # None where unused
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+
+    def _record_format(self, name: str, form: StoredForm) -> None:
+        decision = self.session.runs.decision_of(name)
+        if isinstance(form, StoredValues | RecomputedValues) and decision is not None and decision.format is not None:
+            self.formats[name] = str(decision.format)
+            self.errors[name] = expected_error(decision.format, decision.rounding)
+        else:
+            self.formats.setdefault(name, LOSSLESS.get(type(form), type(form).__name__))
+
+    # --- distances ------------------------------------------------------------------------------------------------------
+
+    def _measure_baseline(self) -> None:
+        self.baseline = self._unmodified()
+        self.original = self._unmodified(is_original=True) if self.originals or self.products is not None else None
+        norms = [0.0 if g is None else _norm(g) for g in self.original or self.baseline]
+        if not all(map(isfinite, norms)):
+            raise ApplyError(
+                "the gradients of this batch are not finite without the plan: there is nothing to compare with. Use another batch."
+            )
+        sizes = [p.numel() for p in self.parameters]
+        modules = [name.rpartition(".")[0] for name in self.names]
+        sums: dict[str, tuple[float, int]] = {}
+        for module, norm, size in zip(modules, norms, sizes, strict=True):
+            energy, count = sums.get(module, (0.0, 0))
+            sums[module] = energy + norm * norm, count + size
+        least = MIN_SCALE * sqrt(sum(energy for energy, _ in sums.values()) / max(sum(sizes), 1))
+        self.scales = [
+            sqrt(size) * max(norm / sqrt(max(size, 1)), sqrt(sums[module][0] / max(sums[module][1], 1)), least)
+            for module, norm, size in zip(modules, norms, sizes, strict=True)
+        ]
+
+    def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
+        """The relative error of each gradient; 0 for the same bits, infinity where a gradient is missing or not finite."""
+        baseline = self.baseline if is_exact or self.original is None else self.original
+        return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
+
+    # --- slots at fault -------------------------------------------------------------------------------------------------
+
+    def _faults(self, off: Iterable[bool], limits: Mapping[bool, float]) -> tuple[list[Fault], list[str]]:
+        """The slots at fault under the exact plan if that is in `off`, then those under the plan among all other slots; and notes."""
+        faults, notes, runs = list[Fault](), list[str](), FaultSearch(MAX_RUNS)
+        for is_exact in off:
+            rest = [slot for slot in self.formats if slot not in {fault.slot for fault in faults}]
+            groups, is_outside = runs.minimal_groups(rest, self._test(is_exact=is_exact, limit=limits[is_exact]))
+            faults += self._group([], is_exact=is_exact) if is_outside else []
+            for group in groups:
+                faults += self._group(group, is_exact=is_exact)
+                if len(group) > 1:
+                    first = ", ".join(group[:3]) + ", ..." * (len(group) > 3)
+                    notes.append(f"{len(group)} slots are off together, and no fewer of them: {first}")
+        if runs.is_spent:
+            notes.append(f"the search for the slots at fault ended after {MAX_RUNS} steps: there may be fewer, or others")
+        return faults, notes
+
+    def _test(self, *, is_exact: bool, limit: float) -> Callable[[Sequence[str]], bool]:
+        return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
+
+    def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
+        """A row for each slot of a group: errors with the whole group stored, and with this slot alone; no slots: with nothing stored."""
+        errors = self._distances(self.stored(group, is_exact=is_exact), is_exact=is_exact)
+        error, parameter = max(zip(errors, self.names, strict=True))
+        under = EXACT if is_exact else PLAN
+        if len(group) < 2:
+            slot = group[0] if group else OUTSIDE
+            return [Fault(slot, self.formats.get(slot, ""), error, error, parameter, under)]
+        alone = {
+            slot: max(self._distances(self.stored([slot], is_exact=is_exact), is_exact=is_exact))
+            for slot in group[: 4 * MAX_FAULTS]
+        }
+        worst = sorted(alone, key=lambda slot: -alone[slot])[:MAX_FAULTS]
+        return [Fault(slot, self.formats[slot], error, alone[slot], parameter, under) for slot in worst]
+
+    def _reason(self, expected: float, noise: float, tolerance: float | None) -> str:
+        if tolerance is not None:
+            text = f"tolerance={tolerance:g} was given"
+        elif not (errors := {**self.errors, **self._weight_errors()}):
+            text = "no slot has a format with quantization error, so that the plan is exact too"
+        else:
+            coarsest = max(errors, key=lambda name: errors[name])
+            weight = self.session.runs.packed_weights.get(coarsest.removeprefix("weight="))
+            format = self.formats[coarsest] if weight is None else weight.format
+            formats = f"{format} and finer formats" if len(set(errors.values())) > 1 else str(format)
+            slots = f"{len(errors)} slot{'s' * (len(errors) != 1)}"
+            text = (
+                f"the bound of {formats} over {slots}, {SAFETY:g} x {expected:.2g}, the root of the sum of "
+                f"squared errors that are expected of them, the largest {errors[coarsest]:.2g}"
+            )
+        return (
+            text
+            if not noise
+            else f"{text}; the unmodified model differs from itself by {noise:.2g}, of which {NOISE:g} x are added"
+        )
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _distance(gradient: Tensor | None, baseline: Tensor | None, scale: float) -> float:
+    if gradient is None or baseline is None:
+        return 0.0 if gradient is baseline else inf
+    if torch.equal(gradient, baseline):
+        return 0.0
+    difference = _norm(gradient - baseline)
+    return difference / scale if isfinite(difference) and scale > 0 else inf
+
+
+@contextmanager
+def _python_random_state() -> Generator[None]:
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

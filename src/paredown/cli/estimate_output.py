@@ -1,0 +1,365 @@
+"""The answer of `paredown estimate`: values (Estimate, with a PlanRow for each plan), JSON and text.
+
+The text begins with whether the step fits, which plan does, and bars of the memory at the peak:
+
+    Does not fit: 13.20 GiB of 11.20 GiB. activations8 fits: 10.20 GiB, about 1.2x time.
+
+    baseline      WWGGOOOOAAAAAAAAAAAAAAAAAAAAAAAATT  13.20 GiB
+    activations8  WWGGOOOOAAAAAAAAAAAAAATTTT|         10.20 GiB
+
+Segments are proportional to the bytes at the peak, which add up to it: by role, and the workspace of libraries. A terminal gets colours
+instead of letters, unless NO_COLOR is set; `|` is the budget.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paredown.cli.output import BASELINE, Styled, clean, heading, table
+from paredown.roles import Role
+from paredown.sizes import say_bytes
+
+if TYPE_CHECKING:
+    from paredown.cli.budget import Budget
+    from paredown.plan.explanation import UnpackedSlots
+
+BLOCK, SQUARE = "\u2588", "\u25a0"
+WIDTH = 48  # characters of the longest bar
+WORKSPACE = "workspace"  # of cuBLAS and cuDNN
+# Step time relative to the baseline, measured on one H200 (docs/benchmarks.md). Eager mode: GPT-2, ResNet-50 and ViT, 1.17 to 1.24,
+# 1.23 to 1.27 and 1.13 to 1.23; compiled: these and Llama, 1.08 to 1.13 and 1.08 to 1.18.
+MEASURED_TIMES = {"activations8": "1.2x", "activations4": "1.25x", "activations2": "1.2x"}
+MEASURED_COMPILED_TIMES = {"activations8": "1.1x", "activations4": "1.15x"}
+COMPILED = "compiled"
+SHOWN_MODULES = 10
+SHOWN_NOTES = 5
+SHOWN_BARS = 6
+SHOWN_SLOTS = 3
+ABSENT = ("step_seconds_reason", "device_seconds", "host_seconds", "model_bytes", "sent_bytes", "host_bytes")
+LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of the peak
+RED, GREEN, PLAIN = "\x1b[1;31m", "\x1b[1;32m", "\x1b[0m"
+
+
+class Segment(NamedTuple):
+    """A part of a bar: its letter in plain text, its colour on a terminal, its name, and the keys of `at_peak` that it sums."""
+
+    letter: str
+    colour: int
+    name: str
+    keys: tuple[str, ...]
+
+
+SEGMENTS = (
+    Segment("W", 34, "weights", (Role.WEIGHT.value, Role.FROZEN.value, Role.RESIDUE.value, Role.MASTER.value)),
+    Segment("G", 36, "gradients", (Role.GRADIENT.value,)),
+    Segment("O", 35, "optimizer state", (Role.MOMENT1.value, Role.MOMENT2.value)),
+    Segment("A", 33, "activations", (Role.ACTIVATION.value,)),
+    Segment("I", 32, "inputs and buffers", (Role.INPUT.value, Role.BUFFER.value)),
+    Segment("T", 37, "temporaries", (Role.TEMPORARY.value, Role.ERROR.value)),
+    Segment("L", 90, "workspace of libraries", (WORKSPACE,)),
+)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A step under one plan; the fields are those of the JSON, which has ABSENT ones only where they are known."""
+
+    plan: str
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    fits: bool | None = None  # None: there is no budget
+    largest_batch: int | None = None  # within the budget, with --batch auto
+    by_role: Mapping[str, int] = field(default_factory=dict[str, int])
+    at_peak: Mapping[str, int] = field(default_factory=dict[str, int])  # by role
+    workspace_bytes: int = 0
+    step_seconds: float | None = None
+    step_seconds_reason: str | None = None  # why it is not predicted
+    device_seconds: float | None = None
+    host_seconds: float | None = None
+    model_bytes: int | None = None  # of one process of several
+    sent_bytes: int | None = None
+    host_bytes: int | None = None  # of a plan that offloads
+    by_module: Mapping[str, int] = field(default_factory=dict[str, int])
+    at_peak_by_module: Mapping[str, int] = field(default_factory=dict[str, int])
+    not_packed: tuple[UnpackedSlots, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in ABSENT}
+
+    @property
+    def parts_at_peak(self) -> dict[str, int]:
+        """Bytes at the peak by role, and the workspace of libraries; their sum is the peak."""
+        return {**self.at_peak, **({WORKSPACE: self.workspace_bytes} if self.workspace_bytes else {})}
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the step fits the budget, or with --batch auto a batch of it."""
+        return bool(self.fits if self.largest_batch is None else self.largest_batch)
+
+
+def smallest(rows: Sequence[PlanRow]) -> PlanRow:
+    """The row of the smallest peak."""
+    return min(rows, key=lambda row: row.peak_bytes)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Layers with a LoRA adapter, and parameters of the model."""
+
+    layers: int
+    trained_parameters: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The answer of `paredown estimate`; the fields are those of its JSON, which has `lora` and `checkpointed` only if there are any."""
+
+    model: str
+    device: str
+    dtype: str
+    optimizer: str
+    compiled: bool
+    batch_size: int
+    batch: tuple[str, ...]
+    assumed: tuple[str, ...]
+    lora: Adapters | None
+    checkpointed: tuple[str, ...]
+    budget_bytes: int | None
+    plans: tuple[PlanRow, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        value = {**asdict(self), "plans": [row.to_json() for row in self.plans]}
+        return {name: part for name, part in value.items() if part or name not in ("lora", "checkpointed")}
+
+    @property
+    def _device(self) -> str:
+        return f"{self.device} {COMPILED}" if self.compiled else self.device
+
+    def verdict(self, *, requested: bool) -> str:
+        """Whether the step fits; `requested`: the user named the plans."""
+        return verdict(self.plans, self.budget_bytes, requested=requested, device=self._device)
+
+    def step_lines(self) -> list[str]:
+        """The step that is traced: model, device, dtype and optimizer; its batch; adapters, checkpointed layers, and what is assumed."""
+        where = f"{self._device.replace(' ', ', ')}, {self.dtype}, {self.optimizer or 'no optimizer'}, batch {self.batch_size}"
+        lines = [f"One training step of {self.model} on {where}, predicted"]
+        lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in self.batch)}.")
+        if self.lora is not None:
+            share = f"{self.lora.trained_parameters:,} of {self.lora.parameters:,} parameters are trained"
+            lines.append(f"LoRA adapters on {self.lora.layers} linear layers, in the dtype of the base: {share}.")
+        if layers := self.checkpointed:
+            lines.append(f"Activation checkpointing: {len(layers)} layers, {layers[0]} to {layers[-1]}.")
+        return [*lines, *([f"Assumed: {', '.join(self.assumed)}."] if self.assumed else [])]
+
+    def lines(self, budget: Budget | None, *, requested: bool) -> list[str]:
+        """The whole text: verdict, bars, step and budget, then tables and notes."""
+        bars_shown = bars(self._rows_with_bars(requested=requested), self.budget_bytes, in_colour=has_colour())
+        step, *details = self.step_lines()
+        head = [styled_verdict(self.verdict(requested=requested)), "", *bars_shown, "", heading(step), *details]
+        head += [] if budget is None else [f"The budget is {budget.say(self.budget_bytes or 0)}."]
+        reasons = [*_reasons(self.plans), *_untimed(self.plans)]
+        notes = [f"note: {note}" for note in self.notes[:SHOWN_NOTES]]
+        return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
+
+    def _rows_with_bars(self, *, requested: bool) -> Sequence[PlanRow]:
+        """All requested plans; else the baseline, and the first plan that fits or the smallest."""
+        if requested or self.budget_bytes is None:
+            return self.plans[:SHOWN_BARS]
+        first = self.plans[0]
+        other = next((row for row in self.plans if row.fits), smallest(self.plans))
+        return (first,) if other is first else (first, other)
+
+
+# --- whether it fits ---------------------------------------------------------------------------------------------------
+
+
+def verdict(rows: Sequence[PlanRow], allowed: int | None, *, requested: bool, device: str) -> str:
+    """Whether the judged plan fits (the baseline, or of requested plans the first that fits), and which of the others does."""
+    if allowed is None:
+        return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
+    if rows[0].largest_batch is not None:
+        sizes = ", ".join(f"{row.largest_batch or 'none'} ({row.plan})" for row in rows)
+        return f"Largest batch within {say_bytes(allowed)}: {sizes}."
+    fitting = [row for row in rows if row.fits]
+    judged = fitting[0] if requested and fitting else rows[0]
+    of = _share(judged.peak_bytes, allowed)
+    if judged.fits:
+        tight = f"; at most {say_bytes(judged.high_bytes)}" if judged.high_bytes > allowed else ""
+        return f"{_begin(judged, 'fits')}: {of}{tight}."
+    if fitting:
+        other = f"{_begin(fitting[0], 'fits')}: {_size(fitting[0])}{_time(fitting[0], rows, device)}"
+        return f"{_begin(judged, 'does not fit')}: {of}. {other}."
+    least = smallest(rows)
+    more = f" No plan here fits; the smallest, {least.plan}, needs {_size(least)}." if least is not judged else ""
+    return f"{_begin(judged, 'does not fit')}: {of}.{more}"
+
+
+def _begin(row: PlanRow, words: str) -> str:
+    return words[0].upper() + words[1:] if row.plan == BASELINE else f"{row.plan} {words}"
+
+
+def _share(nbytes: int, allowed: int) -> str:
+    """Two sizes, with one unit if they have the same: 13.20 of 11.20 GiB."""
+    (number, unit), (other, other_unit) = say_bytes(nbytes).split(), say_bytes(allowed).split()
+    return f"{number} of {other} {unit}" if unit == other_unit else f"{number} {unit} of {other} {other_unit}"
+
+
+def _size(row: PlanRow) -> str:
+    return say_bytes(row.peak_bytes)
+
+
+def _span(row: PlanRow) -> str:
+    return f"{_size(row)} ({say_bytes(row.low_bytes)} to {say_bytes(row.high_bytes)})"
+
+
+def _smaller(rows: Sequence[PlanRow], device: str) -> str:
+    """A sentence on the smallest of the other plans; "" if none is smaller than the first."""
+    least = smallest(rows)
+    return "" if least.peak_bytes >= rows[0].peak_bytes else f" {least.plan} needs {_size(least)}{_time(least, rows, device)}."
+
+
+def _time(row: PlanRow, rows: Sequence[PlanRow], device: str) -> str:
+    """The step time of a plan relative to the baseline's: predicted for a calibrated device, else measured for a preset; else ""."""
+    before, after = rows[0].step_seconds, row.step_seconds
+    if before and after and rows[0].plan == BASELINE:
+        return f", {after / before:.2f}x time predicted"
+    times = {"cuda": MEASURED_TIMES, f"cuda {COMPILED}": MEASURED_COMPILED_TIMES}.get(device, {})
+    time = times.get(row.plan)
+    return "" if time is None else f", about {time} time"
+
+
+# --- bars ------------------------------------------------------------------------------------------------------------
+
+
+def has_colour() -> bool:
+    """Whether stdout is a terminal that may get colours and block characters."""
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not is_plain and "utf" in (sys.stdout.encoding or "").lower()
+
+
+def styled_verdict(text: str) -> str:
+    """The verdict in green or red on a terminal."""
+    if not has_colour() or text.startswith(("Needs", "Largest")):
+        return text
+    colour = RED if "not fit" in text.partition(":")[0] else GREEN
+    return Styled(f"{colour}{clean(text)}{PLAIN}")
+
+
+def bars(rows: Sequence[PlanRow], allowed: int | None, *, in_colour: bool) -> list[str]:
+    """A bar for each row, to one scale, and the legend of the segments that they have."""
+    longest = max([row.peak_bytes for row in rows] + ([allowed] if allowed and not all(row.fits for row in rows) else []))
+    mark_at = round(allowed / longest * WIDTH) if allowed is not None and allowed <= longest else None
+    names, segments = [clean(row.plan) for row in rows], [_segments(row, longest) for row in rows]
+    width = max(map(len, names))
+    lines = [
+        f"{name:<{width}}  {_bar(parts, mark_at, in_colour=in_colour)}  {_size(row)}"
+        for name, parts, row in zip(names, segments, rows, strict=True)
+    ]
+    shown = [part for part in SEGMENTS if any(part in parts for parts in segments)]
+    legend = [f"{_drawn(part, SQUARE, in_colour=in_colour)} {part.name}" for part in shown]
+    legend += [f"| budget {say_bytes(allowed)}"] if allowed is not None and mark_at is not None else []
+    return [Styled(line) for line in (*lines, " " * (width + 2) + ("  " if in_colour else ", ").join(legend))]
+
+
+def _segments(row: PlanRow, longest: int) -> list[Segment]:
+    """The segment of each character of a bar; `longest` bytes have WIDTH characters."""
+    drawn: list[Segment] = []
+    parts, total = row.parts_at_peak, 0
+    for part in SEGMENTS:
+        total += sum(parts.get(key, 0) for key in part.keys)
+        drawn += [part] * (round(total / longest * WIDTH) - len(drawn))
+    return drawn
+
+
+def _drawn(part: Segment, block: str, *, in_colour: bool) -> str:
+    return f"\x1b[{part.colour}m{block}{PLAIN}" if in_colour else part.letter
+
+
+def _bar(parts: Sequence[Segment], mark_at: int | None, *, in_colour: bool) -> str:
+    """The characters of a bar, padded to one width, with a mark at the budget."""
+    cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (WIDTH + 1 - len(parts))]
+    if mark_at is not None:
+        cells.insert(mark_at, "|")
+    return "".join(cells)
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _tables(rows: Sequence[PlanRow], allowed: int | None) -> list[str]:
+    """Bytes at the peak by role and by module, which add up to it, and figures of the whole step."""
+    names = [row.plan for row in rows]
+    peaks = ("peak", *(say_bytes(row.peak_bytes) for row in rows))
+    lines = table(("at the peak, by role", *names), [*_by([row.parts_at_peak for row in rows]), peaks])
+    lines += ["", *table(("at the peak, by module", *names), [*_by_module(rows), peaks])]
+    return [*lines, "", *table(("whole step", *names), _totals(rows, allowed))]
+
+
+def _by(parts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+    """A table row for each key, in the order of the first plan (modules: the largest first)."""
+    keys = list(dict.fromkeys(key for row in parts for key in row))
+    return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
+
+
+def _by_module(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
+    """A table row for each of the largest modules, one for all others, and one for the workspace of libraries."""
+    by_module = [row.at_peak_by_module for row in rows]
+    keys = list(dict.fromkeys(key for row in by_module for key in row))
+    largest = [{key: row[key] for key in keys[:SHOWN_MODULES] if key in row} for row in by_module]
+    more: list[tuple[str, ...]] = []
+    if num := len(keys[SHOWN_MODULES:]):
+        rest = [sum(row.values()) - sum(some.values()) for row, some in zip(by_module, largest, strict=True)]
+        more.append((f"{num} other module{'s' * (num != 1)}", *map(say_bytes, rest)))
+    if any(row.workspace_bytes for row in rows):
+        more.append((WORKSPACE, *(say_bytes(row.workspace_bytes) for row in rows)))
+    return [*_by(largest), *more]
+
+
+def _totals(rows: Sequence[PlanRow], allowed: int | None) -> list[tuple[str, ...]]:
+    """The table of the whole step: bounds of the peak, what is stored or sent, time, and whether it fits."""
+
+    def sizes(name: str, nbytes: Callable[[PlanRow], int | None]) -> tuple[str, ...]:
+        return name, *(say_bytes(nbytes(row) or 0) for row in rows)
+
+    lines = [sizes("peak", lambda row: row.peak_bytes), sizes("at least", lambda row: row.low_bytes)]
+    lines.append(sizes("at most", lambda row: row.high_bytes))
+    if rows[0].sent_bytes is not None:
+        lines.append(sizes("sent by a process", lambda row: row.sent_bytes))
+    lines.append(sizes("activations stored for backward", lambda row: row.by_role.get("activation")))
+    if any(row.host_bytes is not None for row in rows):
+        lines.append(sizes("inputs in host memory", lambda row: row.host_bytes))
+    if allowed is not None:
+        lines.append((f"fits {say_bytes(allowed)}", *("yes" if row.fits else "no" for row in rows)))
+    if any(row.step_seconds is not None for row in rows):
+        lines.append(("step time", *("-" if row.step_seconds is None else f"{1e3 * row.step_seconds:.1f} ms" for row in rows)))
+    if rows[0].largest_batch is not None:
+        lines.append(("largest batch", *(str(row.largest_batch) for row in rows)))
+    return lines
+
+
+def _untimed(rows: Sequence[PlanRow]) -> list[str]:
+    """One line that says why no step time is predicted; none where it is."""
+    reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
+    return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
+
+
+def _reasons(rows: Sequence[PlanRow]) -> list[str]:
+    """Why tensors that plans have rules for are not packed: a line for each reason of more than a hundredth of the peak."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        for group in row.not_packed:
+            if LEAST_REASON * group.nbytes >= row.peak_bytes:
+                slots = group.slots
+                names = ", ".join(slots[:SHOWN_SLOTS]) + (", ..." if len(slots) > SHOWN_SLOTS else "")
+                what = f"{group.role.value} {say_bytes(group.nbytes)} in {len(slots)} slot{'s' * (len(slots) > 1)} ({names})"
+                lines.setdefault(f"{what}: {group.why}.", []).append(row.plan)
+    return [f"Not packed under {', '.join(plans)}: {line}" for line, plans in lines.items()]

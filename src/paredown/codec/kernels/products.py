@@ -1,0 +1,155 @@
+"""Kernels that quantize the operands of products (codec/products.py), the ones that a product over rows reads transposed.
+
+    rows       scale of each row, then its codes: one program for each row
+    columns    scale of each column of g * s (one pass over tiles, joined by atomic maxima), then the codes, transposed in registers
+    transposed the codes of a tile, transposed in registers
+
+A tile of the second pass, rows down, and what it writes:
+
+    g s   [ a0 b0 ]        codes   [ a0 a1 a2 a3 ] / scale of a
+          [ a1 b1 ]                [ b0 b1 b2 b3 ] / scale of b
+          [ a2 b2 ]
+          [ a3 b3 ]
+
+Magnitudes are compared as the integers that their bits are, so that a NaN is the largest. Quotients are Triton's: within one unit in the
+last place of the quotient, so that a code may differ from the reference's where the quotient lies beside the middle of two codes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paredown.codec import products
+from paredown.codec.products import ELEMENTS, LARGEST, MIN_MAGNITUDE, MULTIPLE
+
+TILE_ROWS, TILE_COLS, NUM_WARPS = 128, 64, 4
+PARTS = 8  # programs that share the columns of a tile in the first pass, at least
+MAX_ROW = 32768  # values of a row that one program holds
+
+
+@triton.jit
+def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
+    """values / scale as codes, rounded to nearest."""
+    y = values / scale
+    y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))  # a NaN stays
+    if INTEGER:
+        y = ((y + 12582912.0) - 12582912.0).to(tl.int8)  # to the nearest integer, ties to even
+    else:
+        y = y.to(tl.float8e4nv)
+    return y
+
+
+@triton.jit
+def scale_of(bits, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """The scale of a largest magnitude, given by its bits."""
+    magnitude = bits.to(tl.float32, bitcast=True)
+    return tl.where(magnitude < LEAST, LEAST, magnitude) / LARGEST
+
+
+@triton.jit
+def magnitude_bits(values):
+    """The bits of |values|, which are ordered as the magnitudes are."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, cols, LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE: tl.constexpr
+):
+    """Codes and scale of one row."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    x = tl.load(x_ptr + row * cols + at, at < cols, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(magnitude_bits(x), 0), LARGEST, LEAST)
+    tl.store(codes_ptr + row * cols + at, coded(x, scale, LARGEST, INTEGER), at < cols)
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def largest_kernel(g_ptr, s_ptr, bits_ptr, rows, cols, stride, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
+    """The bits of the largest magnitude of each column of g * s, joined with those that `bits_ptr` has."""
+    at_col = tl.program_id(0) * TILE_COLS + tl.arange(0, TILE_COLS)
+    largest = tl.zeros([TILE_COLS], tl.int32)
+    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
+        g = tl.load(g_ptr + at_row.to(tl.int64)[:, None] * stride + at_col[None, :], inside, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + at_row, at_row < rows, other=0.0)
+        largest = tl.maximum(largest, tl.max(magnitude_bits(g * s[:, None]), 0))
+    tl.atomic_max(bits_ptr + at_col, largest, at_col < cols)
+
+
+@triton.jit
+def columns_kernel(
+    g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of the columns of g * s, transposed: the second pass, drawn above."""
+    at_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    at_col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
+    g = tl.load(g_ptr + at_row.to(tl.int64)[:, None] * stride + at_col[None, :], inside, other=0.0).to(tl.float32)
+    s = tl.load(s_ptr + at_row, at_row < rows, other=0.0)
+    scale = scale_of(tl.load(bits_ptr + at_col, at_col < cols, other=0), LARGEST, LEAST)
+    codes = tl.trans(coded(g * s[:, None], scale[None, :], LARGEST, INTEGER))
+    place = codes_ptr + at_col.to(tl.int64)[:, None] * padded + at_row[None, :]
+    tl.store(place, codes, (at_col < cols)[:, None] & (at_row < padded)[None, :])
+    if tl.program_id(0) == 0:
+        tl.store(scales_ptr + at_col, scale, at_col < cols)
+
+
+@triton.jit
+def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
+    """Bytes, transposed, with zeros behind the rows."""
+    at_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    at_col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
+    codes = tl.load(codes_ptr + at_row.to(tl.int64)[:, None] * cols + at_col[None, :], inside, other=0)
+    place = out_ptr + at_col.to(tl.int64)[:, None] * padded + at_row[None, :]
+    tl.store(place, tl.trans(codes), (at_col < cols)[:, None] & (at_row < padded)[None, :])
+
+
+def _constants(element: str) -> dict[str, object]:
+    return {"LARGEST": LARGEST[element], "LEAST": MIN_MAGNITUDE, "INTEGER": element == "int8"}
+
+
+def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of the rows of a matrix."""
+    x, (rows, cols) = x.contiguous(), x.shape
+    if cols > MAX_ROW:
+        return products.quantize_rows(x, element)
+    codes = torch.empty((rows, cols), dtype=ELEMENTS[element], device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    tile = triton.next_power_of_2(cols)
+    rows_kernel[rows,](x, codes, scales, cols, **_constants(element), TILE=tile, num_warps=min(16, max(1, tile // 512)))
+    return codes, scales
+
+
+def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of the columns of g * s, transposed: (columns, rows up to a multiple of 16), and (columns, 1)."""
+    g = g if g.stride(1) == 1 else g.contiguous()
+    rows, cols = g.shape
+    padded = -(-rows // MULTIPLE) * MULTIPLE
+    codes = torch.empty((cols, padded), dtype=ELEMENTS[element], device=g.device)
+    scales = torch.empty((cols, 1), dtype=torch.float32, device=g.device)
+    bits = torch.zeros(cols, dtype=torch.int32, device=g.device)
+    num_tiles, num_cols = triton.cdiv(rows, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
+    tiles = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS, "num_warps": NUM_WARPS}
+    parts = min(num_tiles, max(PARTS, 2048 // num_cols))
+    largest_kernel[num_cols, parts](g, s, bits, rows, cols, g.stride(0), num_tiles, **tiles)
+    grid = triton.cdiv(padded, TILE_ROWS), num_cols
+    columns_kernel[grid](g, s, bits, codes, scales, rows, cols, g.stride(0), padded, **_constants(element), **tiles)
+    return codes, scales
+
+
+def transposed(codes: Tensor) -> Tensor:
+    """The transpose of codes, with zeros up to a multiple of 16 columns."""
+    codes, (rows, cols) = codes.contiguous(), codes.shape
+    padded = -(-rows // MULTIPLE) * MULTIPLE
+    out = torch.empty((cols, padded), dtype=codes.dtype, device=codes.device)
+    grid = triton.cdiv(padded, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
+    tiles = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS, "num_warps": NUM_WARPS}
+    transpose_kernel[grid](codes.view(torch.int8), out.view(torch.int8), rows, cols, padded, **tiles)
+    return out

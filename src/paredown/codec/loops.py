@@ -1,0 +1,813 @@
+"""Encode, decode and round_trip on the CPU as loops that numba compiles: the bits of `reference.py`, without scratch tensors.
+
+A row is read in groups of whole blocks that fit the first cache, a group in tiles of TILE values, and each step below is a loop over a tile
+that LLVM turns into vector instructions:
+
+    scales of the group  ->  load  ->  (x - minimum) * inverse  ->  codes  ->  pack into bytes, or decode into values
+    a block in which a value has no code gets scale NaN, and its group is encoded again, with codes 0 there
+
+Integers are rounded by one addition, y + 1.5 * 2^23, or from floor(|y| * 2^R) + r. Floats are rounded as 64-bit floats: read as an integer,
+the bits of a normal number count steps, so that adding r below the last kept bit and shifting is the rounding, carry into the exponent
+included; numbers below the smallest normal one have fixed steps, as integers do. R = 30 - mantissa_bits, and r is 0, the half of a step, or
+random bits. Each floating-point operation is rounded on its own (no fastmath, no fused multiply-add).
+
+Arguments are the tensors' memory as flat arrays, and numbers in the tuples below, so that one compilation serves all formats and dtypes; it
+is kept on disk, beside this file or in the user's cache folder. numba is imported with this module: `cpu.py` does that on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from paredown.formats import rounding as hashing
+
+FLOAT32, BFLOAT16, FLOAT16, BOOL = range(4)  # dtypes of values
+INTEGER, GRID, TABLE = range(3)  # how codes are found
+NEAREST_EVEN, TOWARD_ZERO, NEAREST_AWAY, STOCHASTIC = range(4)
+COVER, OCP, GIVEN = range(3)  # rules of scales
+NO_SCALE, FP32, BF16, CODE = range(4)  # what scales and minimums are stored as
+TILE = 2048  # values: 60 KiB of buffers
+
+F, U, S = np.float32, np.uint32, np.int32  # the last one signed
+INF_BITS, MANTISSA = S(0x7F800000), S(0x7FFFFFFF)
+MAGIC = F(1.5 * 2**23)
+INF, NAN, ZERO = F(np.inf), F(np.nan), F(0)
+SMALLEST_SCALE = F(2.0**-126)
+LARGEST, LARGEST_FLOAT16 = F(np.finfo(np.float32).max), F(65504)
+STEP, MULTIPLIER_1, MULTIPLIER_2 = U(hashing.INDEX_STEP), U(hashing.MULTIPLIER_1), U(hashing.MULTIPLIER_2)
+HIGH_INDEX, WORD = U(hashing.HIGH_INDEX), np.uint64(hashing.WORD)
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+inner: Any = njit(**OPTIONS)
+
+
+def entry(function: Callable[..., Any]) -> Any:
+    """`function`, compiled at its first call and kept on disk; compiled by each process where no folder can be written."""
+    try:
+        return njit(cache=True, **OPTIONS)(function)
+    except RuntimeError:  # numba: "cannot cache function: no locator available"
+        return njit(**OPTIONS)(function)
+
+
+class Call(NamedTuple):
+    """One call: the shape, the dtype of the values, the keys of the random bits and the global index of the first value."""
+
+    rows: int
+    cols: int
+    dtype: int
+    tensor_scale: Any  # float32; 1 where there is none
+    k0: int
+    k1: int
+    first_index: int
+
+
+class Parts(NamedTuple):
+    """The memory of codes, scales and minimums as uint8, flat; rows start at a byte."""
+
+    codes: Any
+    scales: Any
+    minimums: Any
+
+
+class Tables(NamedTuple):
+    """The values of all codes of an element of at most 8 bits, and of a scale that is stored as a code.
+
+    `thresholds` of an element that is a table: the smallest float32 that gets each code from 1 on; for stochastic rounding, that may.
+    `signs` are 1, or 2^32 - 1 for -1: toward_zero rounds up again above 0 in a table without 0.
+    """
+
+    values: Any
+    scales: Any
+    thresholds: Any
+    signs: Any
+
+
+INTEGERS = (
+    *("kind", "width", "mantissa_bits", "min_exponent"),
+    "sub_bits",  # mantissa bits below the smallest normal value
+    *("max_code", "min_code", "sign_code"),
+    *("inf_code", "nan_code"),  # -1 where there is none
+    "special",  # the code of values past the largest; -1 if they saturate or have none
+    "is_nonfinite",  # whether values past the largest have no code
+    *("has_minus_zero", "is_float"),
+    *("rounding", "rule", "block"),
+    "scale",  # what is stored
+    *("scale_mantissa_bits", "scale_offset", "scale_hole", "scale_most", "scale_nan"),  # of a scale that is stored as a code
+    *("has_tensor_scale", "minimum"),
+    "max_exponent",
+)
+FLOATS = ("max_value", "min_value", "lowest", "highest")  # the last two: what rounds to a value of a table
+DOUBLES = ("scale_smallest", "scale_steps")  # the smallest normal scale, and steps per unit below it
+FIELDS = {np.int64: INTEGERS, np.float32: FLOATS, np.float64: DOUBLES}
+NUMBERS = np.dtype([(name, dtype) for dtype, names in FIELDS.items() for name in names])  # an encoding
+NAMES = (*INTEGERS, *FLOATS, *DOUBLES)
+
+
+# --- bits of one number ----------------------------------------------------------------------------------------------
+
+
+@inner
+def from_bits(word):
+    return np.uint32(word).view(np.float32)
+
+
+@inner
+def bits_of(x):
+    return np.float32(x).view(np.uint32)
+
+
+@inner
+def wide_bits_of(x):
+    return np.float64(x).view(np.int64)
+
+
+@inner
+def from_wide_bits(word):
+    return np.int64(word).view(np.float64)
+
+
+# --- values of a tile -------------------------------------------------------------------------------------------------
+
+
+@inner
+def load(x, dtype, start, y):
+    """The values of `x`, the memory of a tensor, from place `start` on."""
+    count = len(y)
+    if dtype == FLOAT32:
+        floats = x.view(np.float32)[start : start + count]
+        for i in range(count):
+            y[i] = floats[i]
+        return
+    words, bits = x.view(np.uint16)[start : start + count], y.view(np.uint32)
+    if dtype == BFLOAT16:
+        for i in range(count):
+            bits[i] = U(U(words[i]) << U(16))
+        return
+    for i in range(count):
+        word = U(words[i])
+        magnitude = U(word & U(0x7FFF))
+        normal = U(U(magnitude << U(13)) + U(112 << 23))
+        special = U(U(magnitude << U(13)) | U(0x7F800000))
+        subnormal = bits_of(F(F(magnitude) * F(2.0**-24)))
+        value = subnormal if magnitude < U(0x400) else special if magnitude >= U(0x7C00) else normal
+        bits[i] = U(value | U(U(word & U(0x8000)) << U(16)))
+
+
+@inner
+def store(y, out, dtype, start):
+    """Values rounded to the dtype of the memory `out`; finite ones stay finite in float16."""
+    count = len(y)
+    if dtype == FLOAT32:
+        floats = out.view(np.float32)[start : start + count]
+        for i in range(count):
+            floats[i] = y[i]
+        return
+    words, bits = out.view(np.uint16)[start : start + count], y.view(np.uint32)
+    if dtype == BFLOAT16:
+        for i in range(count):
+            bit = bits[i]
+            rounded = U(U(bit + U(0x7FFF) + U(U(bit >> U(16)) & U(1))) >> U(16))
+            words[i] = np.uint16(rounded if y[i] == y[i] else U(0x7FC0))
+        return
+    for i in range(count):
+        sign = U(U(bits[i] >> U(16)) & U(0x8000))
+        a = abs(y[i])
+        finite = a if a < LARGEST_FLOAT16 else LARGEST_FLOAT16
+        bit = bits_of(finite)
+        normal = U(U(U(bit + U(0xFFF) + U(U(bit >> U(13)) & U(1))) >> U(13)) - U(112 << 10))
+        subnormal = U(S(F(F(F(finite * F(2.0**24)) + MAGIC) - MAGIC)))
+        word = subnormal if finite < F(2.0**-14) else normal
+        word = U(0x7C00) if a == INF else word
+        words[i] = np.uint16(U(sign | (word if a == a else U(0x7E00))))
+
+
+@inner
+def fill_bits(bits, call, place):
+    """The random bits of the values from `place` on."""
+    done, count = 0, len(bits)
+    while done < count:
+        index = np.uint64(call.first_index + place + done)
+        high = U(U(index >> np.uint64(32)) * HIGH_INDEX)
+        key = U(U(call.k1) ^ U(U(high ^ U(high >> U(15))) * MULTIPLIER_2))
+        low = U(index & WORD)
+        part = bits[done : done + min(count - done, (1 << 32) - np.int64(low))]
+        start = U(U(low * STEP) + U(call.k0))
+        for i in range(len(part)):
+            x = U(U(U(i) * STEP) + start)
+            x = U(U(x ^ U(x >> U(16))) * MULTIPLIER_1)
+            part[i] = U(U(U(x ^ U(x >> U(15))) ^ key) * MULTIPLIER_2)
+        done += len(part)
+
+
+# --- codes of a tile --------------------------------------------------------------------------------------------------
+
+
+@inner
+def integer_codes(y, bits, codes, lost, n):
+    """Codes of integers; `lost` marks values that have none, and their number is returned."""
+    mask, nonfinite = S((1 << n.width) - 1), np.uint8(n.is_nonfinite)
+    low, high = n.min_value, n.max_value
+    below, above = F(low - F(1)), F(high + F(1))
+    if n.rounding == NEAREST_EVEN:
+        for i in range(len(y)):
+            v = y[i]
+            v = v if v < above else above
+            v = v if v > below else below
+            v = F(F(v + MAGIC) - MAGIC)
+            lost[i] = np.uint8(np.uint8((v > high) | (v < low)) & nonfinite) | np.uint8(y[i] != y[i])
+            v = v if v < high else high
+            v = v if v > low else low
+            codes[i] = U(S(v if y[i] == y[i] else ZERO) & mask)
+    else:
+        kept, limit = U(30 - n.mantissa_bits), F(2.0**n.mantissa_bits)
+        scale, shift = F(2.0 ** (30 - n.mantissa_bits)), U(2 + n.mantissa_bits)
+        largest, smallest = S(n.max_code), S(n.min_code)
+        for i in range(len(y)):
+            v = abs(y[i])
+            v = v if v < limit else limit
+            v = v if y[i] == y[i] else ZERO
+            steps = U(U(S(F(v * scale))) + U(bits[i] >> shift))
+            code, negative = S(steps >> kept), y[i] < ZERO
+            end = smallest if negative else largest
+            lost[i] = np.uint8(np.uint8(code > end) & nonfinite) | np.uint8(y[i] != y[i])
+            code = code if code < end else end
+            codes[i] = U(S(-code if negative else code) & mask)
+    return num_lost(lost)
+
+
+@inner
+def num_lost(lost):
+    count = 0
+    for i in range(len(lost)):
+        count += lost[i]
+    return count
+
+
+@inner
+def grid_codes(y, bits, codes, lost, n):
+    """The same for floats, by the bits of a float64, whose smallest normal number is below all of float32."""
+    m, dropped = n.mantissa_bits, 52 - n.mantissa_bits
+    offset, below_half = (n.min_exponent + 1022) << m, (1 << (dropped - 1)) - 1
+    smallest, kept, shift = 2.0**n.min_exponent, 30 - n.sub_bits, 2 + n.sub_bits
+    to_nearest, to_steps, hole = 2.0 ** (n.sub_bits - n.min_exponent), 2.0 ** (30 - n.min_exponent), m - n.sub_bits
+    largest, least, sign_code, minus_zero = n.max_code, n.min_code, n.sign_code, n.sign_code if n.has_minus_zero else 0
+    special, nan_code, mask, is_float = n.special, n.nan_code, (1 << n.width) - 1, n.is_float != 0
+    past_is_lost, nan_is_lost = np.uint8(n.is_nonfinite), np.uint8(n.nan_code < 0)
+    if n.rounding == NEAREST_EVEN:
+        for i in range(len(y)):
+            a = magnitude(y[i])
+            ab, near = wide_bits_of(a), min(a, smallest)
+            odd = ((ab >> dropped) - offset) & 1
+            normal = ((ab + below_half + odd) >> dropped) - offset
+            subnormal = np.int64(np.rint(near * to_nearest)) << hole
+            codes[i] = U(normal if a >= smallest else subnormal)
+    else:
+        for i in range(len(y)):
+            a, word = magnitude(y[i]), np.int64(bits[i])
+            normal = ((wide_bits_of(a) + ((word >> (2 + m)) << 22)) >> dropped) - offset
+            subnormal = ((np.int64(min(a, smallest) * to_steps) + (word >> shift)) >> kept) << hole
+            codes[i] = U(normal if a >= smallest else subnormal)
+    for i in range(len(y)):
+        v, is_nan, negative, k = y[i], y[i] != y[i], bits_of(y[i]) >> U(31) > 0, np.int64(codes[i])
+        limit = least if negative else largest
+        past = (k > limit) | (abs(v) == INF)
+        k = limit if past else k
+        sign = sign_code if negative else 0
+        code = k | (minus_zero if k == 0 else sign_code) if negative and is_float else k
+        code = -code & mask if negative and not is_float else code
+        code = special | sign if past and special >= 0 else code
+        codes[i] = U(nan_code | sign if is_nan and nan_code >= 0 else code)
+        lost[i] = (np.uint8(is_nan) & nan_is_lost) | (np.uint8(past) & past_is_lost)
+    return num_lost(lost)
+
+
+@inner
+def magnitude(v):
+    """|v| as a float64, at most float32's largest; 0 for NaN."""
+    a = abs(v)
+    a = a if a < LARGEST else LARGEST
+    return np.float64(a if v == v else ZERO)
+
+
+@inner
+def table_codes(y, bits, codes, lost, n, tables):
+    """The same for tables: the code is the number of thresholds that a value reaches; counting takes no branches."""
+    last, lowest, highest, special, nan_code = n.max_code, n.lowest, n.highest, n.special, n.nan_code
+    past_is_lost, nan_is_lost = np.uint8(n.is_nonfinite), np.uint8(n.nan_code < 0)
+    codes[:] = U(0)
+    for place in range(len(tables.thresholds)):
+        threshold, sign = tables.thresholds[place], tables.signs[place]
+        for i in range(len(y)):
+            codes[i] += sign if (y[i] if y[i] == y[i] else ZERO) >= threshold else U(0)
+    if n.rounding == STOCHASTIC:
+        for i in range(len(y)):
+            v = min(max(y[i] if y[i] == y[i] else ZERO, tables.values[0]), tables.values[last])
+            below, above = tables.values[codes[i]], tables.values[codes[i] + U(1)]
+            share = F(F(v - below) / F(above - below))
+            codes[i] += U(np.int64(F(share * F(2.0**31))) + np.int64(bits[i] >> U(1)) >= 1 << 31)
+    for i in range(len(y)):
+        is_nan, past = y[i] != y[i], (y[i] < lowest) | (y[i] > highest)
+        code = special if past and special >= 0 else np.int64(codes[i])
+        codes[i] = U(nan_code if is_nan and nan_code >= 0 else code)
+        lost[i] = (np.uint8(is_nan) & nan_is_lost) | (np.uint8(past) & past_is_lost)
+    return num_lost(lost)
+
+
+@inner
+def codes_of(y, bits, codes, lost, n, tables):
+    """Codes of a tile."""
+    if n.kind == INTEGER:
+        return integer_codes(y, bits, codes, lost, n)
+    if n.kind == GRID:
+        return grid_codes(y, bits, codes, lost, n)
+    return table_codes(y, bits, codes, lost, n, tables)
+
+
+@inner
+def values_of(codes, y, n, values):
+    """The values of codes."""
+    if n.width <= 8:
+        for i in range(len(y)):
+            y[i] = values[codes[i] & U(255)]
+        return
+    if not n.is_float:
+        largest, range_ = n.max_code, 1 << n.width
+        for i in range(len(y)):
+            code = np.int64(codes[i])
+            y[i] = F(code - range_ if code > largest else code)
+        return
+    m, least = n.mantissa_bits, 2.0 ** (n.min_exponent - n.mantissa_bits) if n.sub_bits == n.mantissa_bits else 0.0
+    sign_code, inf_code, nan_code = n.sign_code, n.inf_code, n.nan_code
+    to_double, bias = 52 - m, (n.min_exponent + 1022) << 52
+    for i in range(len(y)):
+        code = np.int64(codes[i])
+        a, is_negative = code & (sign_code - 1), code & sign_code != 0
+        value = from_wide_bits((a << to_double) + bias) if a >> m else a * least
+        if inf_code >= 0:
+            value = value if a < inf_code else np.inf if a == inf_code else np.nan
+        elif nan_code >= 0:
+            value = np.nan if (code if nan_code == sign_code else a) == nan_code else value
+        y[i] = F(-value if is_negative else value)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@inner
+def pack(codes, width, out):
+    """Codes in bytes, the first in the lowest bits; `out` begins at a byte."""
+    count = len(codes)
+    if width == 8:
+        for i in range(count):
+            out[i] = np.uint8(codes[i])
+        return
+    if width == 16:
+        words = out.view(np.uint16)
+        for i in range(count):
+            words[i] = np.uint16(codes[i])
+        return
+    whole = 0
+    if width == 4:
+        whole = count // 2
+        for i in range(whole):
+            out[i] = np.uint8(codes[2 * i] | U(codes[2 * i + 1] << U(4)))
+    elif width == 2:
+        whole = count // 4
+        for i in range(whole):
+            j = 4 * i
+            low, high = U(codes[j] | U(codes[j + 1] << U(2))), U(codes[j + 2] | U(codes[j + 3] << U(2)))
+            out[i] = np.uint8(low | U(high << U(4)))
+    word, num_bits, place = np.uint64(0), 0, whole
+    for i in range(whole * 8 // width, count):
+        word |= np.uint64(codes[i]) << np.uint64(num_bits)
+        num_bits += width
+        while num_bits >= 8:
+            out[place] = np.uint8(word & np.uint64(255))
+            word >>= np.uint64(8)
+            num_bits -= 8
+            place += 1
+    if num_bits:
+        out[place] = np.uint8(word)
+
+
+@inner
+def unpack(packed, width, codes):
+    count = len(codes)
+    if width == 8:
+        for i in range(count):
+            codes[i] = packed[i]
+        return
+    if width == 16:
+        words = packed.view(np.uint16)
+        for i in range(count):
+            codes[i] = words[i]
+        return
+    whole = 0
+    if width == 4:
+        whole = count // 2
+        for i in range(whole):
+            codes[2 * i], codes[2 * i + 1] = packed[i] & 15, packed[i] >> 4
+    elif width == 2:
+        whole = count // 4
+        for i in range(whole):
+            byte, j = packed[i], 4 * i
+            codes[j], codes[j + 1] = byte & 3, (byte >> 2) & 3
+            codes[j + 2], codes[j + 3] = (byte >> 4) & 3, byte >> 6
+    word, num_bits, place, mask = np.uint64(0), 0, whole, np.uint64((1 << width) - 1)
+    for i in range(whole * 8 // width, count):
+        while num_bits < width:
+            word |= np.uint64(packed[place]) << np.uint64(num_bits)
+            num_bits += 8
+            place += 1
+        codes[i] = U(word & mask)
+        word >>= np.uint64(width)
+        num_bits -= width
+
+
+# --- scales of blocks -------------------------------------------------------------------------------------------------
+
+
+@inner
+def place_of(b, block, begin, count):
+    """The places in a tile, which starts at `begin` of its row, of the values of block b."""
+    return np.uint64(max(b * block - begin, 0)), np.uint64(min((b + 1) * block - begin, count))
+
+
+@inner
+def largest_of_blocks(y, begin, block, first_block, top):
+    """The bits of the largest magnitudes, above INF_BITS for NaN, of the blocks from first_block on; raised by those of a tile."""
+    bits, end = y.view(np.int32), begin + len(y)
+    for b in range(begin // block, (end - 1) // block + 1):
+        start, stop = place_of(b, block, begin, len(y))
+        largest = top[b - first_block]
+        for i in range(start, stop):
+            a = S(bits[i] & MANTISSA)
+            largest = a if a > largest else largest
+        top[b - first_block] = largest
+
+
+@inner
+def ends_of_blocks(y, begin, block, first_block, low, high):
+    """The smallest and largest values, as integers in the order of the floats."""
+    bits, end = y.view(np.int32), begin + len(y)
+    for b in range(begin // block, (end - 1) // block + 1):
+        start, stop = place_of(b, block, begin, len(y))
+        lowest, highest = low[b - first_block], high[b - first_block]
+        for i in range(start, stop):
+            key = S(bits[i] ^ S(S(bits[i] >> S(31)) & MANTISSA))
+            lowest = key if key < lowest else lowest
+            highest = key if key > highest else highest
+        low[b - first_block], high[b - first_block] = lowest, highest
+
+
+@inner
+def float_of_key(key):
+    return from_bits(S(key ^ S(S(key >> S(31)) & MANTISSA)))
+
+
+@inner
+def rounded_down(x):
+    """The largest bfloat16 that is at most x, as a float32."""
+    bits = U(bits_of(x) & U(0xFFFF0000))
+    down, next_down = from_bits(bits), from_bits(U(bits + U(0x10000)))
+    return next_down if down > x else down
+
+
+@inner
+def scale_for(largest, tensor_scale, n):
+    """The scale of a block before it is rounded; `largest` is the magnitude that it has to cover."""
+    if not largest < INF:
+        return NAN
+    if n.rule == OCP:
+        exponent = (wide_bits_of(np.float64(largest)) >> 52) - 1022 - n.max_exponent if largest > ZERO else -127
+        return F(2.0 ** min(max(exponent, -127), 127))
+    scale = F(largest / n.max_value)
+    if n.has_tensor_scale:
+        scale = F(scale / tensor_scale) if tensor_scale > ZERO else ZERO
+    return scale
+
+
+@inner
+def scale_code(scale, n):
+    """The code of the smallest value of an 8-bit float or e8m0 that is at least `scale`, which is no NaN."""
+    a, dropped = np.float64(scale), 52 - n.scale_mantissa_bits
+    normal = ((wide_bits_of(a) + (1 << dropped) - 1) >> dropped) - n.scale_offset
+    subnormal = np.int64(np.ceil(min(a, n.scale_smallest) * n.scale_steps)) << n.scale_hole
+    return min(normal if a >= n.scale_smallest else subnormal, n.scale_most)
+
+
+@inner
+def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, minimums):
+    """The scales and minimums of blocks, as they are stored, from the ends of their values."""
+    for b in range(len(top)):
+        largest = from_bits(top[b])
+        if n.minimum:
+            minimum = F(float_of_key(low[b]) + ZERO)
+            minimum = rounded_down(minimum) if n.minimum == BF16 else minimum
+            minimums[b] = minimum
+            largest = F(F(float_of_key(high[b]) - minimum) + ZERO) if largest < INF else NAN
+        scale = scale_for(largest, tensor_scale, n)
+        if n.scale == CODE:
+            codes[b] = np.uint8(scale_code(scale, n) if scale == scale else n.scale_nan)
+            scale = scale_values[codes[b]]
+            scales[b] = F(scale * tensor_scale) if n.has_tensor_scale else scale
+        else:
+            scale = max(scale, SMALLEST_SCALE) if scale > ZERO else scale
+            scales[b] = F(-rounded_down(F(-scale))) if n.scale == BF16 and scale == scale else scale
+
+
+@inner
+def read_floats(memory, kind, start, y):
+    """Scales or minimums in float32 or bfloat16."""
+    load(memory, FLOAT32 if kind == FP32 else BFLOAT16, start, y)
+
+
+@inner
+def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, minimums):
+    """Stored scales and minimums of len(scales) blocks."""
+    if n.scale == CODE:
+        for b in range(len(scales)):
+            codes[b] = parts.scales[start + b]
+            scale = scale_values[codes[b]]
+            scales[b] = F(scale * tensor_scale) if n.has_tensor_scale else scale
+    else:
+        read_floats(parts.scales, n.scale, start, scales)
+    if n.minimum:
+        read_floats(parts.minimums, n.minimum, start, minimums)
+
+
+@inner
+def write_scales(parts, start, n, codes, scales, minimums):
+    """Store them; those of blocks that cannot be encoded are NaN and 0."""
+    if n.scale == CODE:
+        for b in range(len(scales)):
+            parts.scales[start + b] = codes[b]
+    else:
+        store(scales, parts.scales, FLOAT32 if n.scale == FP32 else BFLOAT16, start)
+    if n.minimum:
+        store(minimums, parts.minimums, FLOAT32 if n.minimum == FP32 else BFLOAT16, start)
+
+
+@inner
+def mark_broken(b, n, broken, codes, scales, minimums):
+    """Block b cannot be encoded: scale NaN and minimum 0."""
+    broken[b], codes[b], scales[b], minimums[b] = 1, np.uint8(n.scale_nan), NAN, ZERO
+
+
+@inner
+def find_broken(top, n, broken, codes, scales, minimums):
+    """Mark blocks with a value or scale that is not finite; returns whether there are any."""
+    found = False
+    for b in range(len(top)):
+        broken[b] = 0
+        if top[b] >= INF_BITS or not (scales[b] >= ZERO and scales[b] < INF):
+            mark_broken(b, n, broken, codes, scales, minimums)
+            found = True
+    return found
+
+
+@inner
+def divide_by_scales(y, begin, first_block, n, scales, minimums):
+    """(x - minimum) / scale; 0 in blocks whose scale is NaN."""
+    block, rule, end = n.block, n.rule, begin + len(y)
+    high = n.max_value if rule == COVER else INF
+    low = F(-high) if n.min_value < ZERO else F(-INF)
+    for b in range(begin // block, (end - 1) // block + 1):
+        start, stop = place_of(b, block, begin, len(y))
+        scale, minimum = scales[b - first_block], minimums[b - first_block]
+        inverse = F(F(1) / scale)
+        if scale != scale:
+            for i in range(start, stop):
+                y[i] = ZERO
+        elif rule == GIVEN:
+            for i in range(start, stop):
+                shifted = F(y[i] - minimum)
+                y[i] = shifted if shifted == ZERO else F(shifted * inverse)
+        else:
+            inverse = inverse if inverse < INF else ZERO
+            for i in range(start, stop):
+                value = F(F(y[i] - minimum) * inverse)
+                value = value if value < high else high
+                y[i] = value if value > low else low
+
+
+@inner
+def multiply_by_scales(y, begin, first_block, n, scales, minimums):
+    """Code values times scale plus minimum."""
+    block, end, has_minimum = n.block, begin + len(y), n.minimum > 0
+    for b in range(begin // block, (end - 1) // block + 1):
+        start, stop = place_of(b, block, begin, len(y))
+        scale, minimum = scales[b - first_block], minimums[b - first_block]
+        if has_minimum:
+            for i in range(start, stop):
+                y[i] = F(F(y[i] * scale) + minimum)
+        else:
+            for i in range(start, stop):
+                y[i] = F(y[i] * scale)
+
+
+@inner
+def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, minimums):
+    """Codes 0 in broken blocks, and blocks with lost values marked as broken. Returns whether there are new ones."""
+    end, is_new = begin + len(codes), False
+    for b in range(begin // n.block, (end - 1) // n.block + 1):
+        start, stop = place_of(b, n.block, begin, len(codes))
+        is_broken, num = broken[b - first_block], 0
+        for i in range(start, stop):
+            num += lost[i]
+            codes[i] = U(0) if is_broken else codes[i]
+        if num and not is_broken:
+            mark_broken(b - first_block, n, broken, scale_codes, scales, minimums)
+            is_new = True
+    return is_new
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@inner
+def group_len(block, cols):
+    """Values of a group: whole blocks and bytes, a tile if they fit."""
+    unit = max(block, 1)
+    while unit % 8:
+        unit *= 2
+    return min(max(TILE // unit, 1) * unit, cols)
+
+
+@inner
+def scales_of_group(x, place, begin, stop, call, parts, start, n, scale_values, top, low, high, codes, scales, minimums):
+    """Choose the scales of the blocks from `begin` to `stop` of a row; or read them, if they are given."""
+    top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
+    y = np.empty(TILE, np.float32)
+    for first in range(begin, stop, TILE):
+        t = y[: min(TILE, stop - first)]
+        load(x, call.dtype, place + first - begin, t)
+        largest_of_blocks(t, first, n.block, begin // n.block, top)
+        if n.minimum and n.rule != GIVEN:
+            ends_of_blocks(t, first, n.block, begin // n.block, low, high)
+    if n.rule == GIVEN:
+        read_scales(parts, start, call.tensor_scale, n, scale_values, codes, scales, minimums)
+    else:
+        choose_scales(top, low, high, call.tensor_scale, n, scale_values, codes, scales, minimums)
+
+
+@inner
+def values_without_code(y, lost, v):
+    """NaN or infinity where a value is lost."""
+    for i in range(len(y)):
+        if lost[i]:
+            v[i] = NAN if y[i] != y[i] else np.copysign(INF, y[i])
+
+
+@entry
+def encode(x, call, parts, out, n, tables, words):
+    """Encode the memory x into `parts`; or, if `out` is not empty, write the decoded values there.
+
+    In the second case no codes and scales are written; scales are read from `parts` if they are given. `words`: random bits, or empty.
+    """
+    cols, group = call.cols, group_len(n.block, call.cols)
+    num_blocks, most = ((cols - 1) // n.block + 1, group // n.block + 1) if n.block else (0, 0)
+    y, decoded = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    codes, lost = np.empty(TILE, np.uint32), np.empty(TILE, np.uint8)
+    bits = np.full(TILE, U(1 << 31) if n.rounding == NEAREST_AWAY else U(0), np.uint32)
+    ends, floats, bytes_ = np.empty((3, most), np.int32), np.zeros((2, most), np.float32), np.zeros((2, most), np.uint8)
+    row_bytes, is_packed = (cols * n.width + 7) // 8, len(out) == 0
+    for row in range(call.rows):
+        for first in range(0, cols, group):
+            last, place = min(first + group, cols), row * cols + first
+            has_broken, first_block, blocks, start = False, 0, 0, 0
+            if n.block:
+                first_block = first // n.block
+                blocks, start = (last - 1) // n.block + 1 - first_block, row * num_blocks + first_block
+            top, low, high = ends[0, :blocks], ends[1, :blocks], ends[2, :blocks]
+            scales, minimums, scale_codes, broken = floats[0, :blocks], floats[1, :blocks], bytes_[0, :blocks], bytes_[1, :blocks]
+            if n.block:
+                scales_of_group(
+                    x, place, first, last, call, parts, start, n, tables.scales, top, low, high, scale_codes, scales, minimums
+                )
+                has_broken = find_broken(top, n, broken, scale_codes, scales, minimums)
+            again = True
+            while again:
+                again = False
+                for begin in range(first, last, TILE):
+                    count, place = min(TILE, last - begin), row * cols + begin
+                    t, c, gone = y[:count], codes[:count], lost[:count]
+                    load(x, call.dtype, place, t)
+                    if n.block:
+                        divide_by_scales(t, begin, first_block, n, scales, minimums)
+                    if len(words):
+                        bits[:count] = words[place : place + count]
+                    elif n.rounding == STOCHASTIC:
+                        fill_bits(bits[:count], call, place)
+                    num = codes_of(t, bits, c, gone, n, tables)
+                    if n.block and (num or has_broken):
+                        if mark_lost(c, gone, begin, first_block, n, broken, scale_codes, scales, minimums):
+                            again, has_broken = True, True
+                    if is_packed:
+                        byte = row * row_bytes + begin * n.width // 8
+                        pack(c, n.width, parts.codes[byte : byte + (count * n.width + 7) // 8])
+                        continue
+                    v = decoded[:count]
+                    values_of(c, v, n, tables.values)
+                    if n.block:
+                        multiply_by_scales(v, begin, first_block, n, scales, minimums)
+                    elif num:
+                        values_without_code(t, gone, v)
+                    store(v, out, call.dtype, place)
+            if n.block and is_packed:
+                write_scales(parts, start, n, scale_codes, scales, minimums)
+
+
+@entry
+def decode(parts, call, out, n, tables):
+    """Decode `parts` into the memory `out`."""
+    cols, block = call.cols, n.block
+    num_blocks, most = ((cols - 1) // block + 1, (TILE - 1) // block + 2) if block else (0, 0)
+    y, codes = np.empty(TILE, np.float32), np.empty(TILE, np.uint32)
+    floats, scale_codes = np.zeros((2, most), np.float32), np.empty(most, np.uint8)
+    row_bytes = (cols * n.width + 7) // 8
+    for row in range(call.rows):
+        for begin in range(0, cols, TILE):
+            count = min(TILE, cols - begin)
+            t, c, byte = y[:count], codes[:count], row * row_bytes + begin * n.width // 8
+            unpack(parts.codes[byte : byte + (count * n.width + 7) // 8], n.width, c)
+            values_of(c, t, n, tables.values)
+            if block:
+                first_block = begin // block
+                blocks = (begin + count - 1) // block + 1 - first_block
+                scales, minimums = floats[0, :blocks], floats[1, :blocks]
+                start = row * num_blocks + first_block
+                read_scales(parts, start, call.tensor_scale, n, tables.scales, scale_codes, scales, minimums)
+                multiply_by_scales(t, begin, first_block, n, scales, minimums)
+            store(t, out, call.dtype, row * cols + begin)
+
+
+@entry
+def random_bits(call, out):
+    """The random bits of the values from the first index on."""
+    fill_bits(out, call, 0)
+
+
+@entry
+def largest_finite(x, call):
+    """The largest finite magnitude of float32, bfloat16 or float16 values."""
+    y, top = np.empty(TILE, np.float32), S(0)
+    for begin in range(0, call.rows * call.cols, TILE):
+        t = y[: min(TILE, call.rows * call.cols - begin)]
+        load(x, call.dtype, begin, t)
+        bits = t.view(np.int32)
+        for i in range(len(t)):
+            a = S(bits[i] & MANTISSA)
+            a = a if a < INF_BITS else S(0)
+            top = a if a > top else top
+    return from_bits(top)
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+@entry
+def pack_mask(x, dtype, low, high, out):
+    """One bit per value, the first lowest: not (x <= low or x >= high); of booleans, x."""
+    count = len(x) // (1 if dtype == BOOL else 4 if dtype == FLOAT32 else 2)
+    y, flags = np.empty(TILE, np.float32), np.zeros(TILE, np.uint8)
+    for begin in range(0, count, TILE):
+        num = min(TILE, count - begin)
+        if dtype == BOOL:
+            booleans = x[begin : begin + num]
+            for i in range(num):
+                flags[i] = booleans[i]
+        else:
+            t = y[:num]
+            load(x, dtype, begin, t)
+            for i in range(num):
+                flags[i] = not ((t[i] <= low) | (t[i] >= high))
+        flags[num:] = 0
+        packed = out[begin // 8 : (begin + num + 7) // 8]
+        for j in range(len(packed)):
+            byte = U(0)
+            for k in range(8):
+                byte |= U(flags[8 * j + k]) << U(k)
+            packed[j] = np.uint8(byte)
+
+
+@entry
+def select(bits, inside, outside, out):
+    """`inside` where the bit is 1 and `outside` where it is 0, as words of the size of those of `out`; arrays of one word, or of all."""
+    flags, step = np.empty(TILE, np.uint8), 0 if len(inside) == 1 else 1
+    for begin in range(0, len(out), TILE):
+        target = out[begin : begin + TILE]
+        for j in range((len(target) + 7) // 8):
+            for k in range(8):
+                flags[8 * j + k] = (bits[begin // 8 + j] >> k) & 1
+        if step:
+            source = inside[begin : begin + TILE]
+            for i in range(len(target)):
+                target[i] = source[i] if flags[i] else outside[0]
+        else:
+            for i in range(len(target)):
+                target[i] = inside[0] if flags[i] else outside[0]

@@ -1,0 +1,136 @@
+"""A Hugging Face model with the shapes of its config.json, and a batch for it: nothing is downloaded, and no code of the config runs.
+
+`read_config(path, options, input)` makes the model on the meta device, with the class of the config's first architecture, else as a causal
+language model. Fields that make transformers download code or weights are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paredown.errors import TaskError
+from paredown.serial import read_json
+from paredown.study.tasks.config_checks import check_config
+
+NAME = "config.json"
+CONFIG_BATCH = 8  # the default batch size of transformers.Trainer
+LONGEST = 1024  # default limit of tokens in one example
+CONFIG_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST = 1 << 22  # bytes of a config file
+# fields that make transformers download code or weights; none of them changes shapes
+FETCHED = frozenset(
+    {"auto_map", "use_pretrained_backbone"} | {f"{sign}{what}_implementation" for what in ("attn", "experts") for sign in ("", "_")}
+)
+ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")  # one label for each example, not for each token
+
+
+def find_config(text: str) -> Path | None:
+    """The config.json at the path `text`, or in the folder `text`; None if there is none."""
+    path = Path(text)
+    if path.name == NAME and path.is_file():
+        return path
+    return path / NAME if (path / NAME).is_file() else None
+
+
+def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model that a config describes, on the meta device, and a batch for it; `options` can have length and dtype."""
+    unknown = sorted(options.keys() - {"length", "dtype"})
+    if unknown:
+        raise TaskError(
+            f"option {unknown[0]!r} is unknown for a Hugging Face config. Allowed: length, dtype ({', '.join(CONFIG_DTYPES)})."
+        )
+    value = _object(path)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        with _offline():
+            config = transformers.AutoConfig.for_model(str(value.pop("model_type", "")), **value)
+            config.use_cache = False  # a cache would hold keys and values, which training does not
+            model = _model(config, options.get("dtype"))
+    except TaskError:
+        raise
+    except Exception as error:  # transformers raises exceptions of any type for an invalid config
+        raise TaskError(f"{path.parent.name}/{NAME} describes no model that transformers can make: {_first_line(error)}.") from None
+    return model, _batch(model, config, _length(config, options, input))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
+    check_config(value, path)
+    return _without_fetched(value)
+
+
+def _without_fetched(value: Any) -> Any:
+    """A JSON value without the fields of FETCHED, at any depth."""
+    if isinstance(value, dict):
+        return {name: _without_fetched(part) for name, part in value.items() if name not in FETCHED}
+    return [_without_fetched(part) for part in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _offline() -> Generator[None]:
+    """A context in which huggingface_hub downloads nothing, such as a backbone that a config names."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _model(config: Any, dtype: Any) -> nn.Module:
+    """The model of the first architecture that the config names in transformers, else a causal language model."""
+    import transformers
+
+    if dtype is not None and dtype not in CONFIG_DTYPES:
+        raise TaskError(f"dtype {dtype!r} is unknown. Allowed: {', '.join(CONFIG_DTYPES)}.")
+    named = next((name for name in config.architectures or () if isinstance(name, str) and name.isidentifier()), "")
+    kind: Any = getattr(transformers, named, None)
+    with torch.device("meta"):
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            model: Any = kind(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    wanted = CONFIG_DTYPES[dtype] if dtype else getattr(config, "dtype", None)
+    return model.to(wanted) if isinstance(wanted, torch.dtype) else model
+
+
+def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
+    kind, _, number = (input or "").partition(":")
+    if input is not None and (kind != "tokens" or not number.isdigit()):
+        raise TaskError(f"input {input!r} cannot be used with a Hugging Face config; write tokens:512, or leave it out.")
+    most = getattr(config, "max_position_embeddings", None)
+    return int(number[:9]) if number else int(options.get("length", min(most if isinstance(most, int) else LONGEST, LONGEST)))
+
+
+def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
+    """Keyword arguments for the model, by the name of its main input."""
+    name = str(getattr(model, "main_input_name", ""))
+    has_one = type(model).__name__.endswith(ONE_LABEL)
+    if name == "input_ids":
+        ids = torch.zeros((CONFIG_BATCH, length), dtype=torch.int64)
+        return {name: ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0].clone() if has_one else ids.clone()}
+    if name == "pixel_values":
+        shape = (CONFIG_BATCH, int(getattr(config, "num_channels", 3)), *_sides(getattr(config, "image_size", 224)))
+        return {name: torch.empty(shape, device="meta"), "labels": torch.zeros(CONFIG_BATCH, dtype=torch.int64)}
+    raise TaskError(
+        f"{type(model).__name__} takes {name!r}, for which no random batch can be made: write a function that returns (model, batch)."
+    )
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    return int(pair[0]), int(pair[-1])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,321 @@
+"""Replays a traced step under a plan: `intervals` lists the bytes that every tensor holds, from tick to tick.
+
+An unmodified activation is held from its birth to its death. A packed one is three intervals: the original, until autograd would be its
+only holder; the packed copy, from then until backward releases it; and a decoded copy for each time that backward reads it:
+
+    original   |#####|
+    packed         |..............................|
+    decoded                               |##| |##|
+
+A packed weight is stored all the time, and decoded while a module that owns it runs and for each operation of backward that needs it;
+autograd itself then holds neither the weight nor its cast under autocast. A gradient is unpacked until it is added to its accumulator:
+
+    forward                               backward
+    weight     |..................................................|
+    decoded       |####|                            |##|
+    gradient                                           |##|
+    packed     |..................................................|
+
+Packed inputs of checkpointed layers that a plan offloads are on the GPU until the next one is packed, and again from the time at which the
+one after them is decoded: then they are copied back.
+
+Everything else that the step allocates is one interval from birth to death.
+
+Formats of activations come from plan/storage.py. `resolve_parameter_formats` decides those of a parameter, its gradient and its optimizer
+state, by the rules that sessions and `paredown.optim` follow:
+
+    no format requested    all are unmodified, and torch.optim updates the parameter
+    small parameter        unmodified weight and gradient, float32 moments, and 8 more bits of a bfloat16 weight (`formats/catalog.py`)
+    other parameters       the formats of the plan; a moment without a format is float32
+
+A weight that would not become smaller is unmodified: bfloat16 parameters in "bf16" are updated in place.
+
+>>> weight = Slot("fc.weight", Role.WEIGHT, "fc", (64, 64), "float32", 16384, 0, 9, numel=4096)
+>>> resolve_parameter_formats(weight, Plan.preset("safe"))
+ParameterFormats(is_full=False, weight=Format('bf16'), gradient=Format('int8/64@bf16'), residue_bytes=4096)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+from paredown.autograd.operations import CHECKPOINT, Use
+from paredown.formats.catalog import is_small
+from paredown.formats.format import Format
+from paredown.plan.plan import Plan
+from paredown.plan.storage import keeps_enough, resolve_format
+from paredown.plan.trace import Part, Slot, Trace, cached_on_trace, index_bytes
+from paredown.roles import FORMATTED, OF_PARAMETER, Role, weight_role
+from paredown.sizes import FLOAT_BYTES
+
+FLOAT32_BYTES = 4
+WITH_RESIDUE = "bf16"  # format of weights whose next 8 bits a residue stores
+BASELINE = Plan()
+# bytes of a value; other dtypes have 1
+DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+
+
+class Interval(NamedTuple):
+    """`nbytes` of a role and module that are held from tick `birth` to tick `death`, both included."""
+
+    role: Role
+    module: str
+    birth: int
+    death: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SlotStorage:
+    """How an activation is stored under a plan: packed (`packs`) or unmodified; `reason` is why that differs from the request.
+
+    `recomputed`: its values are not stored, and are recomputed from another slot that is.
+    """
+
+    packs: bool
+    format: Format | None = None
+    reason: str = ""
+    recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterFormats:
+    """The formats of one parameter and its gradient; None: unmodified."""
+
+    is_full: bool  # no format is requested, not even for its moments
+    weight: Format | None = None
+    gradient: Format | None = None
+    residue_bytes: int = 0
+
+
+FULL = ParameterFormats(True)
+
+
+def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
+    """The formats under `plan` of the parameter whose slot is `weight`; weights of a compiled model are not packed."""
+    requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
+    if weight.is_frozen and plan.rules:
+        requested[Role.WEIGHT] = plan.find((weight.name,), weight_role(is_frozen=True)).format
+    if weight.stays or weight.dtype not in FLOAT_BYTES or not any(requested.values()):
+        return FULL
+    if is_small(weight.shape):
+        return ParameterFormats(False, residue_bytes=weight.numel if weight.dtype == "bfloat16" else 0)
+    format = None if is_compiled else requested[Role.WEIGHT]
+    has_residue = requested[Role.RESIDUE] is not None and str(format) == WITH_RESIDUE
+    if format is not None and format.nbytes(weight.shape) >= weight.nbytes:
+        format = None
+    return ParameterFormats(False, format, requested[Role.GRADIENT], weight.numel if has_residue else 0)
+
+
+def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Plan) -> int:
+    """Stored bytes of one moment of the parameter `weight`."""
+    if formats.is_full or moment.dtype not in FLOAT_BYTES:  # integers: the optimizer packs its own state
+        return moment.nbytes
+    format = None if is_small(weight.shape) else plan.find((moment.name,), moment.role).format
+    return moment.numel * FLOAT32_BYTES if format is None else format.nbytes(moment.shape)
+
+
+def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
+    """The parameter that a moment belongs to; names of further moments have a suffix after that of the parameter."""
+    return weights.get(moment.name) or weights.get(moment.name.rpartition(".")[0])
+
+
+def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
+    """How `plan` stores an activation: in the format of the first saver that needs values, or of a later one that needs more precision."""
+    if not plan.packs_activations:
+        return SlotStorage(False)
+    if slot.stays:
+        return SlotStorage(False, None, slot.stays)
+    format: Format | None = None
+    reason = ""
+    for saver in slot.savers:
+        if saver.use is not Use.VALUE:
+            continue
+        requested, needs = plan.find((saver.name,), Role.ACTIVATION), plan.needs_of(saver.name, saver.needs)
+        resolved, why = resolve_format(requested, needs, dtype=slot.dtype, numel=slot.numel)
+        if format is None or not keeps_enough(format, needs):
+            if resolved is None:
+                return SlotStorage(False, None, why)
+            format, reason = resolved, why
+    return SlotStorage(True, format, reason)
+
+
+def can_recompute(slot: Slot, source: SlotStorage) -> bool:
+    """Whether the stored values of `source` are precise enough for the first saver of `slot` that needs values."""
+    if source.format is None or source.recomputed:
+        return False
+    first = next((saver for saver in slot.savers if saver.use is Use.VALUE), None)
+    return first is None or keeps_enough(source.format, first.needs)
+
+
+def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
+    """Slot name -> how `plan` stores it, for every activation."""
+    return with_recomputed(trace.activations, {slot.name: slot_storage(slot, plan) for slot in trace.activations})
+
+
+def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
+    """`storages`, with `recomputed` set for slots whose values are recomputed from another stored slot."""
+    storages = dict(storages)
+    for slot in slots:
+        source = storages.get(slot.recomputed_from)
+        if source is not None and storages[slot.name].packs and can_recompute(slot, source):
+            storages[slot.name] = replace(storages[slot.name], recomputed=True)
+    return storages
+
+
+def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
+    """Packed bytes of a slot for one use."""
+    if part.use is Use.VALUE:
+        assert storage.format is not None
+        return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
+    if part.use in (Use.SIGN, Use.INSIDE, Use.MASK):
+        return -(-slot.numel // 8)
+    if part.use is Use.INDEX:
+        return slot.numel * index_bytes(part.bound, DTYPE_BYTES.get(slot.dtype, 1))
+    return 0
+
+
+def intervals(trace: Trace, plan: Plan) -> list[Interval]:
+    """The intervals of everything that the step holds under `plan`."""
+    return [
+        *fixed_intervals(trace),
+        *model_memory(trace, plan),
+        *activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan)),
+    ]
+
+
+def offloads(trace: Trace, plan: Plan) -> bool:
+    """Whether packed inputs of checkpointed layers are moved to host memory."""
+    return plan.offload and trace.device == "cuda" and not trace.is_compiled
+
+
+def host_bytes(trace: Trace, plan: Plan) -> int:
+    """Bytes of packed inputs of checkpointed layers that are in host memory when backward begins."""
+    if not offloads(trace, plan):
+        return 0
+    storages = slot_storages(trace, plan)
+    packed = {slot.name: slot for slot in trace.activations if storages[slot.name].packs}
+    moved = [(packed[name], storages[name]) for name in _offloaded(packed.values())]
+    return sum(part_bytes(slot, part, storage) for slot, storage in moved for part in slot.parts if part.use is Use.VALUE)
+
+
+@cached_on_trace
+def fixed_intervals(trace: Trace) -> list[Interval]:
+    """The intervals that no plan changes: buffers, inputs and temporaries of operations."""
+    kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
+    temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
+    return [
+        *(Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept),
+        *(Interval(Role.TEMPORARY, output.module, output.birth, output.death, output.nbytes) for output in temporaries),
+    ]
+
+
+def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
+    """The intervals of weights, gradients and optimizer state, and of their decoded copies."""
+    weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
+    formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
+    if not packs_gradients:
+        formats = {name: replace(one, gradient=None) for name, one in formats.items()}
+    for slot in trace.slots:
+        if slot.role is Role.WEIGHT:
+            yield from _weight(slot, formats[slot.name])
+        elif slot.role is Role.GRADIENT:
+            yield from _gradient(slot, formats[slot.name], trace.length)
+        elif slot.role in (Role.MOMENT1, Role.MOMENT2):
+            weight = parameter_of(slot, weights)
+            nbytes = slot.nbytes if weight is None else moment_bytes(slot, weight, formats[weight.name], plan)
+            yield Interval(slot.role, slot.module, slot.birth, slot.death, nbytes)
+        elif slot.role is Role.TEMPORARY and slot.recomputed_from:
+            weight = weights[slot.recomputed_from]
+            yield from _cast(slot, weight, trace.backward_at, is_recomputed=formats[weight.name].weight is not None)
+    full_bytes = sum(slot.nbytes for name, slot in weights.items() if formats[name].is_full)
+    for output in trace.outputs:
+        if output.phase == "step":  # workspace of torch.optim for the parameters that it updates
+            yield Interval(Role.TEMPORARY, output.module, output.birth, output.death, min(output.nbytes, full_bytes))
+
+
+def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
+    """A weight; a packed one has decoded copies while a module that owns it runs, and when backward needs it."""
+    nbytes = slot.nbytes if formats.weight is None else formats.weight.nbytes(slot.shape)
+    yield Interval(Role.WEIGHT, slot.module, slot.birth, slot.death, nbytes)
+    if formats.weight is not None:
+        for start, end in (*slot.running, *_decoded(slot)):
+            yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
+
+
+def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
+    """The cast of a weight, stored until backward; that of a packed weight is recomputed in each call and in backward."""
+    spans = list(slot.running) or [(slot.birth, slot.death)]
+    if is_recomputed:
+        calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]
+        spans = [*(calls or [(slot.birth, slot.parts[0].packed)]), *(spans[1:] or _decoded(slot))]
+    for start, end in spans:
+        yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
+
+
+def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
+    return (span for part in slot.parts for span in part.decoded)
+
+
+def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Interval]:
+    """A gradient, and the residue of its weight. A packed accumulator is stored all the time, and a complete gradient is added to it; a
+    gradient that is released inside backward has no accumulator.
+    """
+    if formats.residue_bytes:
+        yield Interval(Role.RESIDUE, slot.module, 0, end, formats.residue_bytes)
+    if formats.gradient is None or slot.death < end:
+        yield Interval(Role.GRADIENT, slot.module, slot.birth, slot.death, slot.nbytes)
+        return
+    yield Interval(Role.GRADIENT, slot.module, slot.birth, slot.dropped, slot.nbytes)
+    yield Interval(Role.GRADIENT, slot.module, 0, end, formats.gradient.nbytes(slot.shape))
+
+
+def activation_intervals(
+    activations: Iterable[Slot], storages: Mapping[str, SlotStorage], *, offload: bool = False
+) -> Iterator[Interval]:
+    """The intervals of activations, each stored as in `storages`; all slots of a torch storage must be among `activations`."""
+    by_storage: dict[int, list[Slot]] = defaultdict(list)
+    for slot in activations:
+        by_storage[slot.storage].append(slot)
+    on_gpu = _offloaded(slot for slots in by_storage.values() for slot in slots if storages[slot.name].packs) if offload else {}
+    for slots in by_storage.values():
+        death = 0
+        for slot in slots:
+            storage = storages[slot.name]
+            death = max(death, slot.dropped if storage.packs else slot.death)
+            if storage.packs:
+                yield from _packed(slot, storage, on_gpu.get(slot.name))
+        yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, death, slots[0].nbytes)
+
+
+def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
+    """The spans in which packed inputs of checkpointed layers are on the GPU, by slot."""
+    pairs = [(part, slot) for slot in packed for part in slot.parts if part.use is Use.VALUE and part.decoded]
+    pairs = sorted(
+        ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed
+    )
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for (part, slot), following in zip_longest(pairs, pairs[1:]):
+        first = min(start for start, _ in part.decoded)
+        gone = min(following[0].packed, part.released) if following is not None else part.packed
+        fetched = min(first, *(start for start, _ in following[0].decoded)) if following is not None else first
+        spans[slot.name] = [(part.packed, gone), (max(fetched, gone), max(first, fetched, gone))]
+    return spans
+
+
+def _packed(slot: Slot, storage: SlotStorage, on_gpu: list[tuple[int, int]] | None) -> Iterator[Interval]:
+    """The packed parts of an activation, and their decoded copies; `on_gpu`: when packed values are there, None all the time."""
+    decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
+    if slot.beside_packed:
+        yield Interval(Role.TEMPORARY, slot.module, slot.birth, slot.birth, slot.beside_packed)
+    for part in slot.parts:
+        packed_bytes = part_bytes(slot, part, storage)
+        whole = [(part.packed, part.released)]
+        for start, end in (on_gpu if on_gpu is not None and part.use is Use.VALUE else whole) if packed_bytes else ():
+            yield Interval(Role.ACTIVATION, slot.module, start, end, packed_bytes)
+        for start, end in () if part.becomes_result else part.decoded:
+            yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)

@@ -1,0 +1,459 @@
+"""`Trace`: every tensor that one training step stores, as a frozen value that prints as a table and round-trips through JSON.
+
+    Slot      a tensor with a role (weight, gradient, moment, activation, ...), its bytes and its lifetime
+    Saver     an operation that saved an activation for backward, and what its backward needs of it
+    Part      when a slot is packed, decoded and released, if a plan packs it for one use
+    Recomputation  how backward of a compiled step could recompute a slot instead
+    Output    memory that an operation allocated, whether or not a slot came of it
+    Operation an operation that ran, with its floating point operations and the bytes that it reads and writes
+
+Times are ticks: every operation of the step is one (predict/timeline.py). A lifetime includes both of its ends.
+
+`Trace.load` checks types and ranges of every row and rejects rows that contradict themselves or one another, which `trace_step` never
+produces: a tensor that is freed before it is allocated, a part that is released before it is packed, a part for a use that no
+operation saved, views of one storage with different sizes, two slots of one role and name, or bytes that differ from shape and dtype.
+`footprint` and `assign` rely on these checks.
+
+>>> check_row(Part(Use.VALUE, packed=1, released=99), length=10)
+Traceback (most recent call last):
+    ...
+paredown.errors.TraceError: the part has a time after the end of the step at 10: packed 1, released 99. Trace the step again.
+>>> check_row(Part(Use.VALUE, packed=5, released=3), length=10)
+Traceback (most recent call last):
+    ...
+paredown.errors.TraceError: the part contradicts itself: packed 5, released 3; no tensor ends before it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property, wraps
+from math import prod
+from os import PathLike
+from typing import Annotated, Any, TypeVar
+
+from paredown.autograd.operations import Needs, Pin, Use
+from paredown.errors import TraceError
+from paredown.roles import Role
+from paredown.serial import WHOLE, Check, brief, dump_dataclass, load_json, object_parts, read_dataclass, save_json
+from paredown.sizes import FLOAT_BYTES, say_bytes
+
+INDEX_DTYPES = ((1 << 8, "uint8", 1), (1 << 15, "int16", 2), (1 << 31, "int32", 4))  # (exclusive bound, dtype, bytes of a value)
+VIEW = "view"  # name of operations without a kernel in `Trace.operations`
+VERSION = 2  # of the JSON file; version 2 added the times at which backward needs weights
+LARGEST = 10  # slots that repr shows
+DEVICES = ("cuda", "cpu")
+MAX_TICKS = 1 << 26  # of a step read from a file
+MAX_TOTAL_BYTES = 1 << 58  # of all rows and their decoded copies: every sum of them fits in int64, in any format
+PHASES = ("forward", "loss", "backward", "step")
+Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
+StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
+Span = tuple[Tick, Tick]
+Result = TypeVar("Result")
+SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """An operation that saved a tensor for backward, and what its backward needs of the tensor."""
+
+    name: str
+    op: str
+    operand: str
+    use: Use
+    pin: Pin | None = None
+    is_centered: bool = False  # its backward subtracts a mean from the tensor
+
+    @property
+    def needs(self) -> Needs:
+        """What its backward needs of the tensor."""
+        return Needs(self.use, self.pin, self.is_centered)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One form in which a slot can be stored for one use: when it is packed, released, and decoded (spans of ticks)."""
+
+    use: Use
+    packed: Tick
+    released: Tick
+    decoded: tuple[Span, ...] = ()
+    bound: int | None = None  # of Use.INDEX: all values are below it
+    becomes_result: bool = (
+        False  # the decoded copy becomes the result of the operation that reads it, which is an `Output` of its own
+    )
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """How backward of a compiled step could recompute a saved tensor, which it reads from tick `first` to tick `last`.
+
+    `sources`: the storages of the tensors that it is computed from, which are then stored unmodified. `op`, `flops`, `nbytes`: its matrix
+    product or convolution, floating point operations, and bytes read and written. `written_bytes`: of other tensors in between.
+    """
+
+    sources: tuple[StorageNumber, ...]
+    op: str
+    flops: int
+    nbytes: int
+    written_bytes: int
+    first: Tick
+    last: Tick
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor with a role. `shape` and `dtype` are those of its first saver; `nbytes` of an activation is the size of its storage.
+
+    `birth` to `death` is its lifetime in the baseline. If it is packed, the original is freed after `dropped`. `stays` is the reason why
+    no plan can pack it, "" where a plan can. A view that is a small part of its storage is a slot of its own; slots of one storage have
+    the same `storage` number.
+
+    A packed weight is decoded while a module that owns it runs (`running`) and when backward needs it (`parts`). The cast of a weight
+    under autocast is a TEMPORARY slot that names the weight in `recomputed_from`.
+    """
+
+    name: str
+    role: Role
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    birth: Tick
+    death: Tick
+    numel: int = 0  # values that are stored when it is packed: those of the storage, or of a small view
+    storage: StorageNumber = -1
+    dropped: Tick = -1
+    savers: tuple[Saver, ...] = ()
+    parts: tuple[Part, ...] = ()
+    stays: str = ""
+    recomputed_from: str = ""  # the slot that its values can be recomputed from, as relu(batch_norm(x)) from x
+    # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
+    running: tuple[Span, ...] = ()
+    is_frozen: bool = False  # of a weight: it requires no gradient
+    # of a tensor that a second forward pass saves: bytes of temporaries at its birth, if it is packed (plan/checkpointed_trace.py)
+    beside_packed: int = 0
+    # of an activation that needs a gradient: its names as the input of the modules that get it, if those were checkpointed
+    inputs: tuple[str, ...] = ()
+    recomputation: Recomputation | None = None  # of an activation of a compiled step that backward could recompute
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all savers; the name of the slot where there are none."""
+        return tuple(saver.name for saver in self.savers) or (self.name,)
+
+    @property
+    def pin(self) -> Pin | None:
+        """The strictest pin of its savers."""
+        pins = [saver.pin for saver in self.savers if saver.pin is not None]
+        return max(pins, key=lambda pin: pin.significant_bits, default=None)
+
+    @property
+    def uses(self) -> frozenset[Use]:
+        """Everything that backward needs of the tensor."""
+        return frozenset(part.use for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Memory that an operation allocated.
+
+    `slot`: the slot that the memory belongs to, "" for a temporary. `used`: the tick of the last operation that read it, -1 if unknown;
+    a variable of the program may hold it longer.
+    """
+
+    op: str
+    module: str
+    phase: str  # "forward", "loss", "backward" or "step"
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    birth: Tick
+    death: Tick
+    slot: str = ""
+    used: Tick = -1
+    inputs: tuple[str, ...] = ()  # as those of a `Slot`
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`count` equal calls of one operation in a module and a phase; floating point operations and bytes moved are those of one call.
+
+    `arguments`: JSON of tensors and numbers that a call can be repeated with (predict/timeline.py), "" where it cannot. Operations that
+    only make views run no kernel: those of a module and a phase are one row, whose `op` is VIEW. Allocations are left out.
+    """
+
+    op: str
+    module: str
+    phase: str
+    dtype: str = ""
+    flops: int = 0
+    nbytes: int = 0
+    arguments: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True, repr=False)
+class Trace:
+    """One training step of `length` ticks: the tensors it stores (`slots`) and allocates (`outputs`); backward begins at `backward_at`.
+
+    `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
+    `operations` are all operations of forward, loss and backward, from which step time is predicted; a compiled step has none.
+
+    The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
+    activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`. The trace of an
+    eager step has `without_packing` where in-place operations on views hide what they save, unless a session packs activations. Where
+    sessions compute the loss in chunks, the trace is that of a session's step, and `unmodified` is the baseline, which has all logits.
+    """
+
+    model: str
+    batch: tuple[str, ...]
+    device: str
+    dtype: str
+    optimizer: str
+    slots: tuple[Slot, ...]
+    outputs: tuple[Output, ...]
+    length: int
+    backward_at: int
+    returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
+    notes: tuple[str, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    is_compiled: bool = False  # by torch.compile
+    without_packing: Trace | None = None  # the step under a plan that packs no activations, where that is another one
+    in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
+    unmodified: Trace | None = None  # the step without a session, where sessions compute the loss in chunks
+
+    @cached_property
+    def activations(self) -> tuple[Slot, ...]:
+        """The slots that autograd saves for backward."""
+        return self.of(Role.ACTIVATION)
+
+    @property
+    def kept_activations(self) -> tuple[Slot, ...]:
+        """Those that exist when backward begins: not what the second forward pass of a checkpointed layer saves."""
+        return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
+
+    def of(self, role: Role) -> tuple[Slot, ...]:
+        """The slots with this role."""
+        return tuple(slot for slot in self.slots if slot.role is role)
+
+    def slot(self, name: str, role: Role | None = None) -> Slot:
+        """The slot with this name; without a role, an activation or a weight."""
+        return slot_named(self.slots, name, role)
+
+    @cached_property
+    def largest(self) -> tuple[Slot, ...]:
+        """The 10 largest activations, one for each storage."""
+        by_storage = {slot.storage: slot for slot in reversed(self.kept_activations)}
+        return tuple(sorted(by_storage.values(), key=lambda slot: -slot.nbytes)[:LARGEST])
+
+    def __repr__(self) -> str:
+        slots = {role: self.kept_activations if role is Role.ACTIVATION else self.of(role) for role in Role}
+        sums = {role: sum(slot.nbytes for slot in _once(of_role)) for role, of_role in slots.items()}
+        roles = ", ".join(f"{role.value} {say_bytes(n)}" for role, n in sums.items() if n)
+        width = max((len(slot.name) for slot in self.largest), default=0)
+        rows = [f"  {s.name:{width}}  {say_bytes(s.nbytes):>10}  {s.dtype} {s.shape}" for s in self.largest]
+        notes = [f"  note: {note}" for note in self.notes]
+        head = f"Trace of {self.model} on {self.device}, {self.dtype}, batch {'; '.join(self.batch)}"
+        return "\n".join([head, f"  {roles}", f"  largest of {len(self.kept_activations)} saved tensors:", *rows, *notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ("slots", "outputs", "operations")}
+        return {"version": VERSION, **{name: dump_dataclass(getattr(self, name)) for name in FIELDS if name not in rows}, **rows}
+
+    @staticmethod
+    def from_json(value: Any) -> Trace:
+        """The trace whose `to_json()` is `value`; TraceError where it is none."""
+        parts = object_parts(value, "trace", FIELDS, ("version", "model", "slots"), VERSION, TraceError, oldest=VERSION)
+        trace = read_dataclass(Trace, parts, "trace", TraceError)
+        check_trace(trace)
+        return trace
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the JSON."""
+        save_json(path, self.to_json(), TraceError)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Trace:
+        """The trace that `save` wrote."""
+        return load_json(path, "trace", TraceError, Trace.from_json, hint="Traces are written by trace.save(path).")
+
+
+FIELDS = tuple(field.name for field in fields(Trace))
+
+
+def index_dtype(bound: int | None, dtype: str) -> str:
+    """The dtype in which saved integers below `bound` are stored, such as the targets of an embedding; `dtype` without a bound."""
+    return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
+
+
+def index_bytes(bound: int | None, itemsize: int) -> int:
+    """Bytes of a saved integer below `bound` in its `index_dtype`; `itemsize` without a bound.
+
+    >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
+    (1, 4, 8)
+    """
+    return next((width for limit, _, width in INDEX_DTYPES if bound is not None and bound <= limit), itemsize)
+
+
+def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
+    """`compute`, whose result for a trace is computed once and stored on the trace; callers do not modify it."""
+    name = f"_{compute.__name__}"
+
+    @wraps(compute)
+    def cached(trace: Trace) -> Result:
+        if name not in vars(trace):
+            vars(trace)[name] = compute(trace)
+        return vars(trace)[name]
+
+    return cached
+
+
+def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
+    """The slot with this name; without a role, an activation or a weight."""
+    roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
+    matches = [slot for slot in slots if name in slot.names and slot.role in roles]
+    if not matches:
+        raise TraceError(f"there is no slot {name!r} in the trace; trace.slots has all of them.")
+    return matches[0]
+
+
+def _once(slots: tuple[Slot, ...]) -> list[Slot]:
+    """The first slot of each storage, and all slots without a storage number."""
+    seen: set[int] = set()
+    return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
+
+
+# --- Checks of a trace that was read from a file ---
+
+
+def check_trace(trace: Trace) -> None:
+    """TraceError where times, sizes or rows of a trace contradict one another."""
+    if trace.device not in DEVICES:
+        raise TraceError(f"device of a trace is {' or '.join(DEVICES)}, not {brief(trace.device)}.")
+    if trace.length > MAX_TICKS:
+        raise TraceError(f"the step has {trace.length} ticks; at most {MAX_TICKS} are supported.")
+    if trace.backward_at > trace.length:
+        raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
+    check_rows(trace.slots, trace.outputs, trace.length)
+    for other in (trace.without_packing, trace.in_4_bits, trace.unmodified):
+        if other is not None:
+            check_trace(other)
+
+
+def check_row(row: Slot | Output | Part, length: int) -> None:
+    """TraceError where a time of `row` is after the end of the step, or a lifetime ends before it begins."""
+    kind = type(row).__name__.lower()
+    where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
+    for first, begin, last, end in _lifetimes(row):
+        times = f"{first} {begin}, {last} {end}"
+        if max(begin, end) > length + 1:
+            raise TraceError(f"the {where} has a time after the end of the step at {length}: {times}. Trace the step again.")
+        if end < begin:
+            raise TraceError(f"the {where} contradicts itself: {times}; no tensor ends before it begins.")
+    for part in row.parts if isinstance(row, Slot) else ():
+        check_row(part, length)
+
+
+def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
+    """(word, begin, word, end) of every lifetime in a row."""
+    if isinstance(row, Slot | Output):
+        yield "born at", row.birth, "dead at", row.death
+    if isinstance(row, Output):
+        yield "read until", row.used, "and dead at", max(row.used, row.death)
+    if isinstance(row, Slot):
+        if row.dropped != -1:
+            yield "born at", row.birth, "dropped at", row.dropped
+        yield from (("running from", start, "to", end) for start, end in row.running)
+    if isinstance(row, Part):
+        yield "packed", row.packed, "released", row.released
+        yield from (("decoded from", start, "to", end) for start, end in row.decoded)
+
+
+def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
+    """TraceError where a row is impossible, or where rows contradict one another; `length` is that of the step in ticks."""
+    for row in (*slots, *outputs):
+        check_row(row, length)
+    total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
+    if total >= MAX_TOTAL_BYTES:
+        raise TraceError(f"the slots and outputs of the trace have {brief(total)} bytes in total; fewer than 2^58 are supported.")
+    unknown_phase = next((row.phase for row in outputs if row.phase not in PHASES), None)
+    if unknown_phase is not None:
+        raise TraceError(f"phase of an output is one of {', '.join(PHASES)}, not {brief(unknown_phase)}.")
+    for slot in slots:
+        if slot.role in SIZED_BY_SHAPE:
+            _check_bytes(slot)
+        elif slot.role is Role.ACTIVATION:
+            _check_uses(slot)
+    _check_names(slots)
+    _check_storages(slot for slot in slots if slot.role is Role.ACTIVATION)
+    _check_owners(slots)
+
+
+def _copies(row: Slot | Output) -> int:
+    """Upper bound on the tensors of its size that a row accounts for: itself, its packed parts and their decoded copies."""
+    return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
+
+
+def _check_bytes(slot: Slot) -> None:
+    """TraceError unless bytes, shape and dtype of a weight, a gradient or a moment agree."""
+    numel = prod(slot.shape)
+    size = numel * FLOAT_BYTES.get(slot.dtype, 0)
+    if (size and size != slot.nbytes) or slot.numel not in (0, numel):
+        raise _contradiction(slot, f"shape {slot.shape} of {slot.dtype}, {slot.numel} values, {slot.nbytes} bytes")
+
+
+def _check_uses(slot: Slot) -> None:
+    """TraceError unless every part of an activation belongs to a use that an operation saved it for."""
+    if slot.numel * FLOAT_BYTES.get(slot.dtype, 1) > slot.nbytes:
+        raise _contradiction(slot, f"{slot.numel} values of {slot.dtype} in a storage of {slot.nbytes} bytes")
+    packed, saved = ({row.use for row in rows} for rows in (slot.parts, slot.savers))
+    if not slot.stays and packed - saved:
+        uses = ", ".join(sorted(use.value for use in packed - saved))
+        raise _contradiction(slot, f"a part for the use {uses}, which no operation saved")
+    if len(packed) < len(slot.parts):
+        raise _contradiction(slot, "two parts for one use")
+    if Use.VALUE in packed and not slot.stays and slot.dropped == -1:
+        raise _contradiction(slot, "a packed part, and no time at which the original is dropped")
+
+
+def _check_names(slots: tuple[Slot, ...]) -> None:
+    """TraceError unless each (role, name) belongs to one slot, and each saver to one activation."""
+    seen: set[tuple[Role, str]] = set()
+    for slot in slots:
+        keys = (
+            {(slot.role, name) for name in (slot.name, *slot.names)} if slot.role is Role.ACTIVATION else {(slot.role, slot.name)}
+        )
+        if keys & seen:
+            raise _contradiction(slot, "another slot has this role and name")
+        seen |= keys if slot.role in (Role.ACTIVATION, *SIZED_BY_SHAPE) else set()
+
+
+def _check_storages(activations: Iterable[Slot]) -> None:
+    """TraceError unless slots of one storage have the same bytes and birth."""
+    first: dict[int, Slot] = {}
+    for slot in activations:
+        other = first.setdefault(slot.storage, slot)
+        if (other.nbytes, other.birth) != (slot.nbytes, slot.birth):
+            sizes = [f"{view.nbytes} bytes from {view.birth}" for view in (slot, other)]
+            raise _contradiction(slot, f"storage {slot.storage} has {sizes[0]}, and {sizes[1]} in slot {brief(other.name)}")
+
+
+def _check_owners(slots: tuple[Slot, ...]) -> None:
+    """TraceError unless every gradient, and every cast of a weight, belongs to a weight of the trace."""
+    weights = {slot.name for slot in slots if slot.role is Role.WEIGHT}
+    named = {slot.name for slot in slots if slot.role is Role.GRADIENT}
+    named |= {slot.recomputed_from for slot in slots if slot.role is Role.TEMPORARY and slot.recomputed_from}
+    if missing := sorted(named - weights):
+        raise TraceError(
+            f"a gradient or a cast belongs to weight {brief(missing[0])}, which the trace does not have: trace the step again "
+            "and save it with trace.save(path)."
+        )
+
+
+def _contradiction(slot: Slot, why: str) -> TraceError:
+    return TraceError(
+        f"slot {brief(slot.name)} ({slot.role.value}) contradicts itself or another one: {why}. Trace the step again."
+    )

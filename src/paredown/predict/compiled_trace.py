@@ -1,0 +1,377 @@
+"""`trace_compiled_step`: the trace of a compiled training step, from the graphs of torch.compile, which are traced and not compiled.
+
+The slots of the trace are the tensors that forward graphs save for backward, under the names and needs that compiled sessions give them
+(graph_slots.py); a plan that packs activations decides their storage as sessions do. Working memory is that of the buffers that Inductor
+allocates (graph_memory.py). What runs outside of the graphs, such as a loss function, is recorded operation by operation; no plan packs it.
+
+Sessions partition graphs differently if they pack activations: then backward recomputes more. The trace has both steps: itself with packed
+activations, and `without_packing`, the step under a plan that packs none; where chains of recomputed tensors are saved in 4 bits
+(recomputed_chains.py), also `in_4_bits`.
+
+A packed tensor is decoded right before its first use in backward. Where an operation that Inductor cannot fuse reads it (a matrix product,
+a convolution, attention) the decoded tensor is written to memory until its last use; elsewhere kernels decode it as they read it.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from paredown.autograd.operation_kinds import kind_of
+from paredown.autograd.operations import MIN_PACKED_NUMEL, Use
+from paredown.formats.format import Format
+from paredown.loss.loss_operator import NAME as LOSS_OPERATOR
+from paredown.plan.trace import Output, Part, Recomputation, Saver, Slot, Trace
+from paredown.predict.captured_step import CapturedGraph, GraphCall, GraphCapture, Partition
+from paredown.predict.graph_memory import Buffer, GraphMemory
+from paredown.predict.timeline import Allocation
+from paredown.roles import Role
+from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, is_boolean, obstacle
+from paredown.session.compiled.graph_slots import aten_name, hint, module_path, slot_of
+from paredown.session.compiled.recomputed_tensors import RecomputedTensor, is_tensor, recomputable_tensors
+
+GRADIENT = "it is a gradient, which a loss in chunks computes in forward"
+EIGHT_BITS = Format.parse("int8/64@bf16")
+SMALL = f"it has fewer than {MIN_PACKED_NUMEL} values, or no floats"
+MASK_OF_SEVERAL = "it is a comparison of several packed tensors, in exact bits"
+OUTSIDE_OF_GRAPHS = "it is saved outside of the compiled graphs"
+MASK_USES = (
+    Use.SIGN,
+    Use.INSIDE,
+    Use.MASK,
+)  # a slot has a part for each use; sessions store up to three comparisons of one tensor so
+
+
+@dataclass(frozen=True)
+class GraphTimes:
+    """The memory of both graphs of a partition, and the ticks at which a call of them began; `end`: of the step."""
+
+    partition: Partition
+    forward: GraphMemory
+    backward: GraphMemory | None
+    call: GraphCall
+    end: int
+
+    def placeholder(self, node: fx.Node) -> fx.Node | None:
+        """The placeholder of a saved node in the backward graph."""
+        gm = self.partition.backward
+        found = gm.graph.find_nodes(op="placeholder") if gm is not None else ()
+        return next((p for p in found if p.name == node.name), None)
+
+    def born(self, buffer: Buffer) -> int:
+        """The tick at which a buffer of forward is made."""
+        return self.call.forward_at + max(buffer.birth, 0)
+
+    def read_in_forward(self, buffer: Buffer) -> int:
+        """The tick of the last read in forward."""
+        return self.call.forward_at + max(buffer.death, 0)
+
+    def returned(self) -> dict[Buffer, Allocation]:
+        """The buffers that forward returns to its caller, if plain torch.compile saves them too."""
+        nodes = {node.name: node for node in self.partition.forward.graph.nodes}
+        pairs = ((self.forward.of(nodes[name]), allocation) for name, allocation in self.call.held.items() if name in nodes)
+        return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
+
+    def held_until(self, buffer: Buffer) -> int:
+        """The tick until which the caller holds a buffer that forward returns; 0 for others."""
+        allocation = self.returned().get(buffer)
+        return 0 if allocation is None else self.end if allocation.death is None else allocation.death
+
+    def reads(self, node: fx.Node) -> tuple[int, int]:
+        """The ticks of the first and the last read of a saved node in backward; the end of the step if backward does not run."""
+        return self.reads_of(self.placeholder(node))
+
+    def decoded(self, node: fx.Node) -> tuple[int, int]:
+        """The ticks from which and until which a packed node is decoded in backward; comparisons of it are made in forward."""
+        first, last = self.reads(node)
+        placeholder = self.placeholder(node)
+        if self.backward is None or placeholder is None or self.call.backward_at < 0:
+            return first, last
+        times = self.backward.value_reads(placeholder)
+        return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
+
+    def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
+        """The same for a node of the backward graph."""
+        if self.backward is None or node is None or self.call.backward_at < 0:
+            return self.end, self.end
+        times = self.backward.reads(node) or [0]
+        return self.call.backward_at + min(times), self.call.backward_at + max(times)
+
+    def is_overwritten(self, node: fx.Node) -> bool:
+        """Whether the kernel that is the last to read a saved node writes a result of the same size over it."""
+        placeholder = self.placeholder(node)
+        source = self.backward.of(placeholder) if self.backward is not None and placeholder is not None else None
+        if self.backward is None or source is None or not source.reads:
+            return False
+        found = (b for b in self.backward.buffers if b.birth == source.reads[-1] and b.kind == "pointwise" and source in b.sources)
+        return any(buffer.nbytes == source.nbytes for buffer in found)
+
+
+class StepSlots:
+    """Slots and outputs of the calls of all graphs, for one kind of partition."""
+
+    def __init__(
+        self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
+    ) -> None:
+        self.slots: list[Slot] = []
+        self.outputs: list[Output] = []
+        self._end = end
+        self._num_storages = 0
+        self._numbers: dict[Buffer, int] = {}  # storage numbers, of the graph that is added
+        self._recomputable: dict[str, RecomputedTensor] = {}
+        memories: dict[fx.GraphModule, GraphMemory] = {}
+        for call in calls:
+            partition = partition_of(call.graph)
+            graphs = [gm for gm in (partition.forward, partition.backward) if gm is not None]
+            for gm in graphs:
+                memories[gm] = memories.get(gm) or GraphMemory(gm.graph, on_cuda=on_cuda)
+            backward = memories[partition.backward] if partition.backward is not None else None
+            self._add(GraphTimes(partition, memories[partition.forward], backward, call, end))
+        self.slots = with_unique_names(self.slots)
+
+    def _add(self, times: GraphTimes) -> None:
+        nodes = list(dict.fromkeys(node for node in _saved(times.partition) if node.op != "placeholder"))
+        by_buffer: dict[Buffer, list[fx.Node]] = {}
+        for node in nodes:
+            buffer = times.forward.of(node)
+            if buffer is not None and buffer.birth >= 0:
+                by_buffer.setdefault(buffer, []).append(node)
+        self._numbers = {buffer: self._num_storages + i for i, buffer in enumerate(by_buffer)}
+        self._num_storages += len(by_buffer)
+        self._recomputable = recomputable_tensors(times.partition.forward.graph, times.partition.num_outputs)
+        made = {node: slot for buffer, group in by_buffer.items() for node, slot in self._slots(buffer, group, times)}
+        self.slots += self._with_comparisons(made, times)
+        self.outputs += _temporaries(times.forward, times.call.forward_at, "forward")
+        if times.backward is not None and times.call.backward_at >= 0:
+            self.outputs += _temporaries(times.backward, times.call.backward_at, "backward")
+        self.outputs += _returned(times, set(by_buffer), self._end)
+
+    def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
+        """A slot for each saved node of one buffer; those of one storage are packed all or not at all."""
+        found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
+        if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
+            found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
+        yield from found
+
+    def _slot(self, node: fx.Node, buffer: Buffer, storage: int, times: GraphTimes) -> Slot:
+        value: Tensor = node.meta["val"]
+        last = times.reads(node)[1] - (_is_gradient(node) and times.is_overwritten(node))
+        birth, dropped = times.born(buffer), max(times.read_in_forward(buffer), times.held_until(buffer))
+        savers, stays = _savers(node, times)
+        is_cast = value.is_floating_point() and node.name not in times.call.graph.joint.of_inputs
+        spans = (times.decoded(node),) if _is_written(times.placeholder(node)) else ()
+        part = Part(savers[0].use, birth, spans[0][0] if spans else last, spans) if not stays else None
+        return Slot(
+            savers[0].name,
+            Role.TEMPORARY if is_cast else Role.ACTIVATION,
+            module_path(node.meta.get("nn_module_stack"))[0],
+            tuple(hint(size) for size in value.shape),
+            str(value.dtype).removeprefix("torch."),
+            buffer.nbytes,
+            birth,
+            max(last, dropped),
+            numel=hint(value.numel()),
+            storage=-1 if is_cast else storage,
+            dropped=dropped,
+            savers=() if is_cast else savers,
+            parts=(part,) if part is not None and not is_cast else (),
+            stays="" if is_cast else stays,
+            recomputation=None if is_cast or stays else self._recomputation(node, times),
+        )
+
+    def _recomputation(self, node: fx.Node, times: GraphTimes) -> Recomputation | None:
+        """How backward could recompute a saved node; None if it cannot."""
+        tensor = self._recomputable.get(node.name)
+        if tensor is None or times.call.backward_at < 0:
+            return None
+        buffers = (times.forward.of(source) for source in tensor.sources)
+        sources = {self._numbers[buffer] for buffer in buffers if buffer is not None and buffer in self._numbers}
+        op = str(tensor.products[-1].target) if tensor.products else str(node.target)
+        cost = op, tensor.flops, tensor.moved_bytes, tensor.written_bytes
+        return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
+
+    def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
+        """The slots, with the comparisons of packed tensors that backward would make, which forward saves as bits."""
+        slots = dict(made)
+        packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
+        extra: list[Slot] = []
+        for mask, sources in _comparisons(times.partition.backward, set(packable)):
+            last = times.reads_of(mask)[1]
+            node = packable[min(sources)]
+            slot, numel = slots[node], hint(mask.meta["val"].numel())
+            birth = max(made[packable[name]].birth for name in sources)
+            free = [use for use in MASK_USES if use not in slot.uses]
+            if len(sources) == 1 and free and slot.numel == numel:
+                saver = replace(slot.savers[0], name=f"{slot.savers[0].name}>{mask.name}", use=free[0], pin=None, is_centered=False)
+                slots[node] = replace(slot, parts=(*slot.parts, Part(free[0], birth, last)), savers=(*slot.savers, saver))
+            else:
+                nbytes = -(-numel // 8) if fits_bits(mask.meta["val"]) else numel
+                extra.append(self._mask_slot(mask, nbytes, birth, last))
+        return [*slots.values(), *extra]
+
+    def _mask_slot(self, mask: fx.Node, nbytes: int, birth: int, death: int) -> Slot:
+        """The slot of a mask that is stored whatever the formats of its sources are."""
+        storage, self._num_storages = self._num_storages, self._num_storages + 1
+        name = _place(mask)
+        saver = Saver(name, aten_name(mask), "mask", Use.EXACT)
+        module = name.partition(":")[0]
+        slot = Slot(name, Role.ACTIVATION, module, (nbytes,), "uint8", nbytes, birth, death, numel=nbytes, storage=storage)
+        return replace(slot, dropped=death, savers=(saver,), stays=MASK_OF_SEVERAL)
+
+
+# --- saved tensors ----------------------------------------------------------------------------------------------------
+
+
+def _saved(partition: Partition) -> list[fx.Node]:
+    """The tensors that forward saves for backward."""
+    outputs: Any = partition.forward.graph.output_node().args[0]
+    return [node for node in outputs[partition.num_outputs :] if is_tensor(node)]
+
+
+def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
+    """The slots behind a saved node, and why no plan can pack it; "" where a plan can."""
+    value: Tensor = node.meta["val"]
+    own, place = _place(node), aten_name(node)
+    if _is_gradient(node):
+        return (Saver(f"{own.partition(':')[0]}:{LOSS_OPERATOR}", place, "output", Use.EXACT),), GRADIENT
+    if is_boolean(node) and fits_bits(value):
+        return (Saver(own, place, "mask", Use.MASK),), ""
+    placeholder = times.placeholder(node)
+    if placeholder is None or not value.is_floating_point() or hint(value.numel()) < MIN_PACKED_NUMEL:
+        return (Saver(own, place, "output", Use.EXACT),), SMALL
+    slot = slot_of(placeholder, times.call.graph.joint)
+    outputs: Any = times.partition.forward.graph.output_node().args[0]
+    held = HELD if any(other is node for other in outputs[: times.partition.num_outputs]) else ""
+    stays = slot.reason if slot.needs.use is Use.EXACT else held or obstacle(value, EIGHT_BITS, slot)
+    if stays:
+        return (Saver(own, place, "output", Use.EXACT),), stays
+    pin, is_centered = slot.needs.pin, slot.needs.is_centered
+    return tuple(Saver(name, place, name.rpartition(":")[2], Use.VALUE, pin, is_centered) for name in slot.names or (own,)), ""
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    """Whether a saved node is a gradient that a loss in chunks computed."""
+    return bool(node.all_input_nodes) and aten_name(node.all_input_nodes[0]) == LOSS_OPERATOR
+
+
+def _place(node: fx.Node) -> str:
+    """The name of a slot that no operation names: its module and its node."""
+    return f"{module_path(node.meta.get('nn_module_stack'))[0]}:{node.name}"
+
+
+def _is_written(placeholder: fx.Node | None) -> bool:
+    """Whether a saved tensor, once decoded, is written to memory, since an operation that cannot be fused reads it."""
+    if placeholder is None or is_boolean(placeholder):
+        return False
+    stack, seen = list(placeholder.users), set[fx.Node]()
+    while stack:
+        user = stack.pop()
+        if user.op != "call_function" or user in seen:
+            continue
+        seen.add(user)
+        kind = kind_of(user)
+        if kind == "extern":
+            return True
+        stack += list(user.users) if kind == "view" else []
+    return False
+
+
+def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
+    """Booleans that backward computes from tensors in `packed`, without gradients: (node, names of these tensors)."""
+    of: dict[fx.Node, set[str]] = {}
+    of_tangents: set[fx.Node] = set()
+    for node in backward.graph.nodes if backward is not None else ():
+        if node.op == "placeholder":
+            of[node] = {node.name} & packed
+            if node.name.startswith("tangents"):
+                of_tangents.add(node)
+        elif any(i in of_tangents for i in node.all_input_nodes):
+            of_tangents.add(node)
+        else:
+            of[node] = set[str]().union(*(of.get(i, ()) for i in node.all_input_nodes))
+            if of[node] and is_boolean(node):
+                yield node, of[node]
+                of[node] = set()
+
+
+def with_unique_names(slots: list[Slot]) -> list[Slot]:
+    """The slots, each with the savers that no other slot has; where there is none, with one that no earlier slot has."""
+    counts = Counter(saver.name for slot in slots for saver in slot.savers)
+    taken: Counter[str] = Counter()
+    named: list[Slot] = []
+    for slot in slots:
+        if slot.role is not Role.ACTIVATION:
+            taken[slot.name] += 1
+            named.append(replace(slot, name=f"{slot.name}~{taken[slot.name]}") if taken[slot.name] > 1 else slot)
+            continue
+        savers = [saver for saver in slot.savers if counts[saver.name] == 1 or saver.use in MASK_USES]
+        values = [saver for saver in slot.savers if saver.use not in MASK_USES]
+        if not any(saver in values for saver in savers) and values:
+            free = next((saver for saver in values if not taken[saver.name]), None)
+            savers = [free or replace(values[0], name=f"{values[0].name}~{taken[values[0].name] + 1}"), *savers]
+        taken.update(saver.name for saver in savers)
+        recomputation = slot.recomputation if counts[savers[0].name] == 1 else None  # a plan could not name this slot alone
+        named.append(replace(slot, name=savers[0].name, savers=tuple(savers), recomputation=recomputation))
+    return named
+
+
+# --- other memory -----------------------------------------------------------------------------------------------------
+
+
+def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output]:
+    """The buffers that are made and freed inside one call."""
+    for buffer in memory.buffers:
+        if buffer.is_output or buffer.birth < 0:
+            continue
+        node = buffer.node
+        value = node.meta.get("val")
+        shape = tuple(hint(size) for size in value.shape) if isinstance(value, Tensor) else (buffer.nbytes,)
+        dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else "uint8"
+        module = module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))[0]
+        yield Output(aten_name(node), module, phase, shape, dtype, buffer.nbytes, begin + buffer.birth, begin + buffer.death)
+
+
+def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
+    """What the graph returns to its caller, if plain torch.compile saves it and this partition does not."""
+    for buffer, allocation in times.returned().items():
+        if buffer not in saved:
+            death = end if allocation.death is None else allocation.death
+            origin = (allocation.op, allocation.module, allocation.phase, allocation.shape, allocation.dtype, allocation.nbytes)
+            yield Output(*origin, allocation.birth, max(death, allocation.birth))
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+
+
+def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
+    """The trace of a compiled step; `base` has its parameters, inputs, gradients, and what runs outside of the graphs."""
+    outside = tuple(
+        replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot for slot in base.slots
+    )
+    base = replace(base, slots=tuple(_numbered(outside)), notes=(*base.notes, *_notes(capture)), is_compiled=True)
+
+    def trace(partition_of: Callable[[CapturedGraph], Partition]) -> Trace:
+        step = StepSlots(capture.calls, base.length, partition_of, on_cuda=base.device == "cuda")
+        return replace(base, slots=(*base.slots, *step.slots), outputs=(*base.outputs, *step.outputs))
+
+    has_chains = any(call.graph.in_4_bits is not call.graph.packed for call in capture.calls)
+    in_4_bits = trace(lambda graph: graph.in_4_bits) if has_chains else None
+    return replace(trace(lambda graph: graph.packed), without_packing=trace(lambda graph: graph.plain), in_4_bits=in_4_bits)
+
+
+def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
+    """Slots outside of graphs with storage numbers that those of graphs do not have: below -1."""
+    for slot in slots:
+        yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
+
+
+def _notes(capture: GraphCapture) -> Iterator[str]:
+    num = len({id(call.graph) for call in capture.calls})
+    if num != 1:
+        yield f"the step has {num} compiled graphs; operations between graphs in forward are not counted"

@@ -1,0 +1,419 @@
+"""`FakeStep`: runs forward, loss and backward of a model on fake tensors and records what happens.
+
+The step runs on the CPU with the operations of the target device (predict/fake/fake_tensors.py). A `Timeline` gives each operation a tick
+and records every allocation (predict/timeline.py); a `Recorder` packs every saved tensor that can be packed (predict/saved_lifetimes.py).
+
+`ModuleRunTimes` records when a weight that is stored packed must be decoded: while a module that owns it runs. A checkpoint calls its
+modules again in backward and holds what they saved: then the weight is decoded until its gradient is complete.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch.nn.modules import transformer
+from torch.utils._pytree import tree_leaves
+
+from paredown.autograd.graph import tensors_in
+from paredown.autograd.module_watch import Watch
+from paredown.errors import TraceError
+from paredown.predict.fake.fake_tensors import DeviceForms, FakeTensors, inner_tensors
+from paredown.predict.saved_lifetimes import Recorder
+from paredown.predict.timeline import Allocation, Timeline
+from paredown.roles import Role
+
+Span = tuple[int, int]
+LOSS = "loss"  # phase and name prefix of what the loss saves
+TRACING, IS_FAKE = "transformers.utils.import_utils", "is_fake_tensor"
+NO_GRADIENT = "no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad."
+NO_LOSS, LOSS_EXAMPLE = "There is no loss", "loss=torch.nn.functional.cross_entropy"
+ADVICE = "Fake tensors have shapes and no values: move that decision out of the model, or make it depend on shapes alone."
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A batch, split into the arguments of the model and the arguments that the loss gets after the model's output."""
+
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    targets: tuple[Any, ...]
+
+    @staticmethod
+    def of(batch: Any, *, has_loss: bool) -> Arguments:
+        """The arguments in `batch`; with a loss, the last item of a tuple is the target."""
+        if isinstance(batch, dict):
+            return Arguments((), batch, ())
+        if not isinstance(batch, tuple | list):
+            batch = (batch,)
+        if has_loss and len(batch) < 2:
+            raise TraceError(
+                f"with a loss the batch is (inputs..., target); it has {len(batch)} item. Add the target, or leave out the loss."
+            )
+        items = tuple(batch)
+        return Arguments(items[:-1], {}, items[-1:]) if has_loss else Arguments(items, {}, ())
+
+
+@final
+class Loss(nn.Module):
+    """A loss as a module, so that `Watch` records what it saves. A loss that is a module itself is not registered as a child."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = (function,)
+
+    def forward(self, *args: Any) -> Tensor:
+        """The loss that the function computes."""
+        return self._function[0](*args)
+
+
+class ModuleRunTimes:
+    """Records when modules that own parameters run, in ticks; `current_tick` returns the tick."""
+
+    def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
+        self._current_tick = current_tick
+        self._modules = [module for module in modules if any(p is not None for p in module._parameters.values())]
+        self._owners: dict[int, list[nn.Module]] = {}  # id of a parameter -> modules that own it
+        for module in self._modules:
+            for parameter in module._parameters.values():
+                self._owners.setdefault(id(parameter), []).append(module)
+        self._entered: dict[nn.Module, list[int]] = {module: [] for module in self._modules}
+        self._spans: dict[nn.Module, list[Span]] = {module: [] for module in self._modules}
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Inside the context, record calls; those in backward too, since a checkpoint calls its modules again."""
+        handles: list[Any] = []
+        for module in self._modules:
+            handles += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def spans(self, parameter: Tensor) -> tuple[Span, ...]:
+        """Spans of ticks, both ends included, in which a module that owns `parameter` runs."""
+        return merged(span for module in self._owners.get(id(parameter), ()) for span in self._spans[module])
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._entered[module].append(self._current_tick() + 1)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        entered = self._entered[module].pop()
+        self._spans[module].append((entered, max(entered, self._current_tick())))
+
+
+class FakeStep:
+    """Runs the step once and holds its records.
+
+    `initial_tensors`: (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at`: id of a parameter -> tick at which
+    its gradient is complete. `held`: allocations that are live when backward begins and that autograd's graph does not hold.
+    """
+
+    def __init__(self, model: nn.Module, loss_module: nn.Module, fakes: FakeTensors, device: str) -> None:
+        self.model, self.loss_module, self.fakes, self.device = model, loss_module, fakes, device
+        self.device_forms = DeviceForms(device, fakes)
+        self.timeline = Timeline(self._where, is_cuda=device == "cuda")
+        self.recorder = Recorder(self.timeline)
+        self.module_runs = ModuleRunTimes(model.modules(), lambda: self.timeline.current_tick)
+        # from here on new fakes are made for tensors that the model uses and no module registers
+        fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
+        fakes.mode.place = lambda: self.timeline.module()
+        self.watches: list[Watch] = []
+        self.head: Any = None  # the output head whose loss is computed in chunks (loss/output_head.py), None without
+        self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), None without
+        self.in_place_on_views: set[str] = set()  # modules that modified a view in place: autograd hides what that saves
+        self.backward_at = self.returned_bytes = 0
+        self.has_assumed_mask = False
+        self.held: list[Allocation] = []
+        self.initial_tensors: list[tuple[str, Role, Tensor]] = []
+        self.gradient_complete_at: dict[int, int] = {}
+
+    def _where(self) -> str:
+        if self.timeline.phase == LOSS:
+            return LOSS
+        return self.watches[0].where() if self.watches else ""
+
+    def run(
+        self,
+        arguments: Arguments,
+        loss: Callable[..., Tensor] | None,
+        autocast: torch.dtype | None,
+        compiled: Callable[[Arguments], Any] | None = None,
+    ) -> None:
+        """Run forward, loss and backward; `compiled` runs forward in place of the model, without the modes that record operations."""
+        self._record_initial_tensors(arguments)
+        with ExitStack() as stack:
+            stack.callback(self.fakes.mode.forget)
+            for context in (_without_fake_tensor_log(), self._square_masks_are_causal(), torch.enable_grad(), self.fakes.mode):
+                stack.enter_context(context)
+            if compiled is None:
+                stack.enter_context(_masks_by_values())
+            output: Any = None
+            with self.device_forms.autocast(autocast):
+                if compiled is not None:
+                    with self._explained("forward"), signature_errors(self.model, arguments, "trace_step"):
+                        output = compiled(arguments)
+                for context in (torch.device("cpu"), self.device_forms, self.timeline):
+                    stack.enter_context(context)
+                if compiled is None:
+                    with self._watched(self.model, "", backward=stack):
+                        stack.enter_context(self.module_runs.recording())  # after the watch: what a module saved is packed first
+                        with signature_errors(self.model, arguments, "trace_step"):
+                            output = self.model(*arguments.args, **arguments.keywords)
+                self.recorder.end_forward()
+                value = self._loss(output, arguments, loss)
+            if loss is None:
+                live, output = self.timeline.live(), None
+                self.returned_bytes = sum(allocation.nbytes for allocation in live if allocation.death is not None)
+            self._record_held((output, value))
+            self.backward_at = self.timeline.tick()
+            self.timeline.phase = "backward"
+            with self._explained("backward"), self._recording_gradients(), self.device_forms.autocast(None):
+                value.backward()
+            self._mark_gradients()
+
+    @contextmanager
+    def _recording_gradients(self) -> Generator[None]:
+        """Record when the gradient of each parameter is complete: then it can be added to an accumulator, or used for an update."""
+        complete_at, timeline = self.gradient_complete_at, self.timeline
+
+        def record(parameter: Tensor) -> None:
+            complete_at.setdefault(id(parameter), timeline.current_tick)
+
+        trained = [p for _, role, p in self.initial_tensors if role is Role.WEIGHT and p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(record) for p in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _square_masks_are_causal(self) -> Generator[None]:
+        """Assume that a square attention mask is causal: nn.Transformer compares its values, which fake tensors do not have."""
+        before = transformer._detect_is_causal_mask
+
+        def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+            if is_causal is not None or mask is None:
+                return bool(is_causal)
+            self.has_assumed_mask |= mask.dim() == 2 and mask.shape[0] == mask.shape[1]
+            return mask.dim() == 2 and mask.shape[0] == mask.shape[1]
+
+        transformer._detect_is_causal_mask = is_causal_mask
+        try:
+            yield
+        finally:
+            transformer._detect_is_causal_mask = before
+
+    def _record_held(self, returned: tuple[Any, ...]) -> None:
+        """Record what is live before backward and not in autograd's graph: inputs of a checkpoint, tensors that the model caches."""
+        known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
+        known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
+        self.held = [
+            allocation
+            for allocation in self.timeline.live()
+            if allocation.owner is None and allocation.nbytes and allocation not in known
+        ]
+
+    def _record_initial_tensors(self, arguments: Arguments) -> None:
+        """Record what is allocated before the step: parameters, buffers and inputs."""
+        for module in (self.model, self.loss_module):
+            for name, p in module.named_parameters():
+                parts = inner_tensors(p) or {"": p}
+                self.initial_tensors += [
+                    (f"{name}.{part}" if part else name, Role.WEIGHT, tensor) for part, tensor in parts.items()
+                ]
+            self.initial_tensors += [(name, Role.BUFFER, buffer) for name, buffer in module.named_buffers()]
+        inputs = [t for t in tree_leaves((arguments.args, arguments.keywords, arguments.targets)) if isinstance(t, Tensor)]
+        for number, tensor in enumerate(dict.fromkeys(inputs)):
+            self.initial_tensors.append((f"input{number + 1}", Role.INPUT, tensor))
+        for name, role, tensor in self.initial_tensors:
+            if self.timeline.find(tensor) is None:
+                self.timeline.add(tensor, op="", module=name.rpartition(".")[0], owner=role)
+
+    @contextmanager
+    def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
+        """Record what `module` saves; hooks stay until `backward` ends where that runs layers of reentrant checkpoints again."""
+        watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
+        watch.checkpoints.store_by(self.recorder.second_pass)
+        self.watches.append(watch)
+        watch.attach()
+        hooks = [part for part in (self.view_outputs, None if outside else self.head) if part is not None]
+        for part in hooks:
+            part.attach()  # in front of the hooks of the watch
+        try:
+            with self._explained(outside or "forward"):
+                yield
+        finally:
+            self.watches.remove(watch)
+            if backward is not None and watch.checkpoints.lacks_second_passes:
+                backward.callback(watch.detach)
+            else:
+                watch.detach()
+            self.in_place_on_views |= set() if outside else watch.in_place_on_views
+            for part in hooks:
+                part.detach()
+
+    def _loss(self, output: Any, arguments: Arguments, loss: Callable[..., Tensor] | None) -> Tensor:
+        if loss is None:
+            return _loss_of(output)
+        self.timeline.phase = LOSS
+        module = Loss(loss)
+        with self._watched(module, LOSS):
+            value = module(output, *arguments.targets)
+        self.timeline.phase = "forward"
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise TraceError(f"the loss is one number that backward starts from; this loss is {_describe(value)}.")
+        if value.grad_fn is None:
+            raise TraceError(NO_GRADIENT)
+        return value
+
+    @contextmanager
+    def _explained(self, phase: str) -> Generator[None]:
+        """Add the module, phase and operation to errors of the model."""
+        try:
+            yield
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            op = str(error.func).removeprefix("aten.").removesuffix(".default")
+            causes = {"_local_scalar_dense": "reads a number out of a tensor (.item(), int(), bool(), an if on a tensor)"}
+            cause = causes.get(op, f"calls {op}, whose result has a shape that depends on its values,")
+            raise TraceError(f"{phase} of {self._place()} {cause} and that cannot be traced. {ADVICE}") from error
+        except TraceError:
+            raise
+        except UnsupportedOperatorException as error:
+            raise self._without_fake(phase, error.func) from error
+        except Exception as error:
+            if "no fake impl registered" in str(error):  # the message of torch.library.custom_op
+                raise self._without_fake(phase, self.timeline.last_op) from error
+            if "tensor subclasses" in str(error):  # the message of .numpy() on a fake tensor
+                raise TraceError(f"{phase} of {self._place()} converts a tensor to NumPy (.numpy()). {ADVICE}") from error
+            error.add_note(f"paredown: in the traced {phase} of {self._place()}, last operation {self.timeline.last_op!r}.")
+            raise
+
+    def _without_fake(self, phase: str, op: object) -> TraceError:
+        place, advice = self._place(), "Register one with torch.library.register_fake."
+        return TraceError(f"{phase} of {place} calls {op}, which has no implementation for fake tensors. {advice}")
+
+    def _place(self) -> str:
+        path = self.timeline.last_module
+        return f"module {path!r}" if path else f"the model {type(self.model).__name__}"
+
+    def _mark_gradients(self) -> None:
+        for _, p in self.trained():
+            allocation = self.timeline.find(p.grad) if p.grad is not None else None
+            if allocation is not None and allocation.owner is None:
+                allocation.owner = Role.GRADIENT
+        self.held = [allocation for allocation in self.held if allocation.owner is not Role.GRADIENT]  # made before backward
+
+    def trained(self) -> list[tuple[str, Tensor]]:
+        """(name, parameter) of each parameter that has a gradient."""
+        return [(name, p) for name, role, p in self.initial_tensors if role is Role.WEIGHT and p.grad is not None]
+
+
+@contextmanager
+def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
+    """A context in which a call of the model raises TraceError, not TypeError, if its forward does not take the arguments."""
+    try:
+        yield
+    except TypeError as error:
+        fault = _signature_fault(model, arguments)
+        if not fault:
+            raise
+        has_targets = bool(arguments.targets) or len(arguments.args) < 2
+        advice = f"pass the loss that takes it: {function}(..., {LOSS_EXAMPLE})"
+        raise TraceError(fault if has_targets else f"{fault} {missing_loss(len(arguments.args), advice)}") from error
+
+
+def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
+    """A sentence if the forward of the model does not take the arguments; else ""."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # of a function without a signature
+        return ""
+    try:
+        signature.bind(*arguments.args, **arguments.keywords)
+    except TypeError as error:
+        count = len(arguments.args)
+        given = f"{count} positional argument{'s' * (count != 1)}" if count else f"the keywords {', '.join(arguments.keywords)}"
+        return f"{type(model).__name__}.forward({', '.join(signature.parameters)}) cannot be called with {given}: {error}."
+    return ""
+
+
+def missing_loss(count: int, advice: str) -> str:
+    """A sentence on a step without a loss whose batch of `count` parts may end with the target; `advice` says how to give the loss."""
+    return f"{NO_LOSS}, so the model is called with all {count} parts of the batch; if the last one is the target, {advice}."
+
+
+def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans in order; those that overlap or are adjacent are joined.
+
+    >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
+    ((1, 5), (7, 9))
+    """
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return tuple(joined)
+
+
+def _loss_of(output: Any) -> Tensor:
+    """The loss in the output of a model that is called without a loss function."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Tensor):
+        loss = output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TraceError(
+            f"loss=None takes .loss of the model's output, or an output of one number; this is {_describe(output)}. Pass a loss."
+        )
+    if loss.grad_fn is None:
+        raise TraceError(NO_GRADIENT)
+    return loss
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+@contextmanager
+def _masks_by_values() -> Generator[None]:
+    """Hugging Face models look at the values of masks and positions, as in a real step, and drop masks that hide nothing.
+
+    With fake tensors they would keep each mask, make one of positions that they count themselves, and repeat keys and values for them.
+    Here the values are known (tensor_values.py). torch.compile has none either: compiled models do make these masks.
+    """
+    module: Any = sys.modules.get(TRACING)
+    before = getattr(module, IS_FAKE, None)
+    if before is not None:
+        setattr(module, IS_FAKE, lambda tensor: False)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(module, IS_FAKE, before)
+
+
+@contextmanager
+def _without_fake_tensor_log() -> Generator[None]:
+    """Inside the context, torch does not log errors of fake operations: they are raised, with the same text."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,217 @@
+"""Values of fake tensors, where a model's shapes or decisions depend on them: experts that select tokens, masks, `if x.max() > limit`.
+
+Fake tensors have no values. `ValuedFakeMode` notes how small tensors are computed, and computes them when an operation needs values:
+
+    batch, parameters and buffers          their own values, if they have any
+    what follows from them by operations   the same operations
+    anything else: large activations       assumed: normal numbers, and 1 for integers and booleans
+
+So a router with random logits sends equal shares of the tokens to all experts, and all experts together get as many tokens as in a real
+step. A trace says where it assumed values (`places`).
+
+    scores (fake)  -> topk -> chosen -> chosen == 3 -> nonzero        needs values: topk, == and nonzero run on random scores
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from operator import getitem
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+MAX_INTEGERS, MAX_FLOATS = 1 << 26, 1 << 17  # values of tensors whose computation is noted
+MAX_ASSUMED = 1 << 24  # values of a tensor of floating point that are drawn; larger ones are zeros
+SEED = 0
+NUMBER = torch.ops.aten._local_scalar_dense.default
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+
+
+@final
+class Value:
+    """The value of one tensor: known, or an operation and the values of its arguments."""
+
+    __slots__ = ("_arguments", "_function", "_inputs", "_result", "is_assumed")
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        arguments: Any = ((), {}),
+        result: Tensor | None = None,
+        *,
+        is_assumed: bool = False,
+    ) -> None:
+        self._function, self._arguments, self._result = function, arguments, result
+        self._inputs = [leaf for leaf in tree_leaves(arguments, is_leaf=_is_value) if isinstance(leaf, Value)]
+        self.is_assumed = is_assumed or any(value.is_assumed for value in self._inputs)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is computed, or part of what is."""
+        return self._result is not None or (self._function is getitem and self._inputs[0].is_known)
+
+    def tensor(self) -> Tensor:
+        """The value, computed at the first call."""
+        pending = [self]
+        while pending:
+            value = pending[-1]
+            missing = [] if value._result is not None else [one for one in value._inputs if one._result is None]
+            pending += missing
+            if not missing:
+                pending.pop()._compute()
+        assert self._result is not None
+        return self._result
+
+    def _compute(self) -> None:
+        if self._result is None:
+            args, kwargs = tree_map(
+                lambda leaf: leaf._result if isinstance(leaf, Value) else leaf, self._arguments, is_leaf=_is_value
+            )
+            self._result = self._function(*args, **kwargs)
+            self._arguments, self._inputs = ((), {}), []  # what it was computed from can be freed
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, Value)
+
+
+@final
+class ValuedFakeMode(FakeTensorMode):
+    """The mode of fake tensors, which also runs operations that need values. `place` names the module that runs."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> Value
+        self.place: Callable[[], str] = str
+        self.places: Counter[str] = Counter()  # modules in which assumed values were needed
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The fake result of an operation."""
+        kwargs = kwargs or {}
+        inputs = self._inputs(args, kwargs) if func._schema.is_mutable else None  # before they are written to
+        try:
+            if func is GROUPED_PRODUCT and args[0].dtype is not torch.bfloat16:
+                out = self._grouped_product(args, kwargs)
+            else:
+                out = super().dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._with_values(func, args, kwargs)
+        self._note(func, args, kwargs, out, inputs)
+        return out
+
+    def know(self, fake: Tensor, tensor: Tensor) -> None:
+        """Note the value of a fake tensor."""
+        if tensor.numel() <= MAX_ASSUMED and not tensor.is_meta and not isinstance(tensor, FakeTensor):
+            self._values[fake] = Value(lambda: tensor.detach().cpu())
+
+    def forget(self) -> None:
+        """Let go of all values, and of the step that runs."""
+        self._values, self.place = WeakTensorKeyDictionary(), str
+
+    def array(self, fake: Tensor) -> Any:
+        """The value of a fake tensor as a NumPy array."""
+        value = self._value(fake)
+        self._count(value)
+        with _computing():
+            return value.tensor().numpy()
+
+    def _count(self, value: Value) -> None:
+        if value.is_assumed:
+            self.places[self.place()] += 1
+
+    def _number(self, value: Value) -> Any:
+        """The number in a tensor of one: `tolist` asks for many, most of which are parts of one value."""
+        self._count(value)
+        if not value.is_known:
+            with _computing():
+                value.tensor()
+        with _disable_current_modes():
+            return value.tensor().item()
+
+    def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation on values: a number, or fake tensors of the sizes that follow."""
+        if func is NUMBER:
+            return self._number(self._value(args[0]))
+        value = Value(_runs(func), self._inputs(args, kwargs))
+        self._count(value)
+        with _computing():
+            out: Any = value.tensor()
+        return tree_map(lambda leaf: self._fake(leaf, value) if isinstance(leaf, Tensor) else leaf, out)
+
+    def _fake(self, tensor: Tensor, source: Value) -> Tensor:
+        with self:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self._values[fake] = Value(torch.empty, result=tensor, is_assumed=source.is_assumed)
+        return fake
+
+    def _grouped_product(self, args: Any, kwargs: Any) -> Tensor:
+        """The fake result of a product that torch implements for every dtype, but for fake tensors in bfloat16 alone."""
+        with self:
+            halves = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in args[:2])
+            out = GROUPED_PRODUCT(*halves, *args[2:], **kwargs)
+            return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: Any) -> None:
+        """Note how the outputs were computed, if they are small."""
+        if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
+            return
+        outputs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
+        whole: Value | None = None  # of all outputs: what several share is computed once
+        for place, tensor in enumerate(outputs):
+            if not isinstance(tensor, FakeTensor) or tensor.numel() > (MAX_FLOATS if tensor.is_floating_point() else MAX_INTEGERS):
+                continue
+            if whole is None:
+                is_random = torch.Tag.nondeterministic_seeded in func.tags
+                whole = Value(_runs(func), inputs or self._inputs(args, kwargs), is_assumed=is_random)
+            self._values[tensor] = value = whole if out is tensor else Value(getitem, ((whole, place), {}))
+            base = tensor._base
+            if base is not None and func._schema.is_mutable:  # written through a view
+                view = (tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset())
+                self._values[base] = Value(torch.as_strided_scatter, ((self._value(base), value, *view), {}))
+
+    def _inputs(self, args: Any, kwargs: Any) -> Any:
+        return tree_map(lambda leaf: self._value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+    def _value(self, tensor: Tensor) -> Value:
+        if not isinstance(tensor, FakeTensor):
+            return Value(lambda: tensor.detach().cpu())
+        found = self._values.get(tensor)
+        return found if found is not None else Value(_assumed, ((tuple(tensor.shape), tensor.dtype), {}), is_assumed=True)
+
+
+def _assumed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.ones((), dtype=dtype).expand(shape)
+    if torch.Size(shape).numel() > MAX_ASSUMED:
+        return torch.zeros((), dtype=dtype).expand(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+
+
+def _runs(func: Any) -> Callable[..., Any]:
+    """A function that runs an operation on copies where it writes to its arguments."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if func._schema.is_mutable:
+            args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _computing() -> Generator[None]:
+    """A context without modes and gradients, in which random operations draw the same numbers each time."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
+        torch.manual_seed(SEED)
+        yield

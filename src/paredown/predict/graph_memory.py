@@ -1,0 +1,443 @@
+"""Which tensors of a graph Inductor writes to memory, and when: `GraphMemory(graph)`.
+
+Inductor makes kernels of many operations, and values inside of a kernel take no memory. The rules here are those of its lowering and
+scheduling, in short:
+
+    views           alias what they view
+    externs         matrix products, convolutions, attention: their inputs and outputs are buffers
+    reductions      their outputs are buffers
+    other           pointwise: a value is inlined into its readers, and read again from its own inputs in each, unless it is an output, an
+                    extern reads it, or it has several readers and more than MAX_READS inputs or MAX_OPERATIONS operations
+
+Operations that share memory are joined in one kernel, those that share most bytes first, if they go over the same number of
+elements, reduce over the same dimensions if both reduce, and no cycle results. A kernel runs right after those that it reads from. A
+buffer whose readers are all in the kernel that makes it is not allocated.
+
+Times are places in the order of kernels. A kernel may write its output over a buffer of the same size that it is the last to read.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paredown.autograd.operation_kinds import kind_of, name_of
+from paredown.loss.chunked_cross_entropy import CHUNK_BYTES, KERNEL_DEVICES
+from paredown.loss.loss_operator import SCRATCH, OperatorSettings
+from paredown.predict.fake.device_ops import FLASH_COLUMNS, FLASH_ROWS, round_up
+from paredown.predict.fake.fake_tensors import DeviceForms, FakeTensors
+from paredown.predict.timeline import Timeline
+from paredown.session.compiled.graph_slots import hint
+
+CONVOLUTIONS = ("convolution", "convolution_backward")
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+MAX_READS = 4  # Inductor's realize_reads_threshold
+MAX_ACCUMULATED_READS = 8  # its realize_acc_reads_threshold
+MAX_OPERATIONS = 30  # its realize_opcount_threshold
+MAX_FUSED = 64  # its max_fusion_size
+MAX_DISTANCE = 64  # kernels farther apart are not joined
+
+
+OPERATIONS = {"decode": 14, "unpack_bits": 4}  # in the kernel of one node; 1 for others
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory of one value: made at `birth`, read last at `death`; `reads`: the times of its reads. Inputs of the graph have birth -1."""
+
+    node: fx.Node
+    nbytes: int
+    birth: int
+    kind: str
+    domain: int = 0  # elements that its kernel goes over
+    axis: str = ""  # of a reduction: "rows" if it is over the last dimensions, else "columns"
+    reads: list[int] = field(default_factory=list)
+    sources: list[Buffer] = field(default_factory=list)
+    readers: list[Buffer] = field(default_factory=list)
+    is_output: bool = False
+    is_removed: bool = False
+    is_reused: bool = False  # the kernel that reads it last writes its own output over it
+
+    @property
+    def death(self) -> int:
+        """The last time at which it takes memory of its own: that of the last read, or before it."""
+        return max([self.birth, *self.reads]) - self.is_reused
+
+
+@dataclass(eq=False)
+class Value:
+    """What a node is: a buffer, or operations on buffers that its readers repeat."""
+
+    node: fx.Node
+    buffer: Buffer | None = None
+    sources: tuple[Buffer, ...] = ()
+    operations: int = 0
+
+    def read(self) -> tuple[Buffer, ...]:
+        """The buffers that a reader of this value reads."""
+        return (self.buffer,) if self.buffer is not None else self.sources
+
+
+class GraphMemory:
+    """The buffers of a graph. `buffers`: those that are allocated; `of`: the buffer of each node that has one, its views included."""
+
+    def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
+        self._transposes = on_cuda and _keeps_layout(graph)
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.buffers: list[Buffer] = []
+        self._inputs_of_graph: list[Buffer] = []
+        self._values: dict[fx.Node, Any] = {}
+        self._kinds = {node: kind_of(node) for node in graph.nodes if node.op == "call_function"}
+        for node in graph.nodes:
+            self._lower(node)
+        self._schedule()
+        self._reuse()
+
+    def of(self, node: fx.Node) -> Buffer | None:
+        """The buffer of a node or of the tensor that it views; None for a value that is inlined."""
+        value = self._values.get(node)
+        return value.buffer if isinstance(value, Value) else None
+
+    def reads(self, node: fx.Node) -> list[int]:
+        """The times at which kernels read a node, or repeat its operations."""
+        buffer = self.of(node)
+        if buffer is not None:
+            return buffer.reads
+        return self._reads_behind(node, skips_booleans=False)
+
+    def value_reads(self, node: fx.Node) -> list[int]:
+        """The times at which kernels read a node for more than a comparison."""
+        return self._reads_behind(node, skips_booleans=True)
+
+    def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
+        found, stack, seen = set[int](), list(node.users), set[fx.Node]()
+        while stack:
+            user = stack.pop()
+            result = user.meta.get("val")
+            if user in seen or (skips_booleans and isinstance(result, Tensor) and result.dtype == torch.bool):
+                continue
+            seen.add(user)
+            value = self._values.get(user)
+            first = value[0] if isinstance(value, tuple) and value else value
+            if isinstance(first, Value) and first.buffer is not None and self._kinds.get(user) != "view":
+                found.add(first.buffer.birth)
+            else:
+                stack += list(user.users)
+        return sorted(found)
+
+    # --- lowering ---
+
+    def _lower(self, node: fx.Node) -> None:
+        at = self.order[node]
+        if node.op in ("placeholder", "get_attr"):
+            buffer = Buffer(node, _nbytes(node.meta.get("val")), -1, "input")
+            self._inputs_of_graph.append(buffer)
+            self._values[node] = Value(node, buffer)
+        elif node.op == "output":
+            for value in self._inputs(node):
+                buffer = value.buffer or self._realize(value, at)
+                buffer.is_output = True
+        elif self._kinds[node] == "view":
+            self._values[node] = self._view(node, at)
+        else:
+            self._values[node] = self._compute(node, at)
+
+    def _view(self, node: fx.Node, at: int) -> Any:
+        source = self._values[node.all_input_nodes[0]]
+        if node.target is operator.getitem and isinstance(source, tuple):
+            return source[node.args[1]]  # type: ignore[index]
+        if isinstance(source, Value) and source.buffer is None and self._is_stored(source, node):
+            self._realize(source, at)
+        return source
+
+    def _compute(self, node: fx.Node, at: int) -> Any:
+        kind, inputs = self._kinds[node], self._inputs(node)
+        if kind == "extern":
+            for value in inputs:
+                self._realize(value, at)
+        sources = tuple(dict.fromkeys(buffer for value in inputs for buffer in value.read()))
+        result = node.meta.get("val")
+        if node.target is FLASH_BACKWARD:
+            self.buffers.append(Buffer(node, _flash_workspace(node.args[1]), at, kind))
+        if name_of(node) in SCRATCH:
+            self.buffers.append(Buffer(node, _loss_scratch(node), at, kind))
+        if self._transposes and name_of(node) in CONVOLUTIONS:
+            self.buffers.append(Buffer(node, _transposed_bytes(node), at, kind))
+        if isinstance(result, tuple | list):
+            return tuple(self._buffered(node, part, kind, sources, at) for part in result)
+        if kind != "pointwise":
+            return self._buffered(node, result, kind, sources, at)
+        value = Value(node, None, sources, OPERATIONS.get(name_of(node), 1) + sum(v.operations for v in inputs if v.buffer is None))
+        if self._is_stored(value, node):
+            self._realize(value, at)
+        return value
+
+    def _is_stored(self, value: Value, node: fx.Node) -> bool:
+        """Whether a pointwise value becomes a buffer at `node`, which makes it or views it."""
+        users, num_reads = list(_users(node)), len(value.sources)
+        if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
+            return True
+        if len(node.users) < 2:
+            return False
+        is_needed = any(self._kinds.get(user) == "extern" for user in users)
+        return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
+
+    def _realize(self, value: Value, at: int) -> Buffer:
+        """The buffer of a value, made at `at` unless it has one."""
+        if value.buffer is None:
+            made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
+            value.buffer = made.buffer
+        assert value.buffer is not None
+        if at > value.buffer.birth:
+            value.buffer.reads.append(at)
+        return value.buffer
+
+    def _buffered(self, node: fx.Node, result: Any, kind: str, sources: tuple[Buffer, ...], at: int) -> Value:
+        axis = "" if kind != "reduction" else "rows" if _is_over_last_dimensions(node) else "columns"
+        buffer = Buffer(node, _nbytes(result), at, kind, _domain(node, result, kind), axis, sources=list(sources))
+        for source in sources:
+            source.reads.append(at)
+            source.readers.append(buffer)
+        self.buffers.append(buffer)
+        return Value(node, buffer)
+
+    def _inputs(self, node: fx.Node) -> list[Value]:
+        found: list[Value] = []
+        for i in node.all_input_nodes:
+            value = self._values.get(i)
+            found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Value)]
+        return found
+
+    # --- kernels ---
+
+    def _schedule(self) -> None:
+        """Give buffers the times of their kernels, and remove those that only the kernel that makes them reads."""
+        order = kernel_order(self.buffers)
+        self.num_kernels = len(set(order.values()))
+        for buffer in self.buffers:
+            readers = {order[reader] for reader in buffer.readers}
+            buffer.birth, buffer.reads = order[buffer], sorted(readers)
+            buffer.is_removed = bool(readers) and readers == {buffer.birth} and not buffer.is_output
+        for value in self._inputs_of_graph:
+            value.reads = sorted({order[reader] for reader in value.readers})
+        self.buffers = [buffer for buffer in self.buffers if not buffer.is_removed and buffer.nbytes]
+
+    def _reuse(self) -> None:
+        """Let a kernel write its output over an input of the same size that nothing reads later."""
+        by_birth: dict[int, list[Buffer]] = {}
+        for buffer in self.buffers:
+            by_birth.setdefault(buffer.birth, []).append(buffer)
+        for buffer in self.buffers:
+            if buffer.is_output or buffer.birth < 0:
+                continue
+            at = buffer.death
+            for output in by_birth.get(at, ()):
+                if output.kind == "pointwise" and output.nbytes == buffer.nbytes and buffer in output.sources and at > buffer.birth:
+                    buffer.is_reused = True
+                    by_birth[at] = [other for other in by_birth[at] if other is not output]
+                    break
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a value, those behind views included."""
+    for user in node.users:
+        if user.op == "call_function" and kind_of(user) == "view":
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _is_over_last_dimensions(node: fx.Node) -> bool:
+    """Whether a reduction is over the last dimensions of its input, which are adjacent in memory."""
+    source = node.all_input_nodes[0].meta.get("val")
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(source, Tensor) or not isinstance(dims, list | tuple | int):
+        return False
+    rank = source.dim()
+    reduced = sorted(d % rank for d in (dims if isinstance(dims, list | tuple) else (dims,)))
+    return reduced == list(range(rank - len(reduced), rank)) and source.is_contiguous()
+
+
+def _domain(node: fx.Node, result: Any, kind: str) -> int:
+    """How many elements the kernel of a node goes over."""
+    value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
+    return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
+
+
+def _flash_workspace(query: Any) -> int:
+    """Bytes of the workspace of flash attention in backward."""
+    num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
+    return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
+
+
+def _loss_scratch(node: fx.Node) -> int:
+    """Bytes that an operator of a chunked loss holds beside its inputs and results."""
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
+    tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
+    return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
+
+
+def _keeps_layout(graph: fx.Graph) -> bool:
+    """Whether Inductor leaves the layout of convolutions on CUDA unmodified; it makes all of a graph channels_last otherwise.
+
+    Its rules: few convolutions among many operations, grouped ones that are not depthwise, one of 3 x 3 whose output has half of the
+    channels of its input, or no convolution of more than 64 channels.
+    """
+    convs = [node for node in graph.nodes if node.op == "call_function" and name_of(node) in CONVOLUTIONS]
+    is_backward = [name_of(node) == "convolution_backward" for node in convs]
+    weights: list[Any] = [node.args[1 + late].meta["val"].shape for node, late in zip(convs, is_backward, strict=True)]
+    groups: list[Any] = [node.args[8 + late] for node, late in zip(convs, is_backward, strict=True)]
+    is_grouped = any(count > 1 and shape[1] > 1 for count, shape in zip(groups, weights, strict=True))
+    has_fewer = any(2 * shape[0] <= shape[1] and shape[2] > 1 for shape in weights)
+    is_small = all(max(shape[:2]) <= 64 for shape in weights)
+    return len(graph.nodes) >= 300 * len(convs) or is_grouped or has_fewer or is_small
+
+
+def _transposed_bytes(node: fx.Node) -> int:
+    """Bytes of the copies that cuDNN makes of the operands of a convolution in 16 bits that are not channels_last.
+
+    Forward: of input and output. Backward: of the output's gradient and the input, then of the output's gradient and the input's.
+    Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this is 0.078.
+    """
+    result: Any = node.meta.get("val")
+    tensors = [node.args[0], node.args[1]] if name_of(node) == "convolution_backward" else [node.args[0]]
+    values = [i.meta["val"] for i in tensors if isinstance(i, fx.Node)] + ([result] if isinstance(result, Tensor) else [])
+    is_transposed = all(
+        v.dim() == 4 and v.element_size() == 2 and not v.is_contiguous(memory_format=torch.channels_last) for v in values
+    )
+    return sum(map(_nbytes, values)) if is_transposed else 0
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of the memory of a tensor, gaps of its strides included."""
+    if not isinstance(value, Tensor):
+        return 0
+    sizes = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
+    if any(size == 0 for size, _ in sizes):
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in sizes)) * value.element_size()
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Buffers that one kernel makes; `first`: the place of the first of them in the order of the graph."""
+
+    buffers: list[Buffer]
+    first: int
+    domain: int
+    axis: str
+
+    def can_join(self, other: Kernel) -> bool:
+        """Whether one kernel can make the buffers of both, as far as sizes tell."""
+        if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
+            return False
+        if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
+            return False
+        columns = {b for kernel in (self, other) for b in kernel.buffers if b.axis == "columns"}
+        return not any(source in columns for kernel in (self, other) for b in kernel.buffers for source in b.sources)
+
+
+class Kernels:
+    """Kernels of a graph that are joined step by step; those that share most memory first."""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
+        together: dict[Any, Kernel] = {}  # outputs of one extern are made by one call
+        self.of: dict[Buffer, Kernel] = {}
+        for i, (buffer, alone) in enumerate(zip(buffers, is_alone, strict=True)):
+            key = buffer.node if alone else buffer
+            kernel = together.setdefault(key, Kernel([], i, 0 if alone else buffer.domain, buffer.axis))
+            kernel.buffers.append(buffer)
+            self.of[buffer] = kernel
+
+    def join_all(self, buffers: list[Buffer]) -> None:
+        """Join the kernels that share memory, as far as no cycle results."""
+        for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
+            a, b = self.of[one], self.of[two]
+            if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
+                a.buffers, a.first, a.axis = [*a.buffers, *b.buffers], min(a.first, b.first), a.axis or b.axis
+                self.of.update(dict.fromkeys(b.buffers, a))
+
+    def sources(self, kernel: Kernel) -> list[Kernel]:
+        """The kernels whose buffers a kernel reads."""
+        found = dict.fromkeys(self.of[s] for b in kernel.buffers for s in b.sources if s in self.of)
+        return [other for other in found if other is not kernel]
+
+    def _reaches(self, start: Kernel, end: Kernel) -> bool:
+        """Whether a path of more than one step leads from `start` to `end`."""
+        stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
+        while stack:
+            kernel = stack.pop()
+            if kernel is start:
+                return True
+            if kernel not in seen:
+                seen.add(kernel)
+                stack += self.sources(kernel)
+        return False
+
+
+def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
+    """Buffers that may be made by one kernel, with the bytes that they share."""
+    sources = dict.fromkeys(source for buffer in buffers for source in buffer.sources)
+    for shared in sources:
+        users = [b for b in (shared, *shared.readers) if b.kind in ("pointwise", "reduction")]
+        for i, one in enumerate(users):
+            yield from ((shared.nbytes, one, two) for two in users[i + 1 :] if one.domain == two.domain and one is not two)
+
+
+def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
+    """The place of each buffer's kernel among all kernels, each right after those that it reads from."""
+    kernels = Kernels(buffers)
+    kernels.join_all(buffers)
+    placed: dict[Kernel, int] = {}
+    for kernel in sorted(dict.fromkeys(kernels.of.values()), key=lambda kernel: kernel.first):
+        stack = [kernel]
+        while stack:
+            missing = [source for source in kernels.sources(stack[-1]) if source not in placed]
+            if missing and stack[-1] not in placed:
+                stack += sorted(missing, key=lambda source: -source.first)
+            else:
+                placed.setdefault(stack.pop(), len(placed))
+    return {buffer: placed[kernel] for buffer, kernel in kernels.of.items()}
+
+
+def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
+    """The most bytes that an operator holds beside its inputs and results, from a run on fake tensors of these shapes and dtypes."""
+    device = OperatorSettings.parse(settings).device
+    return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
+
+
+@lru_cache(maxsize=64)
+def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
+    """`scratch_bytes`, once for each choice of the constants."""
+    device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
+    timeline = Timeline(lambda: "", is_cuda=device == "cuda")
+    with fakes.mode, torch.no_grad():
+        inputs = [
+            torch.empty(shape, dtype=dtype) if shape is not None else None for shape, dtype in (t or (None, None) for t in tensors)
+        ]
+        with DeviceForms(device, fakes), timeline:
+            results = SCRATCH[name](*inputs, settings)
+        num_results = sum(allocation.nbytes for t in results if (allocation := timeline.find(t)) is not None)
+        given = [allocation for t in inputs if t is not None and (allocation := timeline.find(t)) is not None]
+    changes: Counter[int] = Counter()
+    for allocation in (allocation for allocation in timeline.allocations if allocation not in given):
+        changes[allocation.birth] += allocation.nbytes
+        if allocation.death is not None:
+            changes[allocation.death + 1] -= allocation.nbytes
+    return max(accumulate(changes[tick] for tick in sorted(changes)), default=0) - num_results

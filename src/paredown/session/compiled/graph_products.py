@@ -1,0 +1,74 @@
+"""Products of 8-bit codes in the graphs of torch.compile: `F.linear` of the chosen layers becomes `row_linear` (codec/products.py).
+
+The graph that Dynamo makes is edited, before autograd is traced: so forward, backward and evaluation multiply codes alike. The casts are
+plain torch in the joint graph, where equal ones become one (q, k and v read the same codes), and Inductor fuses them into norms and
+activations. What the partitioner saves for backward follows the plan as everything else: where the input of a norm is saved anyway,
+backward makes the codes again from it, with the scales of forward.
+"""
+
+# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from paredown.codec import backend
+from paredown.codec.products import TRANSPOSED, row_linear
+from paredown.loss.graph_head import LINEARS
+from paredown.session.compiled.graph_slots import aten_name
+from paredown.session.eager.products import ProductLayers
+
+DEVICES = ("cuda",)  # with kernels that transpose
+
+
+def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductLayers, names: Mapping[int, str]) -> None:
+    """Let the chosen layers of a graph of Dynamo multiply codes; `inputs`: its examples, `names`: of parameters by their id."""
+    examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
+    found = layers.in_graphs = layers.in_graphs or set[str]()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target not in LINEARS or node.kwargs:
+            continue
+        operands: tuple[Any, ...] = (*node.args, None)
+        x, weight, bias = operands[:3]
+        path = names.get(id(examples.get(weight)), "").removesuffix(".weight")
+        if path not in layers.elements:
+            continue
+        if reason := layers.reason_at_call(path, x.meta["example_value"], examples[weight]):
+            layers.left[path] = layers.elements[path], reason
+        else:
+            node.target, node.args = row_linear, (x, weight, bias, layers.elements[path])
+            found.add(path)
+    gm.recompile()
+
+
+def is_transpose(node: Any) -> bool:
+    """Whether a node is one of the operations that transpose codes."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and aten_name(node) == TRANSPOSED
+
+
+def call_transposes(backward: fx.GraphModule) -> None:
+    """Let kernels transpose the codes that a CUDA backward graph reads, in place of operations that Inductor fuses into reductions.
+
+    Not before the graphs are partitioned: the partitioner would save the result of an operation that it does not know.
+    """
+    graph = backward.graph
+    for node in list(graph.nodes):
+        is_last = is_transpose(node) and not any(is_transpose(user) for user in node.users)
+        if not is_last or node.meta["val"].device.type not in DEVICES or backend.find_kernels() is None:
+            continue
+        chain = [node]
+        while is_transpose(chain[-1].args[0]):
+            chain.append(chain[-1].args[0])
+        with graph.inserting_before(node):
+            call = graph.call_function(torch.ops.paredown.transposed_codes.default, (chain[-1].args[0],))
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
+        for one in chain:
+            if not one.users:
+                graph.erase_node(one)
+    backward.recompile()

@@ -1,0 +1,193 @@
+"""How Inductor compiles `paredown::encode`, `paredown::decode` and `paredown::unpack_bits`.
+
+Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
+codec/graph_codec.py:
+
+    decode        code(i) * scale(i // block) + minimum(i // block)
+    unpack_bits   (bits(i // 8) >> i % 8) & 1
+
+The same arithmetic in aten operations is some twenty nodes for each saved tensor. Inductor visits every node several times, and composes
+the indices of every view: backward of ResNet-50 in 4 bits would have 4,765 nodes, and has 3,231 (2,325 without packing).
+
+Encode is buffers for the parts, and a call of the Triton kernels from the code that Inductor writes:
+
+    codes, scales = empty_strided_cuda(...), empty_strided_cuda(...)
+    paredown_encode_1f0c(x, step, codes, scales)
+
+The function is one of this module's `encoder`, and launches compiled kernels, as the code does with kernels of its own. Through torch's
+dispatcher the same launch takes two to three times as long on the host, and a step has one for each saved tensor. A kernel that Inductor
+itself launches (torch.library.wrap_triton) would have the same host time; Inductor parses it again for every call, though, to find out
+which tensors it writes to, and compiling takes longer. The arithmetic in aten operations would compile longer still, and its codes differ
+from the reference where Inductor fuses multiply and add (codec/graph_codec.py).
+"""
+
+# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, final
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch._inductor import virtualized
+from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
+from torch._inductor.lowering import empty_strided, fallback_handler, permute, register_lowering, view
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from paredown.codec import graph_ops
+from paredown.codec.graph_codec import lanes_per_block
+from paredown.formats.element import ElementKind
+from paredown.formats.format import Format
+
+SCALES = ("fp32", "bf16")  # of formats that `paredown::decode` stands for
+OPERATOR = torch.ops.paredown.encode.default
+_through_dispatcher = fallback_handler(OPERATOR, add_to_fallback_set=False)
+
+
+# --- decode ---------------------------------------------------------------------------------------------------------------------------
+
+
+def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
+    """Whether `decode` below computes a format: integers in whole blocks, of a size that is known, as float32 or bfloat16."""
+    if format.block is None or format.scale is None or format.scale.name not in SCALES or dtype is torch.float16:
+        return False
+    is_integer = format.element.kind in (ElementKind.INT, ElementKind.UINT)
+    return is_integer and isinstance(numel, int) and numel % format.block == 0
+
+
+@register_lowering(torch.ops.paredown.decode.default, type_promotion_kind=None)
+def decode(parts: Sequence[Any], format: str, in_order: bool, dtype: torch.dtype, *layout: Any) -> Any:
+    """The values of codes, for formats that `lowers` accepts."""
+    how = Format.parse(format)
+    code, of_block = _code_loader(parts[0], how, in_order), [part.make_loader() for part in parts[1:]]
+
+    def value(i: Any) -> Any:
+        scale, *minimum = (virtualized.ops.to_dtype(load([FloorDiv(i, how.block)]), torch.float32) for load in of_block)
+        result = virtualized.ops.mul(virtualized.ops.to_dtype(code(i), torch.float32), scale)
+        return virtualized.ops.to_dtype(virtualized.ops.add(result, minimum[0]) if minimum else result, dtype)
+
+    return _pointwise(parts[0], dtype, value, *layout)
+
+
+@register_lowering(torch.ops.paredown.unpack_bits.default, type_promotion_kind=None)
+def unpack_bits(bits: Any, *layout: Any) -> Any:
+    """The flags of a mask, eight a byte."""
+    load = bits.make_loader()
+
+    def value(i: Any) -> Any:
+        field = _shifted(virtualized.ops.to_dtype(load([FloorDiv(i, 8)]), torch.int32), ModularIndexing(i, 1, 8))
+        return virtualized.ops.ne(virtualized.ops.bitwise_and(field, _int(1)), _int(0))
+
+    return _pointwise(bits, torch.bool, value, *layout)
+
+
+def _code_loader(codes: Any, format: Format, in_order: bool) -> Callable[[Any], Any]:
+    """A function from the place of a value to its code, an integer of any width."""
+    load, width, is_signed = codes.make_loader(), format.element.width, format.element.kind is ElementKind.INT
+    if width == 8:
+        return lambda i: virtualized.ops.to_dtype(load([i]), torch.int8) if is_signed else load([i])
+    assert format.block
+    lanes = 1 if in_order else lanes_per_block(format)
+    part, per_byte = (format.block // lanes, lanes) if lanes > 1 else (1, 8 // width)
+
+    def code(i: Any) -> Any:
+        indices: Any = FloorDiv(i, part * per_byte), ModularIndexing(i, 1, part), ModularIndexing(i, part, per_byte)
+        group, offset, lane = indices
+        place, first_bit = group * part + offset, width * lane
+        word = virtualized.ops.to_dtype(load([place]), torch.int32)
+        if not is_signed:
+            return virtualized.ops.bitwise_and(_shifted(word, first_bit), _int((1 << width) - 1))
+        highest = virtualized.ops.bitwise_left_shift(word, virtualized.ops.index_expr((32 - width) - first_bit, torch.int32))
+        return virtualized.ops.bitwise_right_shift(highest, _int(32 - width))
+
+    return code
+
+
+def _shifted(word: Any, shift: Any) -> Any:
+    return virtualized.ops.bitwise_right_shift(word, virtualized.ops.index_expr(shift, torch.int32))
+
+
+def _int(number: int) -> Any:
+    return virtualized.ops.constant(number, torch.int32)
+
+
+def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], sizes: Sequence[int], dims: Sequence[int]) -> Any:
+    """`value(i)` in a contiguous tensor of `sizes`, permuted."""
+    ranges: Any = [prod(sizes)]
+    flat = Pointwise.create(device=source.get_device(), dtype=dtype, inner_fn=lambda index: value(index[0]), ranges=ranges)
+    return permute(view(flat, sizes), dims)
+
+
+# --- encode ---------------------------------------------------------------------------------------------------------------------------
+
+
+def encoder(*arguments: Any) -> Callable[..., None]:
+    """f(x, step, codes, scales) or f(x, step, codes, scales, minimums), which encodes `x` into the other tensors.
+
+    `arguments`: the number of values, whether they are on a GPU, and the arguments of `paredown::encode` after its tensors.
+    """
+    kernels = graph_ops.flat_encoder(*arguments)
+    if kernels is not None:
+        return kernels.encode_into
+
+    def encode_into(x: Tensor, step: Tensor, *parts: Tensor) -> None:
+        for part, value in zip(parts, graph_ops.encode(x, step, *arguments[2:]), strict=True):
+            part.copy_(value)
+
+    return encode_into
+
+
+@register_lowering(OPERATOR, type_promotion_kind=None)
+def encode(x: Any, step: Any, *options: Any) -> Any:
+    """[codes, scales] or [codes, scales, minimums]."""
+    numel = x.get_size()[0]
+    if V.graph.cpp_wrapper or not getattr(numel, "is_Integer", isinstance(numel, int)):
+        return _through_dispatcher(x, step, *options)
+    device, kinds = x.get_device(), graph_ops.part_kinds(int(numel), *options[:3])
+    parts = [empty_strided([count], [1], dtype=dtype, device=device) for count, dtype in kinds]
+    source = ExternKernel.require_stride1(ExternKernel.realize_input(x))
+    EncodeCall((int(numel), device.type == "cuda", *options), [source, step, *parts])
+    return parts
+
+
+@final
+class EncodeCall(ExternKernel):
+    """The call of an `encoder` on [x, step, codes, scales, (minimums)], which writes to those after the step."""
+
+    def __init__(self, arguments: tuple[Any, ...], tensors: list[Any]) -> None:
+        self.arguments, self.device = arguments, tensors[0].get_device()
+        inputs = self.unwrap_storage([self.realize_input(tensor) for tensor in tensors])
+        super().__init__(None, NoneLayout(device=self.device), inputs)
+        self.mutation_outputs = [MutationOutput(NoneLayout(device=self.device), part, self) for part in tensors[2:]]
+        V.graph.register_operation(self)
+
+    def codegen(self, wrapper: Any) -> None:
+        """Write the call, and before all code the function that it calls, once for equal arguments."""
+        name = f"paredown_encode_{crc32(repr(self.arguments).encode()):08x}"
+        wrapper.add_import_once(f"from {__name__} import encoder")
+        wrapper.add_import_once(f"{name} = encoder{self.arguments!r}")
+        tensors = ", ".join(tensor.codegen_reference() for tensor in self.inputs)
+        wrapper.writeline(f"{name}({tensors})")
+
+    def get_outputs(self) -> list[Any]:
+        """The parts, as written by this call."""
+        return list(self.mutation_outputs)
+
+    def get_device(self) -> torch.device | None:
+        """The device of all tensors."""
+        return self.device
+
+    def should_allocate(self) -> bool:
+        """No: the parts are allocated."""
+        return False
+
+    def get_unbacked_symbol_defs(self) -> OrderedSet[Any]:
+        """None: all sizes are known."""
+        return OrderedSet()

@@ -1,0 +1,76 @@
+"""`MeasuredRuns`: how `verify` runs a step of a session: without the plan, in float32, or with some slots stored.
+
+with session.runs.restored() as rewind:          # afterwards decisions and counts are what they were
+    with session.runs.unmodified(): ...           # nothing is packed, no module is checkpointed, weights are plain
+    rewind()                                      # the next pass draws the same random bits
+    with session.runs.storing(["body.0:input"], is_exact=True): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import final
+
+import torch
+
+from paredown.autograd.graph import Saved
+from paredown.autograd.module_watch import Watch
+from paredown.optim.packed_weight import Weight
+from paredown.session.checkpointing import CheckpointedModules
+from paredown.session.eager.activations import Activations, Observer
+from paredown.session.eager.slot_decisions import StorageDecision
+from paredown.session.weights.packed_weights import Weights
+
+
+@final
+class MeasuredRuns:
+    """Contexts in which forward passes of one session's model store less than its plan requests, or more precisely."""
+
+    def __init__(self, activations: Activations, watch: Watch, weights: Weights, checkpointed: CheckpointedModules) -> None:
+        self._activations, self._watch, self._weights, self._checkpointed = activations, watch, weights, checkpointed
+
+    @property
+    def packed_weights(self) -> Mapping[str, Weight]:
+        """The packed weights, by the name of their parameter."""
+        return self._weights.weights
+
+    def decision_of(self, name: str) -> StorageDecision | None:
+        """How a slot is stored; None if no pass had it."""
+        return self._activations.decisions.get(name)
+
+    @contextmanager
+    def unmodified(self) -> Generator[None]:
+        """A context in which the model runs without the plan; packed weights have the decoded values."""
+        with self._watch.paused(), self._checkpointed.paused(), self._weights.unpacked(), self._weights.keeping_saved():
+            yield
+
+    @contextmanager
+    def storing(
+        self, only: Collection[str] | None = None, *, is_exact: bool = False, on_packed: Observer | None = None
+    ) -> Generator[None]:
+        """A context in which the slots `only` are stored (None: all), in float32 if `is_exact`; `on_packed` observes them."""
+        activations = self._activations
+        chosen, save = None if only is None else frozenset(only), activations.save
+
+        def save_chosen(saved: Saved) -> None:
+            if chosen is not None and saved.name in chosen:
+                save(saved)
+
+        with ExitStack() as stack:
+            if chosen is not None:
+                stack.enter_context(self._watch.reporting_to(save_chosen))
+            if is_exact:
+                stack.enter_context(activations.storing_exactly())
+            if on_packed is not None:
+                stack.enter_context(activations.observed_by(on_packed))
+            yield
+
+    @contextmanager
+    def restored(self) -> Generator[Callable[[], None]]:
+        """A context that restores decisions and counts when it ends, and in which no guard measures; yields `rewind`."""
+        with self._activations.restored_after() as rewind:
+            try:
+                yield rewind
+            finally:
+                torch.clear_autocast_cache()

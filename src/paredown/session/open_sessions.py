@@ -1,0 +1,44 @@
+"""The open session of each model: `register` refuses a second one for a model, for a part of it, or for what it is a part of."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from paredown.errors import ApplyError
+
+# Both references are weak, as is a session's reference to its model; the hooks on the model keep the session alive.
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def check_has_none(model: nn.Module) -> None:
+    """ApplyError if the model, a part of it, or a model that it is a part of has a session."""
+    for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
+        owner = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
+        owner = owner or ("a model that this is a part of" if _is_part(model, other) else None)
+        if owner:
+            raise ApplyError(f"{owner} has a session already: call its close() before applying another plan. It is {session!r}.")
+
+
+def register(model: nn.Module, session: Any) -> None:
+    """Record that `session`, of store or simulate mode, is the open one of `model`."""
+    _SESSIONS[model] = weakref.ref(session)
+
+
+def forget(model: nn.Module, session: Any) -> None:
+    """Forget the session, so that another plan can be applied to the model."""
+    current = _SESSIONS.get(model)
+    if current is not None and current() is session:
+        del _SESSIONS[model]
+
+
+def any_session_of(model: nn.Module) -> Any:
+    """The open session of `model`, of store or simulate mode; None if there is none."""
+    session = _SESSIONS.get(model)
+    return session() if session is not None else None
+
+
+def _is_part(part: nn.Module, whole: nn.Module) -> bool:
+    return any(module is part for module in whole.modules())

@@ -1,0 +1,1 @@
+"""Weights that are stored packed between the calls of their modules."""

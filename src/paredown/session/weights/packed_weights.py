@@ -1,0 +1,506 @@
+"""Stores weights packed between the forward passes of their modules.
+
+    before a module's forward    its packed parameters are decoded into new memory
+    after it                     the weights that autograd saved are replaced by `DeferredWeight`, and the decoded memory is freed
+    in backward                  each `DeferredWeight` decodes; several of the same weight share the decoded tensor while it is alive
+
+A frozen weight of an nn.Linear is not unpacked: `FrozenLinear` (optim/packed_parameter.py) decodes it for the matrix products of forward
+and backward, and autograd saves nothing.
+
+Under autocast a weight is cast once for each call of its module, and gradients of several calls are added in float32; torch's own cache
+would keep all casts until the forward pass ends, and add the gradients in bfloat16.
+
+A parameter that is still referenced after the forward pass (by a graph with other saved-tensor hooks, by an extension) stays unpacked until
+the reference is gone: packing is tried again when its gradient is accumulated, when the model's forward pass ends, and before the next one.
+`changes` lists such parameters, and those that cannot be packed at all (`reason_to_keep_plain`).
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paredown.autograd.graph import next_number
+from paredown.autograd.hooks import Hook, patched_attributes
+from paredown.codec.packed import DEVICES
+from paredown.errors import CodecError
+from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
+from paredown.formats.format import Format
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
+from paredown.optim.sharded import packed_shards
+from paredown.optim.sharded.packed_shards import PackedShard
+from paredown.plan.plan import Plan
+from paredown.roles import weight_role
+from paredown.session.changes import ADDED, UNMODIFIED, Change
+from paredown.session.weights.saved_weights import (
+    COMPILED,
+    Accumulators,
+    PackedModule,
+    WeightCall,
+    accumulator_of,
+    export_plain,
+    hook_of_checkpoint,
+    is_frozen_linear,
+    keeps_objects,
+    leads_to_weight,
+    parameters_without_hooks,
+    release_saved_weights,
+    top_hooks,
+)
+from paredown.session.weights.weight_writes import WeightWrites
+
+UNSHARED_USE_COUNT = 2  # references to a storage that no other tensor shares: the tensor's, and that of the object that counts
+SHARED = "its memory is shared with other tensors, or a graph whose backward has not run yet holds it"
+LARGER = "it would not be smaller"
+SMALL = "packing them would save little, and norms and biases are sensitive"
+HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
+REPLACED = "the parameter was replaced after apply"
+FROZEN_LATER = "it was added or frozen after the plan was applied: freeze weights before apply"
+QUANTIZED_BEFORE = "it is a {}, which is quantized or wrapped already, and stays unmodified"
+RELEASED = "its dtype or device became one that is not packed: it is unpacked from then on"
+NO_BACKWARD = -1  # id of the current graph task outside backward
+
+
+class Weights:
+    """The packed weights of one model."""
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, *, is_compiled: bool, checkpointed: frozenset[nn.Module] = frozenset()
+    ) -> None:
+        """`checkpointed`: the modules in plan.recompute, whose own hooks end before those here."""
+        self.weights: dict[str, Weight] = {}  # those of `shards` too
+        self.shards: dict[str, PackedShard] = {}  # the packed weights that fully_shard manages
+        self.small: dict[str, Format] = {}
+        self.not_packed: dict[str, tuple[Format, str]] = {}  # name -> requested format, and why the parameter is not packed
+        self.pinned: set[str] = set()
+        self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
+        self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
+        self._plan, self._model, self._is_compiled, self._checkpointed = plan, weakref.ref(model), is_compiled, checkpointed
+        # weights that other code refers to -> whether references to the Python object count, and the handle of the hook that tries again
+        self._held: dict[Weight, tuple[bool, Any]] = {}
+        self._running, self._lock = threading.local(), threading.RLock()
+        self._handles, self._writes = list[Any](), WeightWrites()
+        self._hooks: dict[Weight, list[Hook]] = {}  # the pre-hooks of the modules that have the weight
+        self._frozen_linears: dict[Weight, list[weakref.ref[nn.Module]]] = {}  # modules without hooks, by their weights
+        self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
+
+    def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
+        """Whether there is nothing to pack: the dtype is the format already, or the parameter is small."""
+        if parameter.dtype is PLAIN_DTYPES.get(str(format)):
+            self._plain.add(name)
+            return True
+        if is_small(parameter.shape):
+            self.small[name] = format
+            return True
+        return False
+
+    def _pack_parameter(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
+        if self._stays_plain(name, parameter, format):
+            return
+        try:
+            reason = reason or reason_to_keep_plain(parameter, format)
+            if reason is None:
+                on_use = weakref.WeakMethod(self.used)
+                weight = pack(parameter, format, PackedParameter, on_use=on_use, hook_of_checkpoint=hook_of_checkpoint)
+                self.weights[name] = weight
+                self._writes.watch(name, weight)
+                self.not_packed.pop(name, None)
+                return
+        except CodecError as error:
+            reason = str(error)
+        self.not_packed[name] = format, reason
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales of all packed weights."""
+        self._remove_released()
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def changes(self) -> Iterator[Change]:
+        """The weights that are not stored as the plan requests."""
+        self._remove_released()
+        if self.small:
+            asked = ", ".join(dict.fromkeys(str(format) for format in self.small.values()))
+            what = f"{len(self.small)} parameter{'s' * (len(self.small) > 1)} of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values"
+            yield Change(what, asked, UNMODIFIED, SMALL)
+        for name, (format, reason) in self.not_packed.items():
+            yield Change(f"weight={name}", str(format), UNMODIFIED, reason)
+        parameters = dict(self._named())
+        for name, weight in self.weights.items():
+            if name in parameters and parameters[name] is not weight.parameter:
+                other = weight_of(parameters[name])  # None if the new parameter is not packed
+                asked, given = str(weight.packed.format), str(other.packed.format) if other is not None else UNMODIFIED
+                if asked != given:
+                    yield Change(f"weight={name}", asked, given, REPLACED)
+        for name, shard in self.shards.items():
+            if shard.padding:
+                uneven = packed_shards.UNEVEN.format(shard.parameter.shape[0], shard.num_processes, shard.padding)
+                yield Change(f"weight={name}", str(shard.weight.packed.format), "packed and padded", uneven)
+        yield from self._added(parameters)
+        for name in sorted(self.pinned & self.weights.keys()):
+            yield Change(f"weight={name}", str(self.weights[name].packed.format), "packed and unpacked", COMPILED)
+        yield from self._writes.changes()
+        for name in self.held:
+            yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
+
+    def _added(self, parameters: dict[str, nn.Parameter]) -> Iterator[Change]:
+        """Changes of the parameters that were added to the model after apply."""
+        names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
+        known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
+        for name, parameter in parameters.items():
+            format = self._format(name, parameter)
+            if format is not None and id(parameter) not in known and weight_of(parameter) is None and not is_small(parameter.shape):
+                known.add(id(parameter))
+                yield Change(f"weight={name}", str(format), UNMODIFIED, ADDED if parameter.requires_grad else FROZEN_LATER)
+
+    def _format(self, name: str, parameter: nn.Parameter) -> Format | None:
+        return self._plan.find((name,), weight_role(is_frozen=not parameter.requires_grad)).format
+
+    def _remove_released(self) -> None:
+        for name, weight in [(name, weight) for name, weight in self.weights.items() if weight.is_released]:
+            del self.weights[name]
+            self.not_packed[name] = weight.packed.format, RELEASED
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of each module, tied ones under each of their names; a module may refer back to one that contains it."""
+        model = self._model()
+        sharded = packed_shards.sharded_of_whole(model) if model is not None and self.shards else {}
+        for path, module in model.named_modules() if model is not None else ():
+            for name, parameter in module.named_parameters(prefix=path, recurse=False):
+                yield name, sharded.get(id(parameter), parameter)
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Pack the weights and register the hooks; called after `Watch.attach`, whose hooks must see saved tensors first."""
+        try:
+            self._pack()
+            self._register_hooks()
+        except BaseException:
+            self.detach()
+            raise
+
+    def _pack(self) -> None:
+        model = self._model()
+        assert model is not None
+        reasons = parameters_without_hooks(model, self._is_compiled)
+        sharded: dict[str, tuple[DTensor, Format]] = {}
+        for name, parameter in model.named_parameters():
+            format = self._format(name, parameter)
+            if isinstance(parameter, DTensor) and format is not None:
+                if not self._stays_plain(name, parameter, format):
+                    sharded[name] = parameter, format
+            elif format is not None:
+                self._pack_parameter(name, parameter, format, reasons.get(id(parameter)))
+        self._pack_shards(sharded)
+
+    def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
+        """Pack parameters of fully_shard; all processes call this with the same ones."""
+        model = self._model()
+        if sharded and model is not None:
+            packed, refused = packed_shards.pack_shards(sharded, model)
+            self.not_packed.update(refused)
+            self.shards.update(packed)
+            for name, shard in packed.items():
+                self.weights[name] = shard.weight
+                self._writes.watch(name, shard.weight)
+
+    def _repack_shards(self) -> None:
+        """Pack shards that load_state_dict(assign=True) or model.to() has replaced by plain ones; encode deferred values of others."""
+        replaced: dict[str, tuple[DTensor, Format]] = {}
+        for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
+            del self.shards[name], self.weights[name]
+            packed_shards.forget_gathered(shard.managed)
+            replaced[name] = shard.managed.sharded_param, shard.weight.packed.format
+        self._pack_shards(replaced)
+        for shard in self.shards.values():
+            shard.weight.encode()  # now: fully_shard gathers on another CUDA stream, where values of this one may be freed too early
+
+    def _register_hooks(self) -> None:
+        model = self._model()
+        if model is None or not self.weights:
+            return
+        for module in model.modules():
+            packed = [p for p in module._parameters.values() if p is not None and weight_of(p) is not None]
+            weights = [weight for p in packed if not isinstance(p, DTensor) and (weight := weight_of(p)) is not None]
+            if packed and not weights:  # fully_shard decodes what it gathers
+                self._handles.append(module.register_state_dict_post_hook(Hook(export_plain)))
+            if weights:
+                self._handles.append(module.register_state_dict_post_hook(Hook(export_plain)))
+                if is_frozen_linear(module):
+                    self._frozen_linears.setdefault(weights[0], []).append(weakref.ref(module))
+                else:
+                    self._register_hooks_of(module, weights)
+        self._handles.append(model.register_forward_pre_hook(Hook(self._begin), prepend=True))
+        self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
+        self._handles.append(model.register_load_state_dict_post_hook(Hook(self._loaded)))
+        self._handles += self._writes.attach(model)
+
+    def _register_hooks_of(self, module: nn.Module, weights: list[Weight]) -> None:
+        place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
+        hook = Hook(partial(self._enter, place))
+        for weight in weights:
+            self._hooks.setdefault(weight, []).append(hook)
+        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
+
+    def detach(self) -> None:
+        """Remove the hooks and decode all parameters."""
+        for handle in self._handles + [handle for _, handle in self._held.values() if handle is not None]:
+            handle.remove()
+        self._handles.clear()
+        model = self._model()
+        if self.shards and model is not None:
+            packed_shards.reshard(model)
+        for name, shard in self.shards.items():
+            shard.release()
+            del self.weights[name]
+        self.shards = {}
+        for weight in self.weights.values():
+            weight.keep_changes()
+            weight.release()
+        self.weights, self._held, self._hooks, self._frozen_linears, self._running = {}, {}, {}, {}, threading.local()
+
+    def _calls(self) -> list[WeightCall]:
+        try:
+            return self._running.calls
+        except AttributeError:
+            self._running.calls = calls = list[WeightCall]()
+            return calls
+
+    def _enter(self, place: PackedModule, module: nn.Module, args: Any) -> None:
+        call = WeightCall(place, place.weights())
+        for weight in call.weights:
+            self._unpack(weight, place.accumulators)
+        self._calls().append(call)
+        if module not in self._checkpointed:
+            call.begin_saves()
+
+    def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
+        """Begin a use of a weight: make its parameter plain, and count the references to it before anything can refer to its memory."""
+        with self._lock:  # threads may run the same module
+            weight.users += 1
+            if not weight.address:
+                weight.show()
+            if weight.accumulator is None:
+                weight.accumulator = _accumulator(weight, accumulators)
+            if (weight.users == 1 or weight.is_pinned) and weight not in self._held:
+                weight.references = weight.count_references()
+
+    def _leave(self, place: PackedModule, module: nn.Module, args: Any, output: Any) -> None:
+        calls = self._calls()
+        if calls and (calls[-1].place is place or any(call.place is place for call in calls)):
+            while calls[-1].place is not place:  # calls that ended without their forward hook
+                self._finish(calls.pop(), None)
+            self._finish(calls.pop(), output)
+
+    def _finish(self, call: WeightCall, output: Any) -> None:
+        """End of a module's call: replace the weights that it saved, and pack its parameters."""
+        weights, is_deferred = call.weights, call.end_saves()
+        if not weights:
+            return
+        is_same = not any([weight.keep_changes() for weight in weights])
+        hooks = top_hooks(True)
+        is_hooked = hooks is not None and keeps_objects(hooks[0])
+        is_searched = not is_deferred or any(weight.is_referenced() for weight in weights)
+        if output is not None and is_same and is_searched and torch.is_grad_enabled():
+            is_hooked = call.place.release(output, call) or is_hooked
+        if torch.is_autocast_enabled(weights[0].device_type):
+            torch.clear_autocast_cache()
+        for weight in weights:
+            self._end_use(weight, is_hooked)
+
+    def _end_use(self, weight: Weight, is_hooked: bool) -> None:
+        with self._lock:
+            weight.users -= 1
+            if weight.users == 0:
+                weight.accumulator = None  # it refers to the parameter, which would never be freed
+                self._free(weight, is_hooked)
+
+    def _free(self, weight: Weight, is_hooked: bool) -> None:
+        """Free the decoded values of a parameter unless other code refers to its tensor, or, with `is_hooked`, to its Python object."""
+        if weight.is_referenced(by_objects=is_hooked):
+            self._hold(weight, is_hooked)
+            return
+        if self._held:
+            _, handle = self._held.pop(weight, (False, None))
+            if handle is not None:
+                handle.remove()
+        weight.hide()
+
+    def _hold(self, weight: Weight, is_hooked: bool) -> None:
+        """Leave a parameter unpacked, since other code refers to it, and try to pack it again when its gradient is accumulated.
+
+        Frozen parameters of a checkpointed module have no gradient: they are tried again at the next call of this method, and when
+        backward ends.
+        """
+        parameter = weight.parameter
+        if weight in self._held or parameter is None:
+            return
+        frozen = [other for other in self._held if (p := other.parameter) is not None and not p.requires_grad]
+        handle = None
+        if parameter.requires_grad:
+            retry = partial(_retry_after_gradient, weakref.WeakMethod(self.retry), weakref.ref(weight))
+            handle = parameter.register_post_accumulate_grad_hook(retry)
+        self._held[weight] = is_hooked, handle
+        if handle is None and torch._C._current_graph_task_id() != NO_BACKWARD:
+            for other in frozen:
+                self.retry(other)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(weight))
+
+    def retry(self, weight: Weight, *, in_backward: bool = False) -> None:
+        """Pack a parameter that was referenced at the last try, unless it still is."""
+        if weight not in self._held or weight.users:
+            return
+        is_hooked, _ = self._held[weight]
+        if in_backward and is_hooked:  # the engine references the object while this hook runs
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(weight))
+            return
+        with self._lock:
+            if weight.users == 0:
+                weight.keep_changes()
+                self._free(weight, is_hooked)
+
+    # --- hooks of the whole model -------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        calls = self._calls()
+        while calls:  # of forward passes of this thread that an exception ended
+            call = calls.pop()
+            call.end_saves()
+            for weight in call.weights:
+                with self._lock:
+                    weight.users -= 1
+                    self._hold(weight, is_hooked=True)
+        for weight in list(self._held):
+            self.retry(weight)
+        if self.shards:
+            self._repack_shards()
+        if self._loading:
+            self._pack_loaded()
+        self._running.first, self._running.loose = next_number(), None
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        loose: int | None = self._running.loose if hasattr(self._running, "loose") else None
+        if output is not None and torch.is_grad_enabled() and (self._held or loose is not None):
+            first = self._running.first if self._held or loose is None else loose
+            release_saved_weights(output, first, {weight.address: weight for weight in self._held})
+        for weight in list(self._held):
+            self.retry(weight)
+        if self._held or self.held:
+            self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
+
+    def _loaded(self, module: nn.Module, keys: Any) -> None:
+        """Called after load_state_dict: parameters that assign=True replaced are packed before the next forward pass."""
+        self._repack_shards()
+        for name, parameter in self._named():
+            weight = self.weights.get(name) if name not in self.shards else None
+            if weight is not None and weight.is_pinned:
+                weight.keep_changes()
+            if weight is not None and weight.parameter is not parameter and weight_of(parameter) is None:
+                del self.weights[name]
+                self._loading.append((name, weakref.ref(parameter), weight.packed.format))
+
+    def _pack_loaded(self) -> None:
+        loading, self._loading = self._loading, []
+        for name, ref, format in loading:
+            parameter = ref()
+            if parameter is not None:
+                self._pack_parameter(name, parameter, format)
+                if self.not_packed.get(name) == (format, SHARED):
+                    self._loading.append((name, ref, format))  # the state dict still references it
+
+    # --- outside of modules -------------------------------------------------------------------------------------------
+
+    def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
+        """Called after an operation outside the weights' modules used their decoded values: replace those that it saved."""
+        if torch.is_grad_enabled():
+            release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
+            if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
+                self._running.loose = first  # a view that later operations may save: the end of the forward pass searches from here
+        for weight, _ in values:
+            was_compiled = weight.was_compiled or any(hook.was_compiled for hook in self._hooks.get(weight, ()))
+            if was_compiled and not weight.is_pinned:
+                self._pin(weight)
+            for module in [ref() for ref in self._frozen_linears.get(weight, ())]:
+                if module is not None and not is_frozen_linear(module):  # it is trained from now on
+                    self._register_hooks_of(module, [weight])
+                    self._frozen_linears.pop(weight, None)
+
+    def _pin(self, weight: Weight) -> None:
+        """Leave a weight unpacked, because torch.compile runs its module and hooks have no effect there."""
+        weight.pin()
+        self.pinned.update(name for name, other in self.weights.items() if other is weight)
+
+    @contextmanager
+    def keeping_saved(self) -> Generator[None]:
+        """A context in which weights that autograd saves are not replaced by packed ones."""
+        finish = self._finish
+        with patched_attributes(self, _finish=lambda call, output: finish(call, None), _held={}):
+            yield
+
+    @contextmanager
+    def unpacked(self) -> Generator[None]:
+        """A context in which all parameters are unpacked; those that change are encoded when it ends."""
+        self._remove_released()
+        shards = {shard.weight for shard in self.shards.values()}  # which are DTensors all the time
+        plain = [weight for weight in self.weights.values() if weight not in shards and weight.parameter is not None]
+        accumulators: Accumulators = {}  # until all are packed again: a node counts as a reference
+        for weight in plain:
+            self._unpack(weight, accumulators)
+        try:
+            yield
+        finally:
+            for weight in plain:
+                weight.is_checked = False  # compare the values: they may have been written through .data
+                weight.keep_changes()
+                self._end_use(weight, is_hooked=True)
+
+
+def _accumulator(weight: Weight, known: Accumulators) -> Any:
+    """The node that accumulates the gradient of a weight, which is added to `known`; None for frozen ones and in inference mode."""
+    parameter = weight.parameter
+    if parameter is None or not parameter.requires_grad:
+        return None
+    like, node = known.get(weight, (None, None))
+    if like is weight.empty:  # otherwise there is none yet, or the dtype or device changed, and with it the node
+        return node
+    if torch.is_inference_mode_enabled():
+        return None
+    node = accumulator_of(parameter)
+    known[weight] = weight.empty, node
+    return node
+
+
+def _retry_after_gradient(retry: weakref.WeakMethod[Any], ref: weakref.ref[Weight], parameter: Tensor) -> None:
+    """A post-accumulate-grad hook of a parameter: backward has used it, so that it may be packed."""
+    method, weight = retry(), ref()
+    if method is not None and weight is not None:
+        method(weight, in_backward=True)
+
+
+def reason_to_keep_plain(parameter: Tensor, format: Format) -> str | None:
+    """Why a parameter cannot be stored packed; None if it can."""
+    if type(parameter) is not nn.Parameter:
+        return "another session has it" if type(parameter) is PackedParameter else QUANTIZED_BEFORE.format(type(parameter).__name__)
+    if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
+        return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
+    if format.nbytes(parameter.shape) >= parameter.nbytes:
+        return LARGER
+    if strides_of(parameter) != parameter.stride():
+        return "its memory has gaps"
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or torch._C._storage_Use_Count(storage._cdata) > UNSHARED_USE_COUNT:
+        return SHARED
+    return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"

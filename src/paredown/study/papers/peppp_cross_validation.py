@@ -1,0 +1,272 @@
+"""Leave-one-task-out cross-validation of pickers: every task of a matrix in turn is the new one, and the others are the prior.
+
+Settings of the PEPPP paper, by which entries of the prior tasks are observed, and whether memory has a cap (the median of all):
+
+    I full   II full, cap   III 20 % at random   IV 20 % at random, cap   V cheap plans first   VI cheap plans first, cap
+
+A picker sees of the new task only what it measures. `V leaky` and `VI leaky` are as in PEPPP's released code: the new task's row is
+sampled and completed among the others.
+
+Scores of a predicted front against the true one:
+
+    convergence             mean over the predicted front of the distance to the nearest point of the true front
+    hypervolume difference  |predicted area - true area|, up to memory 1 and error `top`
+    regret                  error of the plan recommended within a budget, less the least error there; mean over all budgets
+    mean regret             the same with means over runs that differ by noise alone, recommended by prediction: luck is not counted
+    rmse                    root mean squared error of the predictions
+
+Memory is relative to the largest of all tasks, error relative to top = max(1, the predicted front's largest error).
+
+>>> round(hypervolume(np.array([0.2, 0.4]), np.array([0.9, 0.5]), 1.0), 3)  # 0.2 wide and 0.1 high, 0.6 wide and 0.5 high
+0.32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paredown.errors import BudgetError, PlanError, TaskError
+from paredown.study.papers.peppp_completion import complete
+from paredown.study.papers.peppp_experiment_design import Picker, TaskKnowledge
+from paredown.study.pick.pareto import undominated
+
+Array = NDArray[np.float64]
+SHARE = 0.2  # of entries that are observed, or the largest propensity of one
+
+
+@dataclass(frozen=True)
+class CrossValidationSetting:
+    """Which entries of the prior tasks are observed, and whether memory has a cap."""
+
+    sampling: str
+    has_cap: bool
+    is_leaky: bool = False
+
+
+SETTINGS: Mapping[str, CrossValidationSetting] = MappingProxyType(
+    {
+        "I": CrossValidationSetting("full", has_cap=False),
+        "II": CrossValidationSetting("full", has_cap=True),
+        "III": CrossValidationSetting("uniform", has_cap=False),
+        "IV": CrossValidationSetting("uniform", has_cap=True),
+        "V": CrossValidationSetting("cheap", has_cap=False),
+        "VI": CrossValidationSetting("cheap", has_cap=True),
+        "V leaky": CrossValidationSetting("cheap", has_cap=False, is_leaky=True),
+        "VI leaky": CrossValidationSetting("cheap", has_cap=True, is_leaky=True),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Errors and memory of tasks (rows) under plans (columns); `levels`: equal numbers for plans that may differ by noise alone."""
+
+    errors: Array
+    memory: Array
+    levels: NDArray[np.intp] | None = None
+
+    def __post_init__(self) -> None:
+        shapes = [
+            self.errors.shape,
+            self.memory.shape,
+            self.errors.shape[:1] + (self.errors.shape[1:] if self.levels is None else self.levels.shape),
+        ]
+        if len(set(shapes)) > 1 or self.errors.ndim != 2:
+            raise PlanError(f"errors and memory are (tasks, plans), with a level for each plan; these are {shapes}.")
+        if len(self.errors) < 2:
+            raise PlanError("leaving one task out needs two tasks or more; this is one.")
+
+    @cached_property
+    def denoised(self) -> Array:
+        """Errors averaged over the plans of a level."""
+        if self.levels is None:
+            return self.errors
+        membership = self.levels[:, None] == np.unique(self.levels)[None]  # (num_plans, num_levels)
+        return (self.errors @ membership / membership.sum(axis=0)) @ membership.T
+
+
+@dataclass(frozen=True)
+class PriorRows:
+    """Errors of the prior tasks, with gaps and completed."""
+
+    errors: Array
+    completed: Array
+
+
+def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting, *, seed: int = 0) -> PriorRows:
+    """The prior of the task `left_out`: the other rows, sampled, and completed where there are gaps."""
+    rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
+    errors, memory = matrices.errors[rows], matrices.memory[rows]
+    if setting.sampling == "full":
+        return PriorRows(errors, errors)
+    propensities = propensities_of(memory, setting.sampling)
+    observed = np.where(_is_observed(propensities, setting.sampling, seed), errors, np.nan)
+    completed = complete(observed, propensities=propensities if setting.sampling == "cheap" else None).values
+    kept = np.array(rows) != left_out
+    return PriorRows(observed[kept], completed[kept])
+
+
+def propensities_of(memory: Array, sampling: str) -> Array:
+    """Probability of each entry to be observed: equal, or by the rank of its memory, the least memory most likely."""
+    if sampling == "uniform":
+        return np.full(memory.shape, SHARE)
+    ranks = np.argsort(np.argsort((1 / memory).ravel())).reshape(memory.shape)
+    return SHARE * ranks / max(memory.size - 1, 1)
+
+
+def _is_observed(propensities: Array, sampling: str, seed: int) -> NDArray[np.bool_]:
+    rng = np.random.RandomState(seed)
+    if sampling == "uniform":  # as in the released code
+        return rng.choice([True, False], size=propensities.shape, p=[SHARE, 1 - SHARE])
+    return rng.random_sample(propensities.shape) < propensities
+
+
+@dataclass(frozen=True)
+class PickerScores:
+    """Scores of one picker after `count` measurements, over all tasks."""
+
+    count: int
+    rows: tuple[Scores, ...]
+
+    def values(self, name: str) -> Array:
+        """One score for every task."""
+        return np.array([getattr(row, name) for row in self.rows])
+
+    def mean(self, name: str) -> float:
+        """The mean of a score over tasks."""
+        return float(self.values(name).mean())
+
+    def standard_error(self, name: str) -> float:
+        """The standard error of that mean."""
+        return float(self.values(name).std(ddof=1) / np.sqrt(len(self.rows)))
+
+
+@dataclass(frozen=True)
+class HeldOutTask:
+    """A task that is left out, and what a picker may know of it."""
+
+    known: TaskKnowledge
+    truth: Truth
+
+    def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
+        """Scores by the number of measurements."""
+        errors = self.truth.errors[self.truth.feasible]
+        predictions = picker(self.known, lambda plan: float(errors[plan]), counts)
+        missing = [count for count in counts if count not in predictions]
+        if missing:
+            raise TaskError(
+                f"the picker has no prediction after {missing[0]} measurements, but after {[*predictions]}; the task has {len(errors)} "
+                "feasible plans. Ask for counts that the picker has, or let it return one prediction for each of `counts`."
+            )
+        return {
+            count: self.truth.scores(prediction.drawn, prediction.expected, prediction.predicted, is_released=is_released)
+            for count, prediction in predictions.items()
+        }
+
+
+Cache = dict[tuple[str, bool], list[PriorRows]]
+
+
+def held_out_tasks(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
+    """A held-out task for each row. `cache`: keeps the prior rows of a sampling, which settings with and without a cap share."""
+    cache, key, rows = {} if cache is None else cache, (setting.sampling, setting.is_leaky), range(len(matrices.errors))
+    if key not in cache:
+        cache[key] = [prior_rows(matrices, row, setting) for row in rows]
+    cap = float(np.median(matrices.memory)) if setting.has_cap else np.inf
+    return [_held_out_task(matrices, row, cache[key][row], cap) for row in rows]
+
+
+def _held_out_task(matrices: Matrices, row: int, prior: PriorRows, cap: float) -> HeldOutTask:
+    memory, errors = matrices.memory[row], matrices.errors[row]
+    feasible = np.flatnonzero(memory <= cap)
+    if not len(feasible):
+        raise BudgetError(f"no plan of task {row} fits {cap:.6g}; the smallest needs {memory.min():.6g}.")
+    most = matrices.memory.max()
+    levels = None if matrices.levels is None else matrices.levels[feasible]
+    known = TaskKnowledge(prior.errors[:, feasible], prior.completed[:, feasible], memory[feasible] / most, levels, seed=row)
+    return HeldOutTask(known, Truth(memory / most, errors, feasible, matrices.denoised[row]))
+
+
+def judge(
+    rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
+) -> dict[int, PickerScores]:
+    """Scores of a picker over all held-out tasks, by the number of measurements."""
+    scores_of_tasks = [row.judge(picker, counts, is_released=is_released) for row in rows]
+    return {count: PickerScores(count, tuple(scores[count] for scores in scores_of_tasks)) for count in counts}
+
+
+# --- Scores ---
+
+
+def hypervolume(memory: Array, errors: Array, top: float) -> float:
+    """The area between the front and (memory 1, error `top`)."""
+    order = np.argsort(memory, kind="stable")
+    widths = np.diff(np.append(np.minimum(memory[order], 1.0), 1.0))
+    return float(widths @ np.maximum(top - np.minimum.accumulate(errors[order]), 0.0))
+
+
+def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
+    """As in PEPPP's released code: errors are sorted, while memories keep the order of the columns."""
+    return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The five scores of one prediction; the head of this file defines them."""
+
+    convergence: float
+    hypervolume: float
+    regret: float
+    mean_regret: float
+    rmse: float
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What predictions for one task are compared with: memory of all plans, relative to the largest of all tasks, and their true errors.
+
+    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone, or `errors` where not known.
+    """
+
+    memory: Array
+    errors: Array
+    feasible: NDArray[np.intp]
+    means: Array
+
+    def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
+        """Scores of a front from the errors `drawn`, recommendations by `expected`, and errors `predicted`, of feasible plans."""
+        memory, errors = self.memory[self.feasible], self.errors[self.feasible]
+        front = undominated(memory, drawn, keeps_equals=not is_released)
+        true_front = undominated(self.memory, self.errors, keeps_equals=not is_released)
+        top = max(1.0, float(drawn[front].max()))
+        area = released_hypervolume if is_released else hypervolume
+        areas = area(memory[front], drawn[front], top), area(self.memory[true_front], self.errors[true_front], top)
+        predicted_points = np.stack([drawn[front] / top, memory[front]], axis=1)
+        true_points = np.stack([self.errors[true_front] / top, self.memory[true_front]], axis=1)
+        return Scores(
+            convergence=distance(predicted_points, true_points),
+            hypervolume=abs(areas[0] - areas[1]),
+            regret=regret(memory, expected, errors),
+            mean_regret=regret(memory, predicted, self.means[self.feasible]),
+            rmse=float(np.sqrt(np.mean((predicted - errors) ** 2))),
+        )
+
+
+def distance(points: Array, others: Array) -> float:
+    """Mean over `points` of the distance to the nearest of `others`."""
+    return float(np.sqrt(((points[:, None] - others[None]) ** 2).sum(axis=-1)).min(axis=1).mean())
+
+
+def regret(memory: Array, expected: Array, errors: Array) -> float:
+    """Mean, over all budgets at which the feasible plans change, of the excess error when recommending by `expected`."""
+    lost: list[float] = []
+    for budget in np.unique(memory):
+        fits = np.flatnonzero(memory <= budget)
+        lost.append(float(errors[fits[np.argmin(expected[fits])]] - errors[fits].min()))
+    return float(np.mean(lost))

@@ -1,0 +1,249 @@
+"""The candidates of a pick: plans of the prior, presets, and plans that `assign` makes for the budget, with bytes and features.
+
+Plans with equal rules are one candidate. A plan with rules for slots that this step does not have is left out, and counted. A
+column of the prior may be a template (`assignment/assign.py`), from which a plan is made for this step.
+
+Features are numbers that compare plans: for each role how much precision its format loses, and for all roles the missing exponent
+range.
+
+    precision lost   log2(1 + 2^(8 - bits)), with the significant bits of the format: the bits below 8, and about 0 above 8
+    range            exponent bits that unscaled floats lack: 5 less those that they have, from 0 up
+
+With a trace, the features count the formats that slots really get (pins, tensors that stay unmodified) over all tensors whose
+values backward needs. Squared errors of slots add up, so the bits are those of the mean squared error, and a plan with a format for
+each slot lies between plans with one format for all. Without a trace, the features come from the rules alone.
+
+>>> four = features_of(Plan.preset("activations4"))
+>>> dict(zip(NAMES, four.round(1).tolist(), strict=True))["activation"]
+5.0
+>>> features_of(Plan()).tolist() == [0.0] * len(NAMES)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paredown.assignment.assign import PlanTemplate, assign
+from paredown.autograd.operations import Use
+from paredown.errors import BudgetError, PlanError
+from paredown.formats.element import ElementKind
+from paredown.formats.format import Format
+from paredown.plan.byte_intervals import resolve_parameter_formats, slot_storages
+from paredown.plan.plan import Plan
+from paredown.plan.presets import PRESETS
+from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.selectors import Selector
+from paredown.plan.storage import significant_bits
+from paredown.plan.trace import Trace
+from paredown.roles import Role
+from paredown.sizes import parse_bytes, say_bytes
+from paredown.study.pick.prior_data import PlanRow, PriorData
+
+Array = NDArray[np.float64]
+ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
+NAMES = (*(role.value for role in ROLES), "range")
+FP32_BITS = 24.0  # significant bits of float32
+PIVOT_BITS = 8.0  # more significant bits than these hardly matter
+ENOUGH_EXPONENT_BITS = 5
+BASELINE = "baseline"  # label of the step without a plan
+UNPROPOSED = {
+    Role.FROZEN.value,
+    "product",
+}  # presets with these: tasks train all parameters, and their forward is the unmodified one
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan for this task: label, predicted peak bytes, its column in the prior (-1: none), and its features."""
+
+    label: str
+    plan: Plan
+    predicted_bytes: int
+    column: int
+    features: Array
+
+
+@dataclass(frozen=True)
+class TaskStep:
+    """A step to make plans for: its peak bytes under a plan, and its trace, which both may depend on what the plan formats.
+
+    `trace_of` is None where plans format values that no step stores (simulate mode); then no plan is made for the step, and
+    features come from rules alone.
+    """
+
+    bytes_of: Callable[[Plan], int]
+    trace_of: Callable[[Plan], Trace] | None
+    full_bytes: int
+
+    def features(self, plan: Plan) -> Array:
+        """The features of a plan, from the trace where there is one."""
+        return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
+
+    def plan_of(self, row: PlanRow) -> Plan:
+        """The plan of a column of the prior, made for this step where the column is a template."""
+        return Plan.from_json(row.plan) if row.plan is not None else PlanTemplate.parse(row.template).make(self._state_trace())
+
+    def assigned(self, budget_bytes: int, *, recompute: bool | None = None) -> Plan:
+        """The plan with a format for each slot that `assign` makes for a budget."""
+        return assign(self._state_trace(), budget_bytes, recompute=recompute)
+
+    def _state_trace(self) -> Trace:
+        """The trace for plans that may format weights and optimizer state."""
+        if self.trace_of is None:
+            raise PlanError("plans with a format for each slot need a step that stores them: mode 'store', not a simulated one.")
+        return self.trace_of(Plan.preset("lpmm"))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All candidates, the features of the prior's plans (NaN: not known), and how many of these plans cannot be made here."""
+
+    rows: tuple[Candidate, ...]
+    points: Array  # (plans of the prior, features)
+    num_left_out: int = 0
+
+    @property
+    def columns(self) -> NDArray[np.intp]:
+        """The column of each candidate in the prior, -1 for plans that it does not have."""
+        return np.array([row.column for row in self.rows], dtype=np.intp)
+
+    @property
+    def error_columns(self) -> NDArray[np.intp]:
+        """The columns of the prior that have the errors of the candidates: those of plans that quantize nothing are the baseline's."""
+        baseline = next((row.column for row in self.rows if row.plan.changes_nothing), -1)
+        return np.where([row.plan.quantizes_nothing and baseline >= 0 for row in self.rows], baseline, self.columns)
+
+    @property
+    def features(self) -> Array:
+        """Features of the candidates, (plans, features)."""
+        return np.array([row.features for row in self.rows]).reshape(len(self.rows), len(NAMES))
+
+    @property
+    def roles(self) -> NDArray[np.bool_]:
+        """Which roles each candidate quantizes, (plans, roles)."""
+        return self.features[:, : len(ROLES)] > 0
+
+    @property
+    def memory(self) -> Array:
+        """Predicted peak bytes of the candidates, (plans,)."""
+        return np.array([row.predicted_bytes for row in self.rows], dtype=float)
+
+
+def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
+    """The plans to choose from; `others` are further plans with labels."""
+    by_key: dict[object, Candidate] = {}
+    num_left_out = 0
+    points = np.full((len(prior_data.plans), len(NAMES)), np.nan)
+    for column, row in enumerate(prior_data.plans):
+        candidate = _candidate(step, row.label, lambda row=row: step.plan_of(row), column)
+        if candidate is not None:
+            points[column] = candidate.features
+            by_key.setdefault(candidate.plan.key, candidate)
+        elif row.plan is not None:
+            points[column], num_left_out = features_of(Plan.from_json(row.plan)), num_left_out + 1
+    for label, make in (*_general(step, budget), *((label, lambda plan=plan: plan) for label, plan in others)):
+        candidate = _candidate(step, label, make, -1)
+        if candidate is not None:
+            by_key.setdefault(candidate.plan.key, candidate)
+    return Candidates(tuple(_with_distinct_labels(by_key.values())), points, num_left_out)
+
+
+def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """Plans for any task: the baseline, presets, and plans that `assign` makes for the budget."""
+    yield BASELINE, Plan
+    for name in (name for name, row in PRESETS.items() if not row.formats.keys() & UNPROPOSED):
+        yield name, lambda name=name: Plan.preset(name)
+    if step.trace_of is not None:
+        share, nbytes = say_bytes(budget) if isinstance(budget, int) else budget, parse_bytes(budget, whole=step.full_bytes)
+        yield f"assign {share}", lambda: step.assigned(nbytes)
+        yield f"assign {share}, checkpointing", lambda: step.assigned(nbytes, recompute=True)
+
+
+def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:
+    """The candidate of a plan; None if the plan cannot be made for this step, or has rules for slots that the step does not have."""
+    try:
+        plan = make()
+        return Candidate(label, plan, step.bytes_of(plan), column, step.features(plan))
+    except (BudgetError, PlanError):
+        return None
+
+
+def _with_distinct_labels(rows: Iterable[Candidate]) -> Iterator[Candidate]:
+    """The rows with labels that differ: the second of two equal labels gets a number."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.label] = number = counts.get(row.label, 0) + 1
+        yield row if number == 1 else Candidate(f"{row.label} ({number})", row.plan, row.predicted_bytes, row.column, row.features)
+
+
+# --- features ----------------------------------------------------------------------------------------------------------
+
+
+def features_of(plan: Plan, trace: Trace | None = None) -> Array:
+    """The features of a plan in the order of NAMES, (num_features,)."""
+    formats = _by_rules(plan) if trace is None else _by_slots(plan, trace)
+    precision_lost = [_precision_lost(formats.get(role, ())) for role in ROLES]
+    lossy = [format for of_role in formats.values() for format in of_role if format is not None]
+    range_lost = max(map(_missing_exponent_bits, lossy), default=0.0)
+    return np.array([*precision_lost, range_lost])
+
+
+def effective_bits(format: Format | None) -> float:
+    """Significant bits of a format; for integer blocks of other lengths than 64, corrected for the largest of their values.
+
+    >>> effective_bits(Format.parse("int4/64@bf16")), round(effective_bits(Format.parse("int4/1024@bf16")), 1)
+    (3.0, 2.6)
+    """
+    if format is None:
+        return FP32_BITS
+    bits = float(
+        significant_bits(format) + (format.minimum is not None)
+    )  # a minimum for each block was worth one bit on trained tasks
+    if format.block is None or format.element.kind is ElementKind.FLOAT:
+        return bits
+    return bits - 0.5 * float(np.log2(np.log(max(format.block, 2)) / np.log(64)))  # the largest of n normal values: sqrt(2 ln n)
+
+
+def _precision_lost(formats: Iterable[Format | None]) -> float:
+    """Precision lost by the mean squared error, 4^-bits, of these formats."""
+    bits = [effective_bits(format) for format in formats]
+    if not bits or min(bits) >= FP32_BITS:
+        return 0.0
+    effective = -0.5 * np.log2(np.mean(4.0 ** -np.array(bits)))
+    return float(np.log2(1 + 2.0 ** (PIVOT_BITS - effective)))
+
+
+def _missing_exponent_bits(format: Format) -> float:
+    element = format.element
+    exponent_bits = element.width - element.mantissa_bits - element.signed
+    return (
+        max(0.0, float(ENOUGH_EXPONENT_BITS - exponent_bits)) if format.block is None and element.kind is ElementKind.FLOAT else 0.0
+    )
+
+
+def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
+    formats_by_role: dict[Role, list[Format | None]] = {}
+    for text, assignment in plan.rules:
+        formats_by_role.setdefault(Selector.parse(text).role or Role.ACTIVATION, []).append(assignment.format)
+    return {role: [format for format in formats_of_role if format is not None] for role, formats_of_role in formats_by_role.items()}
+
+
+def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
+    """The formats of all slots by role; a tensor of which backward needs no value is exact, a recomputed one follows its source."""
+    trace_with_checkpoints = planned_step(trace, plan)
+    storages = slot_storages(trace_with_checkpoints, plan)
+    needed = [slot for slot in trace_with_checkpoints.activations if any(saver.use is Use.VALUE for saver in slot.savers)]
+    formats: dict[Role, list[Format | None]] = {Role.ACTIVATION: [storages[slot.name].format for slot in needed]}
+    for weight in trace.of(Role.WEIGHT):
+        parameter = resolve_parameter_formats(weight, plan)
+        formats.setdefault(Role.WEIGHT, []).append(None if parameter.residue_bytes else parameter.weight)
+        formats.setdefault(Role.GRADIENT, []).append(parameter.gradient)
+        for role in (Role.MOMENT1, Role.MOMENT2):
+            is_plain = parameter.is_full or (parameter.weight is None and parameter.gradient is None)
+            formats.setdefault(role, []).append(None if is_plain else plan.find((weight.name,), role).format)
+    return formats

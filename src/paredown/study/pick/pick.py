@@ -1,0 +1,223 @@
+"""`pick(task, budget)`: the plan to train a task with within a budget, from a prior and a few trials.
+
+    candidates and their bytes  ->  posterior of their errors  ->  trials chosen by acquisition  ->  Pareto front and the picked plan
+
+Only plans within the budget are tried. Acquisition chooses the trials that are worth most to the choice (study/pick/acquisition.py); the
+last trial runs the plan that is about to be picked, if it was not tried yet. With `evaluations=0` the prior alone decides.
+
+>>> from paredown.study.pick.priors import made_up_prior
+>>> picked = pick("digits#model=mlp,steps=30", "80%", evaluations=0, prior=made_up_prior(), device="cpu")
+>>> picked.plan is not None, picked.point.predicted_bytes <= picked.budget_bytes, picked.trials
+(True, True, ())
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paredown.errors import CalibrationError, PlanError, TaskError
+from paredown.plan.calibration import find_calibration
+from paredown.plan.footprint import peak_of
+from paredown.plan.plan import Plan
+from paredown.plan.step_time import predict_step
+from paredown.plan.trace import Trace
+from paredown.roles import Role
+from paredown.serial import SUMMED
+from paredown.simulate.outline import Outline
+from paredown.simulate.peppp import plan_bytes
+from paredown.sizes import parse_bytes
+from paredown.study.pick import priors
+from paredown.study.pick.answer import Picked
+from paredown.study.pick.candidates import Candidates, TaskStep, candidates
+from paredown.study.pick.pick_loop import PickLoop
+from paredown.study.pick.prior_data import PriorData
+from paredown.study.pick.task_prior import TaskPrior, random_guess_error
+from paredown.study.sweeps.measurement import Runner, TrialCallback, measurer
+from paredown.study.tasks.evaluate import device_name, find_device
+from paredown.study.tasks.lookup import find_task
+from paredown.study.tasks.task import Task
+from paredown.study.tasks.task_trace import outline_task, trace_task
+
+BUDGET = "40%"
+PredictedSeconds = Mapping[Plan, float] | Callable[[Plan], float | None]
+PRIOR_MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # mode of `pick` -> mode of the prior that it reads
+
+
+def pick(
+    task: Task | str,
+    budget: int | str | None = None,
+    evaluations: int = 8,
+    *,
+    max_error_increase: float | None = None,
+    confidence: float = 0.9,
+    prior: str | os.PathLike[str] | PriorData | None = None,
+    store: str | Path | None = None,
+    mode: str = "store",
+    seed: int = 0,
+    device: Any = None,
+    step_seconds: PredictedSeconds | None = None,
+    progress: TrialCallback | None = None,
+) -> Picked:
+    """The plan of least expected error whose predicted peak is within `budget` (by default 40 %), after at most `evaluations` trials.
+
+    Of plans that are as accurate (mean errors at most half a standard deviation of a run apart) it is the quickest.
+
+    With `max_error_increase` it is the smallest plan whose mean error is, with the probability `confidence`, at most that much above the
+    baseline's, in the task's metric: 0.01 is one percentage point of error. The budget is then 100 % unless one is given.
+    `prior`: the name or file of a prior, or its data; without one, all priors of this mode are joined. `store`: path or URL of the
+    database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `step_seconds`:
+    predicted step times, a mapping from plans to seconds or a function of a plan; without it, those of the cost model where the device
+    was calibrated (`paredown calibrate`). Trials measure those of the plans that they run.
+    `progress` is called with (trials done, most trials, a sentence).
+    """
+    start = time.perf_counter()
+    task = _checked_task(task, evaluations, mode)
+    _check_margin(max_error_increase, confidence)
+    prior_data = _prior_data(prior, mode)
+    torch_device = find_device(device)
+    step = task_step(task, torch_device.type, mode, prior_data)
+    limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
+    budget_bytes = parse_bytes(limit, whole=step.full_bytes)
+    sweep = _sweep_name(budget_bytes, max_error_increase, confidence)
+    source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, sweep)
+    try:
+        own_trials, other_trials = source.known()
+        tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
+        rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
+        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data), torch_device)
+        loop.max_error_increase, loop.confidence = max_error_increase, confidence
+        is_given = step_seconds is not None
+        loop.predict_seconds = _predictor(step_seconds if is_given else _calibrated_seconds(task, torch_device.type, mode))
+        loop.learn(own_trials, other_trials)
+        loop.search(source, evaluations, seed=seed, progress=progress)
+    finally:
+        source.close()
+    return loop.answer(time.perf_counter() - start)
+
+
+def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
+    """Step times by the cost model, as a function of a plan; None where the device was not calibrated, or plans are simulated."""
+    calibration = find_calibration(device)[0] if mode == "store" else None
+    if calibration is None:
+        return None
+
+    def predicted(plan: Plan) -> float | None:
+        try:
+            return predict_step(trace_task(task, plan, device), plan, calibration=calibration).seconds
+        except CalibrationError:  # this step, or a format of this plan, was not measured
+            return None
+
+    return predicted
+
+
+def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float | None] | None:
+    """Predicted step times as a function, which is called once for each plan; plans with equal rules have one time."""
+    if step_seconds is None:
+        return None
+    by_key = {plan.key: seconds for plan, seconds in step_seconds.items()} if isinstance(step_seconds, Mapping) else {}
+    known: dict[object, float | None] = {}
+
+    def predict(plan: Plan) -> float | None:
+        if plan.key not in known:
+            seconds = step_seconds(plan) if callable(step_seconds) else by_key.get(plan.key)
+            if seconds is not None and not (SUMMED.holds(seconds) and seconds > 0):
+                raise PlanError(f"the predicted step time of {plan} is {seconds!r}; it is a number of seconds above 0, or None.")
+            known[plan.key] = seconds
+        return known[plan.key]
+
+    return predict
+
+
+def _sweep_name(budget_bytes: int, max_error_increase: float | None, confidence: float) -> str:
+    """The name of the trials in a store: an interrupted pick continues under it."""
+    margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
+    return f"pick {budget_bytes} bytes{margin}"
+
+
+def _pick_loop(
+    task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, task_prior: TaskPrior, device: torch.device
+) -> PickLoop:
+    """The state before any trial."""
+    return PickLoop(
+        task=task.name,
+        metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
+        unit=_random_guess_error(task),
+        budget_bytes=budget_bytes,
+        step=step,
+        candidates=rows,
+        task_prior=task_prior,
+        is_strict=True,
+        excess_differs=device.type == "cpu",
+        device=device_name(device),
+    )
+
+
+def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:
+    if isinstance(prior, PriorData):
+        return prior
+    return priors.known_prior(PRIOR_MODES[mode]) if prior is None else priors.load(prior)
+
+
+def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:
+    """The task; a name is looked up. TaskError if the task, `evaluations` or `mode` is invalid."""
+    if not isinstance(evaluations, int) or isinstance(evaluations, bool) or evaluations < 0:
+        raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: the prior alone decides).")
+    if mode not in PRIOR_MODES:
+        raise TaskError(f"mode {mode!r} is unknown. Allowed: {', '.join(PRIOR_MODES)}.")
+    task = find_task(task) if isinstance(task, str) else task
+    if not isinstance(task, Task):
+        raise TaskError(f"pick takes a Task, or its name, and a budget, not {type(task).__name__}.")
+    return task
+
+
+def _check_margin(increase: Any, confidence: Any) -> None:
+    if increase is not None and not (SUMMED.holds(increase) and increase >= 0):
+        raise TaskError(
+            f"max_error_increase is {increase!r}; it is a number from 0 up, in the task's metric: 0.01 is one point of error."
+        )
+    if not (SUMMED.holds(confidence) and 0.5 < confidence < 1):
+        raise TaskError(f"confidence is {confidence!r}; it is a probability above 0.5 and below 1, such as 0.9.")
+
+
+def _random_guess_error(task: Task) -> float | None:
+    """The error of random guessing in the task's metric; None where it is not known."""
+    if task.metric == "loss":
+        return task.blind_loss
+    return random_guess_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None
+
+
+def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
+    """The step of a task, with the bytes of each plan: those that the step stores, or for PEPPP's configurations those of PEPPP's count."""
+
+    def trace_of(plan: Plan) -> Trace:
+        return trace_task(task, plan, device)
+
+    def bytes_of(plan: Plan) -> int:
+        return peak_of(trace_of(plan), plan)
+
+    if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in prior_data.plans):
+        count_bytes = partial(_peppp_bytes, outline_task(task))
+        return TaskStep(count_bytes, None, count_bytes(Plan()))
+    return TaskStep(bytes_of, trace_of if mode == "store" else None, bytes_of(Plan()))
+
+
+def is_peppp(plan: Plan) -> bool:
+    """Whether a plan has the form of PEPPP's configurations: a format for all weights and one for all master weights."""
+    return all(plan.find(("*",), role).format is not None for role in (Role.WEIGHT, Role.MASTER))
+
+
+def _peppp_bytes(outline: Outline, plan: Plan) -> int:
+    if not (is_peppp(plan) or plan.changes_nothing):
+        raise PlanError("PEPPP counts the memory of its own configurations.")
+    plan.check(outline.slots())
+    try:
+        return int(plan_bytes(outline, plan))
+    except IndexError:
+        raise PlanError("PEPPP counts the memory of its own network.") from None

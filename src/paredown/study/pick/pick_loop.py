@@ -1,0 +1,437 @@
+"""The loop of one pick: the posterior of every candidate's error, which plan is tried next, and the answer.
+
+    trials so far  ->  posterior  ->  acquisition  ->  the next trial, until `evaluations` trials ran or no trial is worth its cost
+
+The answer is a `Picked`: the plan, the Pareto front, and sentences for why this plan, how sure that is, and what the trials cost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paredown.errors import BudgetError, TaskError
+from paredown.plan.plan import Plan
+from paredown.study.pick.acquisition import TURNS, is_settled, propose, propose_for_margin
+from paredown.study.pick.answer import Frontier, Picked, Point, StepTime, comparable_times
+from paredown.study.pick.candidates import Candidates, TaskStep
+from paredown.study.pick.pareto import undominated_with_times
+from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior
+from paredown.study.pick.reasons import (
+    DECIDED,
+    UNFINISHED,
+    AnswerText,
+    explain_nothing_fits,
+    explain_nothing_trains,
+    say_ties,
+    say_time,
+    stopped_early,
+)
+from paredown.study.pick.seed_effects import SeedRun
+from paredown.study.pick.task_prior import WORST, TaskPrior
+from paredown.study.sweeps.measurement import Measurer, TrialCallback
+from paredown.study.tasks.trial import Status, Trial
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+MOST_USED = 8  # prior tasks that an answer names
+SMALLEST = "smallest"  # label of a plan that is added to the front where nothing fits
+MOST_FAILURES = 3  # failed trials without a successful one: then the task is at fault, not the plan
+
+
+@dataclass
+class PickLoop:
+    """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
+
+    `unit`: the error of random guessing, relative to which posteriors count; where it is None, the first trial sets it: its error
+    equals the prior's mean for its plan. `is_strict`: measured peaks count: what a trial took beyond its prediction, its excess, is
+    expected of other plans too. `excess_differs`: of those that quantize the same roles first. `device`: name of the device that the plan
+    is for, as trials record it. `others`: trials of the same task that a store already had.
+    `max_error_increase`: not the least error is looked for, but the smallest plan whose error is at most that much above the baseline's,
+    with the probability `confidence`. `predict_seconds`: the step time of a plan by a cost model; None: there is none.
+    """
+
+    task: str
+    metric: str
+    unit: float | None
+    budget_bytes: int
+    step: TaskStep
+    candidates: Candidates
+    task_prior: TaskPrior
+    is_strict: bool = False
+    excess_differs: bool = False
+    device: str = ""
+    max_error_increase: float | None = None
+    confidence: float = 0.9
+    predict_seconds: Callable[[Plan], float | None] | None = None
+    prior: Prior = field(init=False)
+    trials: list[Trial] = field(default_factory=list[Trial])
+    num_done: int = 0  # trials that count as evaluations
+    others: list[Trial] = field(default_factory=list[Trial])
+    is_settled: bool = False
+    _index_of: dict[object, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rows = self.candidates
+        self.prior = self.task_prior.covering(rows.error_columns, rows.features, rows.points)
+        self._index_of = {row.plan.key: i for i, row in enumerate(rows.rows)}
+
+    # --- the posterior ------------------------------------------------------------------------------------------------
+
+    def learn(self, own_trials: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
+        """Add finished trials: those of this pick, and `others` of the same task that a store has."""
+        own_trials = list(own_trials)
+        self.trials += own_trials
+        self.num_done += len(own_trials)
+        self.others += others
+        self._stop_if_all_failed(MOST_FAILURES)
+
+    def _stop_if_all_failed(self, min_trials: int) -> None:
+        """Raise TaskError if there are at least `min_trials` trials and all of them failed: the task is at fault, not a plan."""
+        num_trials = len(self.trials)
+        if num_trials >= min_trials and all(trial.status is Status.FAILED for trial in self.trials):
+            failed = f"{num_trials} trial{'s' * (num_trials != 1)} of {num_trials} failed"
+            raise TaskError(f"task {self.task!r}: {failed}. {self.trials[-1].reason}")
+
+    @property
+    def known(self) -> list[tuple[int, Trial]]:
+        """All trials of a candidate, each with the index of its plan."""
+        return self._indexed((*self.trials, *self.others))
+
+    @property
+    def _exact(self) -> list[int]:
+        """Candidates whose errors are those of the baseline."""
+        return [i for i, row in enumerate(self.candidates.rows) if row.plan.quantizes_nothing]
+
+    @property
+    def _on_this_device(self) -> list[tuple[int, Trial]]:
+        """Trials whose peak memory counts: those on this device, and those of this pick that name no device."""
+        own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
+        return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
+
+    def _indexed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
+        return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
+
+    def runs(self) -> list[SeedRun]:
+        """Finished trials as runs, with errors relative to random guessing; infinite where the trial diverged."""
+        finished = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
+        errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
+        return [SeedRun(plan, error, trial.seed) for (plan, trial), error in zip(finished, errors, strict=True)]
+
+    @property
+    def _unit(self) -> float:
+        """The error of random guessing in the task's metric, or its substitute from the first trial."""
+        if self.unit is not None:
+            return self.unit
+        first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
+        if first is None:
+            return 1.0
+        expected = Estimate.of(self.prior, self.candidates.memory).means[first[0]]
+        return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
+
+    def blocked(self) -> set[int]:
+        """Plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
+
+        Failures in other sweeps may have another cause than the plan, and do not count. Where measured peaks count, plans whose
+        predicted peak is at least that of a plan that ran out of memory are blocked too, except those that ran.
+        """
+        failed = {plan for plan, trial in self._indexed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
+        out_of_memory = {plan for plan, trial in self._on_this_device if trial.status is Status.OUT_OF_MEMORY}
+        if out_of_memory and self.is_strict:
+            least, ran = self.candidates.memory[list(out_of_memory)].min(), {plan for plan, _ in self._peaks}
+            out_of_memory |= set(np.flatnonzero(self.candidates.memory >= least).tolist()) - ran
+        return failed | out_of_memory
+
+    @property
+    def _peaks(self) -> list[tuple[int, int]]:
+        """(plan, measured peak bytes) of finished trials on this device; the peak of an unfinished trial is only a lower bound."""
+        ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in UNFINISHED]
+        return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
+
+    def expected(self) -> Array:
+        """Expected peak bytes of each plan, (plans,): predicted, plus what the trials say is taken beyond that (`expected_peaks`).
+
+        Without measured peaks, or where they do not count, the prediction alone. On a CPU most of the excess is scratch memory of the
+        codec and copies of convolutions, which depend on the roles that are quantized: `excess_differs`.
+        """
+        memory, peaks = self.candidates.memory, self._peaks
+        if not (peaks and self.is_strict):
+            return memory.copy()
+        return expected_peaks(memory, peaks, self.candidates.roles if self.excess_differs else None)
+
+    def _ratios(self) -> list[float]:
+        """Measured over predicted peaks of the trials."""
+        return [nbytes / self.candidates.memory[plan] for plan, nbytes in self._peaks if self.is_strict]
+
+    def needed(self) -> Array:
+        """Expected peak bytes, infinite for plans that cannot be trained, (plans,)."""
+        memory = self.expected()
+        memory[list(self.blocked())] = np.inf
+        return memory
+
+    def fits(self) -> Indices:
+        """Indices of the plans within the budget that can be trained."""
+        return np.flatnonzero(self.needed() <= self.budget_bytes)
+
+    def step_times(self) -> list[StepTime]:
+        """The step time of each plan: measured on this device, else predicted, else the median ratio on prior tasks."""
+        trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
+        baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
+        predict = self.predict_seconds or (lambda plan: None)
+        baseline = median(baselines) if baselines else predict(Plan())
+        by_plan: dict[int, list[float]] = {}
+        for plan, trial in trials:
+            by_plan.setdefault(plan, []).append(trial.step_seconds or 0.0)
+        times: list[StepTime] = []
+        for i, row in enumerate(self.candidates.rows):
+            predicted, ratios = predict(row.plan), self.task_prior.prior_data.step_ratio[:, row.column]
+            # a template that checkpoints here may pack there
+            is_known = row.column >= 0 and (row.plan.changes_nothing or not row.plan.quantizes_nothing)
+            ratios = ratios[np.isfinite(ratios) & is_known]
+            if i in by_plan:
+                seconds = median(by_plan[i])
+                times.append(StepTime(seconds, seconds / baseline if baseline else None, "measured"))
+            elif predicted is not None:
+                full = predict(Plan()) or baseline
+                times.append(StepTime(predicted, predicted / full if full else None, "predicted"))
+            elif len(ratios):
+                ratio = float(np.median(ratios))
+                times.append(StepTime(ratio * baseline if baseline else None, ratio, "prior"))
+            else:
+                times.append(StepTime())
+        return times
+
+    def _comparable_times(self) -> Array:
+        return comparable_times(self.step_times())
+
+    # --- trials ------------------------------------------------------------------------------------------------
+
+    def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
+        """Run trials until there are `evaluations` of them or none is worth its cost; TaskError if all failed."""
+        while self.num_done < evaluations and not self.is_settled:
+            plan = self.next_plan(evaluations - self.num_done)
+            if plan is None:
+                break
+            label, done = self.candidates.rows[plan].label, self.num_done
+
+            def step(current_step: int, num_steps: int, loss: float, done: int = done, label: str = label) -> None:
+                if progress is not None:
+                    text = f"{label}: step {current_step} of {num_steps}, training loss {loss:.4g}"
+                    progress(done + current_step / max(num_steps, 1), evaluations, text)
+
+            if progress is not None:
+                progress(done, evaluations, f"trying {label}")
+            trials = measurer.measure(self.candidates.rows[plan].plan, self._fresh_seed(plan, seed), step)
+            self.learn(trials)
+            if progress is not None:
+                progress(self.num_done, evaluations, "; ".join(f"{label}: {_outcome(trial)}" for trial in trials))
+        self._stop_if_all_failed(1)
+
+    def _fresh_seed(self, plan: int, seed: int) -> int:
+        """The first seed from `seed` up with which this plan was not tried."""
+        taken = {trial.seed for other, trial in self.known if other == plan}
+        return next(number for number in count(seed) if number not in taken)
+
+    def next_plan(self, num_left: int) -> int | None:
+        """Index of the plan to try next; None where no plan can fit, or no trial is worth its cost."""
+        fits, runs = self.fits(), self.runs()
+        if not len(fits):
+            return self._smallest_untried()
+        if (margin := self.margin()) is not None:
+            return self._next_for_margin(margin, is_last=num_left == 1)
+        prior, posterior, memory = self.prior.with_divergence(runs), self.prior.after(runs), self.candidates.memory
+        diverged = [run.plan for run in runs if not np.isfinite(run.error)]
+        fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
+        times = self._comparable_times()
+        # it may be one that is picked only after a trial
+        best = self.estimate().best(self.budget_bytes, is_cautious=False, times=times, exact=self._exact).plan
+        tried = {run.plan for run in runs}
+        is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
+        if best in tried and (is_least or is_settled(prior, posterior, fits)):
+            self.is_settled = True
+            return None
+        if best not in tried and num_left == 1:
+            return best
+        turn = TURNS[min(len(self.known), len(TURNS) - 1)]
+        return propose(turn, prior, posterior, fits, memory, tried=tried)
+
+    def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
+        num_runs = Counter(run.plan for run in self.runs())
+        plan = propose_for_margin(self.estimate(), margin, self.budget_bytes, num_runs, is_last=is_last)
+        self.is_settled = plan is None
+        return plan
+
+    def _smallest_untried(self) -> int | None:
+        """The untried plan of least expected peak: before the answer is that nothing fits, it is measured."""
+        needed = self.needed()
+        within = np.flatnonzero((self.candidates.memory <= self.budget_bytes) & np.isfinite(needed))
+        if not (len(within) and self.is_strict and self._peaks):
+            return None
+        tried = {plan for plan, _ in self._peaks}
+        least = min(within.tolist(), key=lambda plan: (needed[plan], plan not in tried))
+        return None if least in tried else least
+
+    # --- the answer ---------------------------------------------------------------------------------------------
+
+    def estimate(self) -> Estimate:
+        """The posterior of every plan's error, relative to random guessing."""
+        return Estimate.after(self.prior, self.needed(), self.runs())
+
+    def margin(self) -> ErrorMargin | None:
+        """The margin above the baseline's error, relative to random guessing; None where the least error is looked for."""
+        if self.max_error_increase is None:
+            return None
+        return ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
+
+    def choice(self) -> BudgetChoice:
+        """The plan of least expected error within the budget, or the smallest within the margin; BudgetError where nothing fits."""
+        return self._choice(self.estimate())
+
+    def _choice(self, estimate: Estimate) -> BudgetChoice:
+        margin = self.margin()
+        if margin is None:
+            return estimate.best(self.budget_bytes, times=self._comparable_times(), exact=self._exact)
+        return estimate.smallest(self.budget_bytes, margin)
+
+    def answer(self, seconds: float) -> Picked:
+        """The answer after the trials so far; `seconds`: what the pick took."""
+        estimate = self.estimate()
+        points = self._points(estimate)
+        answer = Picked(
+            task=self.task,
+            plan=None,
+            frontier=self._frontier(points, estimate),
+            reason="",
+            budget_bytes=self.budget_bytes,
+            full_bytes=self.step.full_bytes,
+            trials=tuple(self.trials),
+            seconds=seconds,
+            prior=self.task_prior.prior_data.name,
+            used=tuple(self.task_prior.used(estimate.posterior)[:MOST_USED]),
+        )
+        try:
+            choice = self._choice(estimate)
+        except BudgetError:
+            if len(self.fits()):
+                return replace(
+                    answer, reason=f"no plan that fits has an error {self._said_margin()}. Raise the budget or the margin."
+                )
+            smallest, reason = self._infeasible(points)
+            return replace(answer, frontier=self._frontier([*points, *smallest], estimate), reason=reason)
+        ties = tuple(points[plan].label for plan in choice.ties)
+        margin, num_fits = self.margin(), len(self.fits())
+        if margin is None:
+            certainty = say_ties(ties, num_fits)
+        else:
+            chance = float(estimate.within_margin(margin)[choice.plan])
+            certainty = self._of_margin(points[margin.baseline], points[choice.plan], chance)
+        return self._with_choice(answer, points[choice.plan], ties, certainty)
+
+    def _said_margin(self) -> str:
+        return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
+
+    def _of_margin(self, baseline: Point, point: Point, chance: float) -> str:
+        """Why this plan, where the smallest one within a margin is taken."""
+        if point is baseline:
+            return f"No smaller plan has an error {self._said_margin()}."
+        known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
+        return f"It is the smallest plan that fits with an error {self._said_margin()}: {100 * chance:.0f} %; {known}."
+
+    def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...], certainty: str) -> Picked:
+        text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
+        early = "" if not self.is_settled else stopped_early(point) if self.max_error_increase is None else DECIDED
+        time = say_time(answer.frontier, point, self.budget_bytes, is_by_error=self.max_error_increase is None)
+        reason = text.reason(point, f"{certainty} {time}", early, self._ratios())
+        notes = text.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
+        return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
+
+    def _points(self, estimate: Estimate) -> list[Point]:
+        """A point for each candidate, in their order."""
+        rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
+        times = self.step_times()
+        comparable = comparable_times(times)
+        front = undominated_with_times(estimate.memory, estimate.means, comparable) & np.isfinite(estimate.memory)
+        return [
+            Point(
+                label=row.label,
+                plan=row.plan,
+                predicted_bytes=row.predicted_bytes,
+                mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
+                deviation=float(estimate.deviations[i]) * self._unit,
+                measured=_mean([trial.error for plan, trial in self.known if plan == i]),
+                measured_bytes=max((nbytes for plan, nbytes in self._peaks if plan == i), default=None),
+                on_front=bool(front[i]),
+                fits=i in fits,
+                source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
+                trains=i not in blocked,
+                num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
+                needed_bytes=int(needed[i]) if needed[i] > row.predicted_bytes else None,
+                step_seconds=times[i].seconds,
+                step_ratio=times[i].ratio,
+                step_source=times[i].source,
+            )
+            for i, row in enumerate(rows)
+        ]
+
+    def _frontier(self, points: Sequence[Point], estimate: Estimate) -> Frontier:
+        return Frontier(tuple(points), self.metric, self.step.full_bytes, estimate.tie_error * self._unit)
+
+    def _infeasible(self, points: Sequence[Point]) -> tuple[list[Point], str]:
+        """The smallest possible plan as a point, unless it is one of `points`, and the sentences that explain why nothing fits."""
+        within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
+        if within:
+            return [], explain_nothing_trains(within, self.trials)
+        least = min(points, key=lambda point: point.predicted_bytes)
+        if self.step.trace_of is None:
+            return [], explain_nothing_fits(least, self.budget_bytes)
+        try:
+            self.step.assigned(self.budget_bytes)
+        except BudgetError as error:
+            smallest = error.smallest_bytes
+            if smallest is None or smallest >= least.predicted_bytes:
+                return [], f"{error} The smallest plan is {least.label}."
+            return self._smallest(smallest), f"{error} It is the plan {SMALLEST!r} of the Pareto front."
+        return [], explain_nothing_fits(least, self.budget_bytes)
+
+    def _smallest(self, nbytes: int) -> list[Point]:
+        """A point for the plan of the smallest peak, with an error predicted from its features."""
+        plan = self.step.assigned(nbytes)
+        rows = self.candidates
+        prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
+        estimate = Estimate.of(prior, np.array([float(nbytes)]))
+        mean, deviation = float(estimate.means[0]) * self._unit, float(estimate.deviations[0]) * self._unit
+        return [Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")]
+
+
+def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArray[np.bool_] | None) -> Array:
+    """Predicted `memory` (plans,) plus the excess of a trial over its prediction, where `peaks` has (plan, measured bytes).
+
+    The trial is the plan's own, else the one of nearest prediction, and of several the one of most excess. With `roles` (plans, roles),
+    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes, and a trial whose roles the plan
+    has none of says nothing of it.
+    """
+    tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
+    distance = np.abs(memory[:, None] - memory[tried])
+    if roles is not None:
+        num_apart = (roles[:, None] ^ roles[tried]).sum(axis=2).astype(float)
+        num_apart[roles[tried].any(axis=1) & ~(roles[:, None] & roles[tried]).any(axis=2)] = np.inf
+        distance[num_apart > num_apart.min(axis=1, keepdims=True)] = np.inf
+        distance[np.isinf(num_apart)] = np.inf
+    distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size
+    nearest = (distance == distance.min(axis=1, keepdims=True)) & np.isfinite(distance)
+    return memory + np.where(nearest, measured - memory[tried], 0.0).max(axis=1, initial=0.0)
+
+
+def _mean(errors: Iterable[float | None]) -> float | None:
+    finite = [error for error in errors if error is not None]
+    return float(np.mean(finite)) if finite else None
+
+
+def _outcome(trial: Trial) -> str:
+    return f"error {trial.error:.4g}" if trial.error is not None else f"{trial.status.value}, {trial.reason}"

@@ -1,0 +1,361 @@
+"""A prior made from trials: those of a store, or of the JSON that `paredown sweep export` writes.
+
+    done, stopped                    the measured error
+    diverged                         the error of random guessing (where that is not known: the task's worst error), and counted
+    out of memory, killed, failed    no entry
+
+The row of a task has its model's family and its number of answers where the task can be loaded, and else what its name contains.
+Code that a task names runs only from a folder that the caller names. A prior contains names of devices and versions, and nothing
+else about a machine.
+
+>>> row_of_task("digits#model=mlp,steps=5", Path("."))
+TaskRow(name='digits mlp', family='mlp', data='digits', metric='error', answers=10, blind=0.9, full_bytes=None, steps=5, source='', \
+text='digits#model=mlp,steps=5')
+
+The column of a plan has a label, a level and features: bits per value by role, 32 for a role without a rule; for PEPPP's
+configurations also exponent and mantissa bits of both formats. Rules for single slots do not count.
+
+>>> row = row_of(Plan.uniform(activation="int4/64@bf16", weight="bf16"))
+>>> row_of(Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm"])).label, row.label, row.features["activation"]
+('int4/64@bf16, lpmm', '2 rules, 02432e', 4.25)
+>>> row_of(Plan.uniform(activation="int4/64@bf16", **STATE_FORMATS["lpmm4 weight4"])).label
+'int4/64@bf16, lpmm4 weight4'
+>>> row_of(Plan()).label
+'baseline'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paredown.assignment.assign import templates_of
+from paredown.errors import ParedownError, PriorError
+from paredown.formats.catalog import TIERS
+from paredown.plan.plan import Plan
+from paredown.roles import Role
+from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
+from paredown.simulate.peppp import parse_peppp
+from paredown.study.pick.prior_data import Array, PlanRow, PriorData, TaskRow
+from paredown.study.pick.task_prior import random_guess_error
+from paredown.study.tasks.lookup import cached_task, parse_options, portable_text
+from paredown.study.tasks.task import Task
+from paredown.study.tasks.task_family import task_family
+from paredown.study.tasks.task_trace import peppp_bytes
+from paredown.study.tasks.trial import Status, Trial
+
+# family by model name, for tasks that cannot be loaded here
+FAMILIES = {"mlp": "mlp", "vit": "vit", "gpt": "gpt", "lstm": "lstm"}
+WEIGHT4, GRADIENT4 = {"weight": "int4/64@e8m0"}, {"gradient": "int4/64@bf16"}
+STATE_FORMATS: Mapping[str, Mapping[str, str]] = {
+    **TIERS,
+    "lpmm4 weight4": {**TIERS["lpmm4"], **WEIGHT4},
+    "lpmm4 gradient4": {**TIERS["lpmm4"], **GRADIENT4},
+    "lpmm4 weight4 gradient4": {**TIERS["lpmm4"], **WEIGHT4, **GRADIENT4},
+    "lpmm weight4 gradient4": {**TIERS["lpmm"], **WEIGHT4, **GRADIENT4},
+}  # tiers, and what labels call their variants with weights or gradients in 4 bits
+OWN = "own"  # family of other models, and metric that is a function
+PLAIN_BITS = 32.0
+ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
+PEPPP_FORMAT = re.compile(r"(e\d+m\d+)b\d+fns")
+COUNTED = (Status.DONE, Status.STOPPED, Status.DIVERGED)
+REQUIRED = ("sweep", "task", "mode", "trial")
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("sweep", "task", "mode"), TEXT),
+    "propensity": or_none(NUMBER),
+}  # of a row of an export
+Rows = Sequence[Mapping[str, Any]]
+
+
+class CollectedTrial(NamedTuple):
+    """A trial that counts, with its task and its column."""
+
+    task: str  # the text of the task
+    column: str  # the key of its PlanRow
+    trial: Trial
+    propensity: float
+    sweep: str
+
+
+@dataclass(frozen=True)
+class CollectedTrials:
+    """The trials of a prior, its tasks by text, and its columns by key."""
+
+    mode: str
+    entries: list[CollectedTrial]
+    tasks: dict[str, TaskRow]
+    plans: dict[str, PlanRow]
+
+
+def read_rows(source: str | Path) -> Rows:
+    """The trials of an export (.json), or of a store."""
+    if str(source).endswith(".json"):
+        return _exported(Path(source))
+    from paredown.study.sweeps.export import rows  # SQLAlchemy is an extra
+    from paredown.study.sweeps.store import Store
+
+    with Store(source, may_create=False) as store:
+        return rows(store)
+
+
+def _exported(path: Path) -> Rows:
+    rows = read_json(path, "export of a sweep", PriorError, name=path.name)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= set(REQUIRED) for row in rows):
+        raise PriorError(f"{path.name} is not an export of a sweep, which paredown sweep export {path.name} --store FILE writes.")
+    for row in rows:
+        check_fields({"propensity": None, **row}, CHECKS, f"row of {path.name}", PriorError)
+    return rows
+
+
+def collect(
+    rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None, is_finished: bool = False
+) -> PriorData:
+    """The prior of all trials, or of those on the tasks of `sweeps`; tasks in files of code are loaded from `folder` alone.
+
+    `is_finished`: take only tasks with no open trials in these sweeps; of others, the finished trials are a biased sample.
+    """
+    sweeps = set(sweeps)
+    open_tasks = {row["task"] for row in rows if row["trial"] is None and (not sweeps or row["sweep"] in sweeps)}
+    finished = [row for row in rows if row["trial"] is not None and not (is_finished and row["task"] in open_tasks)]
+    unknown = sorted(sweeps - {str(row["sweep"]) for row in finished})
+    if unknown:
+        raise PriorError(
+            f"sweep {unknown[0]!r} has no finished trial here. Sweeps with some: {', '.join(_names(finished)) or 'none'}."
+        )
+    texts = {row["task"] for row in finished if not sweeps or row["sweep"] in sweeps}
+    selected = sorted(
+        (row for row in finished if row["task"] in texts), key=lambda row: bool(sweeps) and row["sweep"] not in sweeps
+    )
+    modes = {_mode(row) for row in selected}
+    if len(modes) != 1:
+        mixed = "the sweeps have both modes, store and simulate; name sweeps of one mode"
+        raise PriorError(f"no prior can be made: {mixed if modes else 'no trial is finished'}.")
+    folder = None if folder is None else folder.resolve()
+    return _prior_data(name, _table(selected, modes.pop(), folder), folder)
+
+
+def _mode(row: Mapping[str, Any]) -> str:
+    return "store" if row["mode"] == "store" else "simulate"
+
+
+def _names(rows: Rows) -> list[str]:
+    return sorted({str(row["sweep"]) for row in rows})
+
+
+def _table(rows: Rows, mode: str, folder: Path | None) -> CollectedTrials:
+    """The trials that count, once for each task, plan and seed; columns in the order of their first trial."""
+    plans: dict[str, PlanRow] = {}
+    entries: dict[tuple[str, str, int], CollectedTrial] = {}
+    for row in rows:
+        trial = _trial(row)
+        if trial.status not in COUNTED:
+            continue
+        for column in [template_row(text) for text in templates_of(trial.plan)] or [
+            row_of(replace(trial.plan, made_for={}, reason=""))
+        ]:
+            plans.setdefault(column.key, column)
+            entry_key = str(row["task"]), column.key, trial.seed
+            propensity = float(row.get("propensity") or 1.0)
+            entry = CollectedTrial(*entry_key[:2], trial, propensity, str(row["sweep"]))
+            kept = entries.setdefault(entry_key, entry)
+            entries[entry_key] = kept._replace(propensity=max(propensity, kept.propensity))
+    if not entries:
+        raise PriorError(f"no prior can be made: of {len(rows)} trials none has an error and none diverged.")
+    texts = dict.fromkeys(entry_key[0] for entry_key in entries)
+    return CollectedTrials(mode, list(entries.values()), {text: row_of_task(text, folder) for text in texts}, plans)
+
+
+def _trial(row: Mapping[str, Any]) -> Trial:
+    try:
+        return Trial.from_json(row["trial"])
+    except ParedownError as error:
+        raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
+
+
+def _prior_data(name: str, table: CollectedTrials, folder: Path | None) -> PriorData:
+    """The matrices of the prior."""
+    row_of_task_text, column_of = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
+    shape, seed_index = (len(row_of_task_text), len(column_of)), _seed_indices(table.entries)
+    depth = 1 + max(seed_index.values())
+    by_seed = {word: np.full((*shape, depth), np.nan) for word in ("runs", "memory", "measured", "step_ratio")}
+    baselines = _baseline_step_seconds(table.entries)
+    diverged, propensity = np.zeros(shape), np.zeros(shape)
+    for entry in table.entries:
+        pair, trial = (row_of_task_text[entry.task], column_of[entry.column]), entry.trial
+        index = (*pair, seed_index[entry.task, trial.seed])
+        by_seed["runs"][index] = np.inf if trial.status is Status.DIVERGED else trial.error
+        by_seed["memory"][index] = _bytes(entry, table.mode, folder)
+        by_seed["measured"][index] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
+        by_seed["step_ratio"][index] = _step_ratio(trial, baselines.get((entry.task, trial.device)))
+        diverged[pair] += trial.status is Status.DIVERGED
+        propensity[pair] = max(propensity[pair], entry.propensity)
+    memory, measured, step_ratio = (_mean(by_seed[word]) for word in ("memory", "measured", "step_ratio"))
+    baseline = row_of(Plan()).key
+    full = memory[:, column_of[baseline]] if baseline in column_of else np.full(shape[0], np.nan)
+    rows = zip(_distinct_task_rows(table, name), full, strict=True)
+    tasks = [replace(row, full_bytes=None if np.isnan(nbytes) else float(nbytes)) for row, nbytes in rows]
+    fields = {"diverged": diverged, "propensity": propensity, "step_ratio": step_ratio, "provenance": provenance_of(table.entries)}
+    runs = _with_diverged(by_seed["runs"], [row.blind for row in tasks])
+    return PriorData.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **fields)
+
+
+def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
+    """The index of each seed among the seeds of its task, by task and seed."""
+    pairs = sorted({(entry.task, entry.trial.seed) for entry in entries})
+    first = {task: i for i, (task, _) in reversed(list(enumerate(pairs)))}
+    return {pair: i - first[pair[0]] for i, pair in enumerate(pairs)}
+
+
+def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
+    """Predicted peak bytes; in simulate mode PEPPP's count, where the plan is one of its configurations."""
+    if mode == "simulate":
+        try:
+            return peppp_bytes(entry.task, entry.trial.plan, folder)
+        except (ParedownError, IndexError):
+            pass
+    predicted = entry.trial.predicted_peak_bytes
+    return np.nan if predicted is None else float(predicted)
+
+
+def _baseline_step_seconds(entries: Iterable[CollectedTrial]) -> dict[tuple[str, str], float]:
+    """The median step time of the trials of the baseline, by task and device."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for entry in entries:
+        if entry.trial.plan.changes_nothing and entry.trial.step_seconds:
+            seconds.setdefault((entry.task, entry.trial.device), []).append(entry.trial.step_seconds)
+    return {key: median(values) for key, values in seconds.items()}
+
+
+def _step_ratio(trial: Trial, baseline_seconds: float | None) -> float:
+    """The step time in times of the baseline's, which the trial or another trial of its task on the same device measured."""
+    if trial.step_ratio is not None:
+        return trial.step_ratio
+    return trial.step_seconds / baseline_seconds if trial.step_seconds and baseline_seconds else np.nan
+
+
+def _mean(sheet: Array) -> Array:
+    """Mean over seeds, NaN where there is none."""
+    counts = np.isfinite(sheet).sum(axis=2)
+    return np.where(counts > 0, np.nansum(sheet, axis=2) / np.maximum(counts, 1), np.nan)
+
+
+def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
+    """The runs, where those that diverged (infinite) have the error of random guessing, or else the worst of their task."""
+    finite = np.where(np.isinf(runs), np.nan, runs)
+    worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
+    replacement = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
+    return np.where(np.isinf(runs), replacement[:, None, None], runs)
+
+
+def _distinct_task_rows(table: CollectedTrials, source: str) -> list[TaskRow]:
+    """The rows of tasks with names that differ: by the whole text where short names are equal, then by a number."""
+    count, used = Counter(row.name for row in table.tasks.values()), Counter[str]()
+    rows: list[TaskRow] = []
+    for row in table.tasks.values():
+        name = row.name if count[row.name] == 1 else row.text
+        used[name] += 1
+        rows.append(replace(row, source=source, name=name if used[name] == 1 else f"{name} ({used[name]})"))
+    return rows
+
+
+def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
+    """Commit, device and versions of the trials of a prior, with the number of trials, their sweeps and today's date."""
+    groups: dict[str, list[CollectedTrial]] = {}
+    for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may be in two columns
+        trial = entry.trial
+        origin = {"commit": trial.commit, "device": trial.device, "versions": dict(trial.versions)}
+        groups.setdefault(json.dumps({field: value for field, value in origin.items() if value}, sort_keys=True), []).append(entry)
+    day = datetime.now(UTC).date().isoformat()
+    return tuple(
+        {**json.loads(origin), "trials": len(group), "sweeps": sorted({entry.sweep for entry in group}), "collected": day}
+        for origin, group in groups.items()
+    )
+
+
+# --- rows and columns --------------------------------------------------------------------------------------------------
+
+
+def row_of_task(text: str, folder: Path | None) -> TaskRow:
+    """The row of a task by its text; of a task that cannot be loaded, or is code without a folder, what the text contains."""
+    portable = portable_text(text)
+    head, _, tail = portable.partition("#")
+    data = PurePath(head.partition(":")[2] or head).name
+    data = data.removesuffix(".gz").rpartition(".")[0] or data
+    options, task = _options(tail), _task(text, folder)
+    if "superclass" in options:
+        data = f"{data}/{options['superclass']}"
+    is_text = head.startswith("text:")
+    model = options.get("model", "gpt" if is_text else "resnet18") if ".py:" not in head else ""
+    name = f"{data} {model}".strip() + (", fine-tuned" if "start" in options else "")
+    if task is None:
+        family = FAMILIES.get(model, "cnn" if model else OWN)
+        return TaskRow(name, family, data, "loss" if is_text else "error", text=portable)
+    metric, answers = task.metric if isinstance(task.metric, str) else OWN, task.data.num_answers
+    return TaskRow(
+        name, task_family(task), data, metric, answers, random_guess_error(metric, answers), steps=task.steps, text=portable
+    )
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        return parse_options(text)
+    except ParedownError:
+        return {}
+
+
+def _task(text: str, folder: Path | None) -> Task | None:
+    try:
+        return cached_task(text, folder)
+    except ParedownError:
+        return None
+
+
+def row_of(plan: Plan) -> PlanRow:
+    """The column of a plan: its label, level and features."""
+    formats = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
+    low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
+    if low and high:
+        return PlanRow(f"{low[1]} {high[1]}", plan.to_json(), "", low[1], _peppp_features(low[1], high[1]))
+    return PlanRow(_label(plan, formats), plan.to_json(), "", "", _features(plan))
+
+
+def template_row(template: str) -> PlanRow:
+    """The column of a template, whose plan differs from task to task; its feature is the budget's share of the baseline."""
+    share = re.search(r"([\d.]+)%", template)
+    return PlanRow(template, None, template, "", {"budget": float(share[1]) / 100} if share else {})
+
+
+def _label(plan: Plan, formats: dict[str, str]) -> str:
+    if plan.changes_nothing:
+        return "baseline"
+    state = {key: text for key, text in formats.items() if key != "activation"}
+    tier = next((name for name, tier_formats in STATE_FORMATS.items() if dict(tier_formats) == state), None)
+    if tier is None or len(formats) != len(plan.rules) or plan.recompute:
+        key = plan.key if plan.offload else plan.key[:2]  # labels of plans without it are as before
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:6]
+        return f"{len(plan.rules)} rules, {digest}"
+    return f"{formats.get('activation', 'unmodified')}, {tier}"
+
+
+def _features(plan: Plan) -> dict[str, float]:
+    of_role = {key: assignment.format for key, assignment in plan.rules}
+    formats = {role.value: of_role.get(role.value) for role in ROLES}
+    return {role: PLAIN_BITS if format is None else format.bits_per_value for role, format in formats.items() if role != "master"}
+
+
+def _peppp_features(low: str, high: str) -> dict[str, float]:
+    narrow, wide = parse_peppp(low), parse_peppp(high)
+    lows = dict.fromkeys(("activation", "error", "weight", "gradient"), 1.0 + sum(narrow))
+    highs = dict.fromkeys(("master", "moment1"), 1.0 + sum(wide))
+    element_bits = {"exponent": float(narrow[0]), "mantissa": float(narrow[1])}
+    return {**lows, **highs, **element_bits, "wide_exponent": float(wide[0]), "wide_mantissa": float(wide[1])}

@@ -1,0 +1,224 @@
+"""The data of a prior: errors of tasks (rows) under plans (columns), with memory, noise and provenance. It needs numpy alone.
+
+    errors, counts   mean over seeds, NaN without a run, and the number of runs; a run that diverged has the error of random guessing
+    runs             the same for each seed, (tasks, plans, seeds), NaN where there is none
+    memory           predicted peak bytes, and `measured` ones; NaN where they are not known
+    step_ratio       step time in times of the unmodified step's on the same machine; NaN where it was not measured
+    noise            of a task: standard deviation of one run about the mean of its plan, pooled over plans that ran more than once
+
+        noise^2 = sum over plans and seeds of (run - mean of the plan)^2  /  sum over plans of (seeds - 1)
+
+Plans with a run that diverged are left out of the noise: divergence says nothing about the noise of the others.
+
+>>> tasks = [TaskRow("digits", "cnn", "digits"), TaskRow("clothes", "cnn", "fashion_mnist")]
+>>> runs = np.array([[[0.02, 0.04], [0.05, 0.05]], [[0.11, 0.13], [np.nan, np.nan]]])
+>>> data = PriorData.of_runs("two", "store", tasks, [PlanRow("8 bits"), PlanRow("4 bits", template="assign 40% role")], runs)
+>>> data
+PriorData(two: 2 tasks x 2 plans, store mode, 3 of 4 entries, 6 runs, noise 0.010 to 0.014)
+>>> data.without(["digits"]).errors.round(3).tolist()
+[[0.12, nan]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paredown.errors import PriorError
+from paredown.plan.plan import Plan
+from paredown.plan.selectors import closest
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "step_ratio")
+TASK_VECTORS = ("noise", "has_seeds")
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A task that was trained. `metric`: "error" is the share of wrong answers, "loss" the cross entropy.
+
+    `answers`: number of possible answers. `blind`: the error of random guessing. `full_bytes`: bytes of the baseline, counted as
+    `memory` is. `source`: the prior that it came with. `text`: the task as `find_task` reads it.
+    """
+
+    name: str
+    family: str  # "cnn", "vit", "gpt", "mlp", ...
+    data: str
+    metric: str = "error"
+    answers: int | None = None
+    blind: float | None = None
+    full_bytes: float | None = None
+    steps: int | None = None
+    source: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A plan that tasks were trained under. `plan`: its JSON; None: it is made for each task from `template` ("assign 40% role").
+
+    `level`: plans of one level are known to differ by noise alone; "" unknown. `features`: bits per value by role, and other
+    numbers by which plans are compared. In files the field `template` has the name of version 0.1, FILE_FIELDS of study/pick/priors.py.
+    """
+
+    label: str
+    plan: Mapping[str, Any] | None = field(default=None, hash=False)
+    template: str = ""
+    level: str = ""
+    features: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+
+    @property
+    def key(self) -> str:
+        """A text that identifies the plan: the template, or the plan's key; columns with equal keys are one plan."""
+        if self.plan is None:
+            return self.template
+        return repr(Plan.from_json(self.plan).key)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PriorData:
+    """Tasks x plans, as the head of this file defines them. `provenance`: commit, device, versions, dates and sweep of each collection."""
+
+    name: str
+    mode: str  # "simulate" or "store"
+    tasks: tuple[TaskRow, ...]
+    plans: tuple[PlanRow, ...]
+    errors: Array
+    counts: Array
+    memory: Array
+    measured: Array
+    noise: Array  # (tasks,), NaN where no plan ran twice
+    provenance: tuple[Mapping[str, Any], ...] = ()
+    diverged: Array = field(default=None)  # type: ignore[assignment]  # number of runs that diverged, (tasks, plans); 0 unless given
+    propensity: Array = field(default=None)  # type: ignore[assignment]  # probability that the pair was drawn; 1 unless given
+    runs: Array = field(default=None)  # type: ignore[assignment]  # the means unless given
+    step_ratio: Array = field(default=None)  # type: ignore[assignment]  # NaN unless given
+    has_seeds: Mask = field(default=None)  # type: ignore[assignment]  # (tasks,) whether column s of `runs` is seed s; all unless given
+
+    def __post_init__(self) -> None:
+        shape = len(self.tasks), len(self.plans)
+        defaults = {"diverged": np.zeros(shape), "propensity": np.ones(shape), "runs": np.asarray(self.errors)[..., None]}
+        defaults |= {"has_seeds": np.ones(shape[0], dtype=bool), "step_ratio": np.full(shape, np.nan)}
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in (*MATRICES, "runs", *TASK_VECTORS):
+            array = np.asarray(getattr(self, name), dtype=bool if name == "has_seeds" else np.float64)
+            expected = shape if name in MATRICES else (*shape, *array.shape[2:]) if name == "runs" else shape[:1]
+            if array.shape != expected:
+                raise PriorError(
+                    f"{name} of prior {self.name!r} is {array.shape}; {shape[0]} tasks and {shape[1]} plans need {expected}."
+                )
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        for what, rows in (("tasks", [task.name for task in self.tasks]), ("plans", [plan.label for plan in self.plans])):
+            if len(set(rows)) != len(rows):
+                twice = next(row for row in rows if rows.count(row) > 1)
+                raise PriorError(f"prior {self.name!r} has one of its {what} twice: {twice!r}. Names and labels must differ.")
+
+    @staticmethod
+    def of_runs(name: str, mode: str, tasks: Sequence[TaskRow], plans: Sequence[PlanRow], runs: Array, **fields: Any) -> PriorData:
+        """A prior from single runs (tasks, plans, seeds), NaN where there is none; `fields` are the other fields, unknown unless given."""
+        runs, shape = np.asarray(runs, dtype=np.float64), (len(tasks), len(plans))
+        counts = np.isfinite(runs).sum(axis=2)
+        errors = np.where(counts > 0, np.nansum(runs, axis=2) / np.maximum(counts, 1), np.nan)
+        diverged = fields.get("diverged", np.zeros(shape))
+        missing: dict[str, Any] = {word: np.full(shape, np.nan) for word in ("memory", "measured") if word not in fields}
+        noise = pooled_noise(np.where((diverged > 0)[..., None], np.nan, runs))
+        return PriorData(name, mode, tuple(tasks), tuple(plans), errors, counts, noise=noise, runs=runs, **{**missing, **fields})
+
+    @property
+    def levels(self) -> NDArray[np.intp] | None:
+        """The level of each plan as a number, (plans,); None where a plan has no level."""
+        if not all(plan.level for plan in self.plans):
+            return None
+        names = list(dict.fromkeys(plan.level for plan in self.plans))
+        return np.array([names.index(plan.level) for plan in self.plans])
+
+    def row(self, name: str) -> int:
+        """The row of a task by name."""
+        names = [task.name for task in self.tasks]
+        if name not in names:
+            raise PriorError(f"prior {self.name!r} has no task {name!r}. Closest: {closest(name, names)}.")
+        return names.index(name)
+
+    def rows(self, names: Iterable[str]) -> PriorData:
+        """The prior with these tasks alone, in this order."""
+        return self._selected([self.row(name) for name in names])
+
+    def without(self, tasks: Iterable[str]) -> PriorData:
+        """The prior without these tasks."""
+        left_out = {self.row(name) for name in tasks}
+        return self._selected([i for i in range(len(self.tasks)) if i not in left_out])
+
+    def _selected(self, indices: Sequence[int]) -> PriorData:
+        arrays = {name: getattr(self, name)[list(indices)] for name in (*MATRICES, "runs", *TASK_VECTORS)}
+        return replace(self, tasks=tuple(self.tasks[i] for i in indices), **arrays)
+
+    def __repr__(self) -> str:
+        is_observed, known = np.isfinite(self.errors), self.noise[np.isfinite(self.noise)]
+        noise = f", noise {known.min():.3f} to {known.max():.3f}" if len(known) else ""
+        size = f"{len(self.tasks)} tasks x {len(self.plans)} plans, {self.mode} mode"
+        return f"PriorData({self.name}: {size}, {is_observed.sum()} of {is_observed.size} entries, {int(self.counts.sum())} runs{noise})"
+
+
+def pooled_noise(runs: Array) -> Array:
+    """Standard deviation of one run about its plan's mean, (tasks,); NaN where no plan ran twice."""
+    counts = np.isfinite(runs).sum(axis=2)
+    means = np.nansum(runs, axis=2) / np.maximum(counts, 1)
+    squares = np.nansum((runs - means[..., None]) ** 2, axis=(1, 2))
+    degrees_of_freedom = np.maximum(counts - 1, 0).sum(axis=1)
+    return np.where(degrees_of_freedom > 0, np.sqrt(squares / np.maximum(degrees_of_freedom, 1)), np.nan)
+
+
+def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
+    """One prior with all tasks and all plans of `parts`; a plan of several parts is one column, a task of two parts is two rows."""
+    modes = list(dict.fromkeys(part.mode for part in parts))
+    if len(modes) != 1:
+        raise PriorError(f"only priors of one mode can be joined; these have {', '.join(modes) or 'none'}.")
+    columns = {plan.key: plan for part in reversed(parts) for plan in reversed(part.plans)}
+    keys = list(dict.fromkeys(plan.key for part in parts for plan in part.plans))
+    column_of = {key: i for i, key in enumerate(keys)}
+    names = _distinct_names([(task.name, part.name) for part in parts for task in part.tasks])
+    tasks = [replace(task, name=new) for task, new in zip((t for part in parts for t in part.tasks), names, strict=True)]
+    labels = _distinct_names([(columns[key].label, f"column {i}") for i, key in enumerate(keys)])
+    plans = [replace(columns[key], label=label) for key, label in zip(keys, labels, strict=True)]
+    part_columns = [np.array([column_of[plan.key] for plan in part.plans], dtype=np.intp) for part in parts]
+    depth = max(part.runs.shape[2] for part in parts)
+    matrices = {
+        word: [_spread(part, word, at, len(keys)) for part, at in zip(parts, part_columns, strict=True)] for word in MATRICES
+    }
+    runs = [_spread(part, "runs", at, len(keys), depth) for part, at in zip(parts, part_columns, strict=True)]
+    arrays = {word: np.concatenate(parts_of_matrix) for word, parts_of_matrix in matrices.items()} | {"runs": np.concatenate(runs)}
+    of_tasks: dict[str, Any] = {word: np.concatenate([getattr(part, word) for part in parts]) for word in TASK_VECTORS}
+    provenance = tuple(record for part in parts for record in part.provenance)
+    return PriorData(name, modes[0], tuple(tasks), tuple(plans), provenance=provenance, **arrays, **of_tasks)
+
+
+def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int = 0) -> Array:
+    """A matrix of `part` in `columns` of a matrix with `num_columns` columns."""
+    array = getattr(part, name)
+    tail = (depth,) if depth else ()
+    empty = 0.0 if name in ("counts", "diverged", "propensity") else np.nan
+    matrix = np.full((len(part.tasks), num_columns, *tail), empty)
+    if depth:
+        matrix[:, columns, : array.shape[2]] = array
+    else:
+        matrix[:, columns] = array
+    return matrix
+
+
+def _distinct_names(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Names that differ: the second of two equal names gets its origin in parentheses."""
+    names: list[str] = []
+    for name, origin in pairs:
+        distinct, number = name, 2
+        while distinct in names:
+            distinct, number = (f"{name} ({origin})", number) if distinct == name else (f"{name} ({origin}, {number})", number + 1)
+        names.append(distinct)
+    return names

@@ -1,0 +1,148 @@
+"""The answer of a pick in sentences: why this plan, how certain that is, its step time, what the trials cost, or why nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paredown.sizes import say_bytes, say_bytes_twice
+from paredown.study.pick.acquisition import ENOUGH
+from paredown.study.pick.answer import Frontier, Point, comparable_times
+from paredown.study.pick.pareto import SAME_TIME
+from paredown.study.pick.posterior import AS_ACCURATE
+from paredown.study.pick.task_prior import TaskPrior
+from paredown.study.tasks.trial import Status, Trial, say_step
+
+NUM_NAMED_TIES = 3  # labels in a reason
+CHANNELS_LAST_ADVICE = "With convolutions, Task(..., channels_last=True) avoids copies to another memory layout."
+UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED, Status.INFEASIBLE)  # trials without an error
+DECIDED = "Stopped early: every smaller plan is within the margin with too small a probability."
+TIMED = {"measured": "measured", "predicted": "predicted", "prior": "the mean of prior tasks"}  # by `step_source`
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """The sentences of an answer, from budget, baseline bytes, trials of this pick, prior, and other known trials."""
+
+    budget_bytes: int
+    full_bytes: int
+    trials: tuple[Trial, ...]
+    task_prior: TaskPrior
+    others: tuple[Trial, ...] = ()
+
+    def reason(self, point: Point, certainty: str, early: str, ratios: Sequence[float] = ()) -> str:
+        """Why this plan: its peak, its expected error, how certain the choice is, and why trials ended early, if they did.
+
+        `ratios`: measured over predicted peaks of the trials.
+        """
+        share = f"{100 * point.predicted_bytes / max(self.full_bytes, 1):.0f} % of the baseline"
+        peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(self.budget_bytes)} ({share})"
+        error = f"error {point.mean:.4f} +- {point.deviation:.4f} (standard deviation), {self._evidence(point)}"
+        more = f", {_corrected(point, ratios)}" if point.needs > point.predicted_bytes else ""
+        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", certainty, early]
+        return " ".join(part for part in parts if part)
+
+    def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
+        """Further facts: the cost, failed trials, a measured peak above the budget, plans that were left out."""
+        notes: list[str] = []
+        if self.trials:
+            notes.append(self._cost())
+        bad = [trial for trial in self.trials if trial.status in (Status.DIVERGED, Status.OUT_OF_MEMORY, Status.FAILED)]
+        notes += [f"seed {trial.seed}, {trial.status.value}: {trial.reason}" for trial in bad]
+        if point.measured_bytes is not None and point.measured_bytes > self.budget_bytes:
+            notes.append(
+                f"its measured peak, {say_bytes(point.measured_bytes)}, is above the budget: it includes the workspace of operators"
+            )
+        if point.source == "features":
+            notes.append("no prior task was trained under it: its error is predicted from similar plans")
+        if num_left_out:
+            notes.append(f"{num_left_out} plans of the prior cannot be made for this step")
+        if not has_unit and all(trial.error is None for trial in (*self.trials, *self.others)):
+            notes.append("the error of random guessing is not known in this metric: errors are relative to it")
+        return tuple(notes)
+
+    def _evidence(self, point: Point) -> str:
+        num_own, num_others = (sum(trial.status not in UNFINISHED for trial in trials) for trials in (self.trials, self.others))
+        num_tasks = self.task_prior.prior.num_tasks
+        after = f"after {num_own} trial{'s' * (num_own != 1)}"
+        trials = f"{after} of its own and {num_others} known before" if num_others else after if num_own else "without a trial"
+        measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
+        return f"{trials}{measured} and from {num_tasks} prior task{'s' * (num_tasks != 1)} ({self.task_prior.prior_data.name})"
+
+    def _cost(self) -> str:
+        seconds = sum(trial.seconds or 0.0 for trial in self.trials)
+        peak = max((trial.measured_peak_bytes or trial.predicted_peak_bytes or 0 for trial in self.trials), default=0)
+        return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
+
+
+def _corrected(point: Point, ratios: Sequence[float]) -> str:
+    """The peak that counts where trials took more than predicted."""
+    if point.measured_bytes is not None:
+        return f"measured {say_bytes(point.needs)}"
+    least, most = (f"{ratio:.2f}" for ratio in (min(ratios, default=1.0), max(ratios, default=1.0)))
+    took = f"{least} times its prediction" if least == most else f"{least} to {most} times their predictions"
+    trials = "the trial" if len(ratios) == 1 else f"{len(ratios)} trials"
+    return f"{say_bytes(point.needs)} with what trials took beyond their prediction ({trials} measured {took})"
+
+
+def stopped_early(point: Point) -> str:
+    """Why trials ended before the last one, with this plan as the choice."""
+    if point.plan.quantizes_nothing:
+        return "Stopped early: nothing is quantized under this plan, so that its errors are the baseline's."
+    return (
+        f"Stopped early: more trials are not expected to lower the error by more than {ENOUGH:.0%} of one run's standard deviation."
+    )
+
+
+def explain_nothing_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
+    """Why no plan is picked although some fit by prediction: none of them could be trained within the budget."""
+    last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
+    details = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
+    if excess := max((point.needs - point.predicted_bytes for point in within), default=0):
+        details += f" Trials took up to {say_bytes(excess)} more than predicted; {_least(within)} {CHANNELS_LAST_ADVICE}"
+    head = f"{len(within)} plans fit by their predicted peaks and none could be trained within the budget."
+    return f"{head}{details} Raise the budget, or lower the batch."
+
+
+def _least(points: Sequence[Point]) -> str:
+    least = min(points, key=lambda point: (not point.trains, point.needs))
+    if least.measured_bytes is not None:
+        return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
+    return f"with that the smallest, {least.label}, needs {say_bytes(least.needs)}."
+
+
+def explain_nothing_fits(least: Point, budget_bytes: int) -> str:
+    """Why no plan is picked: the smallest predicted peak is above the budget."""
+    smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
+    return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
+
+
+def say_ties(ties: Sequence[str], num_fits: int) -> str:
+    """How many of the other plans that fit may be as good."""
+    if num_fits == 1:
+        return "No other plan fits."
+    if not ties:
+        return f"None of the {num_fits - 1} other plans that fit is likely to be better."
+    more = f" and {len(ties) - NUM_NAMED_TIES} more" if len(ties) > NUM_NAMED_TIES else ""
+    named = ", ".join(map(repr, ties[:NUM_NAMED_TIES]))  # quoted, since labels contain commas
+    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {named}{more}."
+
+
+def say_time(frontier: Frontier, point: Point, budget_bytes: int, *, is_by_error: bool = True) -> str:
+    """The step time of the picked plan; where the least error is looked for (`is_by_error`), also those of plans that are as accurate."""
+    if not point.step_source:
+        return "No step time was measured."
+    step = f"{say_step(point.step_seconds, point.step_ratio)} ({TIMED[point.step_source]})"
+    others = frontier.as_accurate(point.label, budget_bytes) if is_by_error else ()
+    if not others:
+        return f"Its step time is {step}."
+    plans = "1 other plan that fits is" if len(others) == 1 else f"{len(others)} other plans that fit are"
+    apart = f"mean errors at most {frontier.tie_error:.4f} apart, {AS_ACCURATE:g} standard deviations of a run"
+    head = f"{plans} as accurate as this one ({apart})"
+    own, *times = comparable_times(other.step_time for other in (point, *others))
+    known = [time for time in times if time == time]
+    if not known:
+        return f"{head}; none of them has a known step time, its own is {step}."
+    among = "" if len(known) == len(others) else f"of the {len(known) + 1} with a known step time "
+    rank = "the quickest" if own <= min(known) else f"within {SAME_TIME:.0%} of the quickest"
+    return f"{head}; {among}it is {rank}: {step}."

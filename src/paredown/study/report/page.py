@@ -1,0 +1,122 @@
+"""`render(record)`: one self-contained HTML page of a record; it loads no other files and uses no network.
+
+The page embeds the record as JSON, escaped so that no text can close the script element. One script draws it with text nodes only, so
+names of tasks, plans and slots are never parsed as markup. The Content-Security-Policy allows this script and style by hash, nothing else.
+
+>>> page = render(Record("</script><script>alert(1)</script>"))
+>>> page.count("<script"), "alert(1)</script>" in page
+(2, False)
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from functools import lru_cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from paredown.errors import ReportError
+from paredown.serial import save_text
+from paredown.sizes import say_bytes
+from paredown.study.report.record import Record
+from paredown.study.tasks.trial import say_step
+from paredown.tables import Table
+
+SCRIPTS = ("words.js", "tips.js", "labels.js", "frontier.js", "memory.js", "tables.js", "curves.js", "page.js")
+MARKER = re.compile(r"\{\{(\w+)\}\}")
+ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
+
+
+def render(record: Record, *, live: str = "") -> str:
+    """The HTML page of a record; `live` is the path of the event stream of a served page."""
+    value = record.to_json()
+    parts = {
+        "policy": escape(policy(is_live=bool(live))),
+        "title": escape(value["title"]),
+        "style": style(),
+        "live": escape(live),
+        "plain": in_plain(value),
+        "data": embedded(value),
+        "script": script(),
+    }
+    return MARKER.sub(lambda match: parts[match[1]], asset("page.html"))
+
+
+def write(record: Record, path: str | os.PathLike[str]) -> None:
+    """Write the page to a file, whole or not at all."""
+    save_text(path, render(record), ReportError)
+
+
+def embedded(value: dict[str, Any]) -> str:
+    """The JSON of a record, escaped for a script element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
+
+
+def policy(*, is_live: bool) -> str:
+    """The Content-Security-Policy: the script and style of the page, and for a live page connections to its server."""
+    allowed = [
+        f"script-src '{_hash(script())}'",
+        f"style-src '{_hash(style())}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    return "; ".join(["default-src 'none'", *allowed, *(["connect-src 'self'"] if is_live else [])])
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@lru_cache(maxsize=1)
+def script() -> str:
+    """All scripts in one function, so that their names are not global."""
+    return '"use strict";\n(() => {\n' + "\n".join(asset(name) for name in SCRIPTS) + "\n})();\n"
+
+
+@lru_cache(maxsize=1)
+def style() -> str:
+    """The style sheet."""
+    return asset("page.css")
+
+
+def asset(name: str) -> str:
+    """The text of a file in static/."""
+    return (files("paredown.study.report") / "static" / name).read_text(encoding="utf-8")
+
+
+def in_plain(value: dict[str, Any]) -> str:
+    """Tables of the plans for browsers without JavaScript; `value` is the JSON of the record."""
+    parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
+    for study in value["studies"]:
+        parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(study['reason'])}</p>")
+        parts.append(_plain_table(study).to_html() if study["marks"] else "")
+    return "".join(parts)
+
+
+def _plain_table(study: dict[str, Any]) -> Table:
+    """Peaks and errors of the plans; posterior means have a column of their own where they are not the measured errors."""
+    marks, metric = study["marks"], study["metric"]
+    has_posterior = any(mark["error"] != mark["measured"] for mark in marks if mark["error"] is not None)
+    keys = {f"measured {metric}": "measured", "posterior mean": "error"} if has_posterior else {metric: "error"}
+    has_times = any(mark["step_source"] for mark in marks)
+    rows = [
+        (
+            mark["label"],
+            say_bytes(mark["nbytes"]),
+            *(_number(mark[key]) for key in keys.values()),
+            *([say_step(mark["step_seconds"], mark["step_ratio"])] if has_times else []),
+        )
+        for mark in marks[:PLAIN_ROWS]
+    ]
+    return Table(("plan", "peak", *keys, *(["step time"] if has_times else [])), rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,405 @@
+"""The parts of a report's record, and how they are made from picks, trials and footprints.
+
+    Study             one task: its plans on a chart (PlanMark), the best plan for each budget (BudgetPick), memory by plan (MemoryUse)
+    ReportedTrial     a trial, with the label of its plan instead of the plan
+    ReportedProgress  numbers of waiting, running and finished trials of a sweep
+
+ModuleBytes, SlotRow and BudgetPick are NamedTuples, which are lists in JSON, since a record has many of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from paredown.errors import ReportError
+from paredown.plan.explanation import explain_slots
+from paredown.plan.footprint import footprint
+from paredown.plan.plan import Plan
+from paredown.plan.trace import Trace
+from paredown.sizes import say_bytes
+from paredown.study.pick.answer import Picked, Point
+from paredown.study.sweeps.plan_labels import BASELINE, Labels
+from paredown.study.tasks.trial import Status, Trial, standard_error
+
+NINE_OF_TEN = "Intervals: the mean error is inside with a probability of 90 %."
+SEEDS = "Errors are means over seeds; intervals are one standard error of the mean to each side, and one seed has none."
+
+
+@dataclass(frozen=True)
+class PlanMark:
+    """A plan on the chart: the bytes compared with a budget, and the mean error over runs; error None: no run of it finished."""
+
+    label: str
+    nbytes: int
+    error: float | None = None
+    low: float | None = None  # the interval of `error`
+    high: float | None = None
+    measured: float | None = None  # mean error of the finished trials
+    measured_bytes: int | None = None
+    num_trials: int = 0  # finished trials, whose mean is `measured`
+    on_front: bool = False
+    note: str = ""
+    words: tuple[str, ...] = ()  # the plan as text, a line for each rule
+    predicted_bytes: int | None = None  # set if it differs from `nbytes` because trials took more than predicted
+    step_seconds: float | None = None  # median step time
+    step_ratio: float | None = None  # in times of the unmodified step's
+    step_source: str = ""  # "measured", "predicted" or "prior"
+
+
+class BudgetPick(NamedTuple):
+    """The best plan for budgets from `nbytes` up to the next row."""
+
+    nbytes: int
+    label: str
+
+
+class ModuleBytes(NamedTuple):
+    """Bytes that a module stores in a role at the peak."""
+
+    module: str
+    role: str
+    nbytes: int
+
+
+class SlotRow(NamedTuple):
+    """How a slot is stored under a plan, and why (plan/explanation.py); `written_bytes` are those of the baseline."""
+
+    slot: str
+    role: str
+    written_bytes: int
+    nbytes: int
+    format: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of a step under a plan: bytes at the peak by role and by module, and every slot."""
+
+    label: str
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    by_role: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+    places: tuple[ModuleBytes, ...] = ()
+    slots: tuple[SlotRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """The results of one task. `written`: the label of the baseline; `full_bytes`: its peak memory."""
+
+    task: str
+    metric: str = "error"
+    written: str = ""
+    full_bytes: int | None = None
+    budget_bytes: int | None = None
+    picked: str = ""  # a label; empty if no plan fits, or no budget was given
+    reason: str = ""
+    ties: tuple[str, ...] = ()
+    band: str = ""  # what intervals mean, as a sentence
+    marks: tuple[PlanMark, ...] = ()
+    picks: tuple[BudgetPick, ...] = ()  # by rising bytes
+    kept: tuple[MemoryUse, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        labels = [mark.label for mark in self.marks]
+        if len(set(labels)) < len(labels):
+            raise ReportError(f"task {self.task!r}: two plans have the same label; give each plan its own.")
+        for label in (pick.label for pick in self.picks):
+            if label not in labels:
+                raise ReportError(f"task {self.task!r}: {label!r} is picked, but it is none of the {len(labels)} plans of `marks`.")
+        if list(self.picks) != sorted(self.picks, key=lambda pick: pick.nbytes):
+            raise ReportError(f"task {self.task!r}: `picks` must be sorted by rising bytes; these are not.")
+
+    def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
+        """This study with further footprints, and with label and peak of the baseline if it had none."""
+        known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
+        return replace(self, kept=(*self.kept, *kept), **known)
+
+
+@dataclass(frozen=True)
+class ReportedTrial:
+    """A trial as a row of the report."""
+
+    task: str
+    plan: str  # its label
+    seed: int
+    status: str
+    error: float | None = None
+    loss: float | None = None
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+    seconds: float | None = None
+    step_seconds: float | None = None
+    step_ratio: float | None = None
+    reason: str = ""
+    device: str = ""
+    commit: str = ""
+    curve: tuple[tuple[int, float], ...] = ()  # (step, training loss)
+    finished_at: str = ""  # ISO 8601, UTC; empty: unknown
+    host: str = ""  # "host 1" and so on, since a page can be shared
+
+
+@dataclass(frozen=True)
+class ReportedProgress:
+    """Numbers of trials of a sweep: waiting, running, and finished by status."""
+
+    sweep: str
+    waiting: int = 0
+    running: int = 0
+    by_status: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+
+
+def choose(marks: Iterable[PlanMark]) -> tuple[BudgetPick, ...]:
+    """The best plan for each budget: the least error, among equals the fewest bytes.
+
+    >>> choose([PlanMark("a", 10, 0.5), PlanMark("b", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 5)])
+    (BudgetPick(nbytes=10, label='a'), BudgetPick(nbytes=30, label='c'))
+    """
+    picks: list[BudgetPick] = []
+    least = float("inf")
+    known = [(mark.nbytes, mark.error, mark.label) for mark in marks if mark.error is not None]
+    for nbytes, error, label in sorted(known):
+        if error < least:
+            picks.append(BudgetPick(nbytes, label))
+            least = error
+    return tuple(picks)
+
+
+MOST_LINES = 40  # lines of a plan on a page
+
+
+def in_words(plan: Plan) -> tuple[str, ...]:
+    """The plan as text, a line for each rule, at most MOST_LINES."""
+    lines = plan.explain().splitlines()
+    more = [f"and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES else []
+    return (*lines[:MOST_LINES], *more)
+
+
+# --- studies from picks, trials and footprints -----------------------------------------------------------------------
+
+BAND = 1.645  # standard deviations: 90 % of a normal distribution lie within
+MOST_POINTS = 60  # points of a curve
+LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuBLAS
+
+
+def study_of_pick(picked: Picked) -> Study:
+    """The study of a pick."""
+    frontier = picked.frontier
+    counts = Counter(trial.plan.key for trial in picked.trials)
+    marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
+    written = next((point.label for point in frontier.points if point.plan.changes_nothing), "")
+    steps = sorted({point.needs for point in frontier.points if point.trains})
+    picks = [BudgetPick(nbytes, frontier.best(nbytes).label) for nbytes in steps]
+    kept = tuple(pick for i, pick in enumerate(picks) if i == 0 or pick.label != picks[i - 1].label)
+    return Study(
+        picked.task,
+        metric=frontier.metric,
+        written=written,
+        full_bytes=picked.full_bytes,
+        budget_bytes=picked.budget_bytes,
+        picked=picked.label if picked.plan is not None else "",
+        reason=picked.reason,
+        ties=picked.ties,
+        band=NINE_OF_TEN,
+        marks=marks,
+        picks=kept,
+        notes=(*picked.notes, *_prior_note(picked)),
+    )
+
+
+def _mark(point: Point, num_trials: int) -> PlanMark:
+    half = BAND * point.deviation
+    notes = {"prior": "predicted from prior tasks", "features": "predicted from its formats alone: no prior task has this plan"}
+    failure = "its trials failed" if num_trials else "it, or a smaller plan, ran out of memory"
+    texts = [notes.get(point.source, "")] if point.trains else [failure]
+    if point.measured_bytes is None and point.needs > point.predicted_bytes:
+        texts.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
+    return PlanMark(
+        point.label,
+        point.needs,
+        error=point.mean if point.trains else None,
+        low=max(0.0, point.mean - half) if point.trains else None,
+        high=point.mean + half if point.trains else None,
+        measured=point.measured,
+        measured_bytes=point.measured_bytes,
+        num_trials=num_trials,
+        on_front=point.on_front,
+        note="; ".join(filter(None, texts)),
+        words=in_words(point.plan),
+        predicted_bytes=point.predicted_bytes if point.needs > point.predicted_bytes else None,
+        step_seconds=point.step_seconds,
+        step_ratio=point.step_ratio,
+        step_source=point.step_source,
+    )
+
+
+def _prior_note(picked: Picked) -> list[str]:
+    """A note on the prior and its most similar tasks; none without a prior."""
+    if not picked.prior:
+        return []
+    most = ", ".join(f"{name} ({weight:.0%})" for name, weight in picked.used[:3])
+    return [f"Fitted to the tasks of the prior {picked.prior}{f'; the largest weights: {most}' if most else ''}."]
+
+
+def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
+    """The study of measured trials: a mark for each plan with known bytes, and means over seeds."""
+    by_label: dict[str, list[Trial]] = {}
+    for trial in with_baseline_steps(trials):
+        by_label.setdefault(labels.of(trial.plan, task), []).append(trial)
+    metric = (
+        "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"
+    )  # a trial has no field for its metric; error rates are at most 1
+    marks = [mark for label, runs in by_label.items() if (mark := _measured(label, runs, metric)) is not None]
+    picks = choose(marks)
+    front = {pick.label for pick in picks}
+    on_front = (replace(mark, on_front=mark.label in front) for mark in marks)
+    marks = tuple(sorted(on_front, key=lambda mark: (mark.nbytes, mark.label)))
+    written = next((labels.of(trial.plan, task) for trial in trials if trial.plan.changes_nothing), "")
+    full = next((mark.nbytes for mark in marks if mark.label == written), None)
+    return Study(task, metric=metric, written=written, full_bytes=full, band=SEEDS, marks=marks, picks=picks)
+
+
+def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
+    """The mark of a plan from its trials; None if no trial has a peak."""
+    sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
+    measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
+    if not sizes and not measured:
+        return None
+    errors = [trial.error for trial in trials if trial.status is Status.DONE and trial.error is not None]
+    mean, half = fmean(errors) if errors else None, standard_error(errors)
+    ended = {status.value: sum(trial.status is status for trial in trials) for status in Status if status is not Status.DONE}
+    others = ", ".join(f"{num} of {len(trials)} {status.replace('_', ' ')}" for status, num in ended.items() if num)
+    return PlanMark(
+        label,
+        max(sizes or measured),
+        error=mean,
+        low=None if mean is None or half is None else mean - half,
+        high=None if mean is None or half is None else mean + half,
+        measured=mean,
+        measured_bytes=max(measured, default=None),
+        num_trials=len(errors),
+        note="; ".join(filter(None, (_say_seeds(len(errors), half, metric), others))),
+        words=in_words(trials[0].plan),
+        **_step_time(trials),
+    )
+
+
+def with_baseline_steps(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials of a task; those without a baseline's step time get the median of the baseline's trials on their device."""
+    by_device: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial.plan.changes_nothing and trial.step_seconds is not None:
+            by_device.setdefault(trial.device, []).append(trial.step_seconds)
+    known = {device: median(seconds) for device, seconds in by_device.items()}
+    return [
+        trial
+        if trial.baseline_step_seconds is not None or trial.device not in known
+        else replace(trial, baseline_step_seconds=known[trial.device])
+        for trial in trials
+    ]
+
+
+def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
+    """The fields of a mark's step time: the median ratio, and the median seconds if all trials ran on one device."""
+    timed = [trial for trial in trials if trial.step_seconds is not None]
+    ratios = [trial.step_ratio for trial in timed if trial.step_ratio is not None]
+    seconds = [trial.step_seconds for trial in timed if trial.step_seconds is not None]
+    is_one_device = len({trial.device for trial in timed}) == 1
+    return {
+        "step_seconds": median(seconds) if is_one_device else None,
+        "step_ratio": median(ratios) if ratios else None,
+        "step_source": "measured" if timed else "",
+    }
+
+
+def _say_seeds(num: int, standard: float | None, metric: str) -> str:
+    """The number of seeds and the standard error of their mean, in the units of the page.
+
+    >>> _say_seeds(3, 0.0058, "error"), _say_seeds(2, 0.25, "loss"), _say_seeds(1, None, "error")
+    ('mean of 3 seeds, standard error 0.58 points', 'mean of 2 seeds, standard error 0.25', 'one seed: no standard error')
+    """
+    if standard is None:
+        return "one seed: no standard error" if num else ""
+    size = f"{100 * standard:.2f} points" if metric == "error" else f"{standard:.4g}"
+    return f"mean of {num} seeds, standard error {size}"
+
+
+def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
+    """A trial as a row of the report, with its curve if `has_curve`."""
+    return ReportedTrial(
+        trial.task,
+        label,
+        trial.seed,
+        trial.status.value,
+        error=trial.error,
+        loss=trial.loss,
+        predicted_bytes=trial.predicted_peak_bytes,
+        measured_bytes=trial.measured_peak_bytes,
+        seconds=trial.seconds,
+        step_seconds=trial.step_seconds,
+        step_ratio=trial.step_ratio,
+        reason=trial.reason,
+        device=trial.device,
+        commit=trial.commit,
+        curve=thin(trial.curve) if has_curve else (),
+    )
+
+
+def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[tuple[int, float], ...]:
+    """A curve of at most `most` points, each the mean of consecutive points, rounded to four digits.
+
+    >>> thin([(1, 4.0), (2, 2.0), (3, 1.0), (4, 0.123456)], 2)
+    ((2, 3.0), (4, 0.5617))
+    """
+    width = -(-len(curve) // most) or 1
+    groups = [curve[i : i + width] for i in range(0, len(curve), width)]
+    return tuple((group[-1][0], float(f"{fmean(loss for _, loss in group):.4g}")) for group in groups)
+
+
+def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
+    """The memory of a step under each of these plans, by label."""
+    return tuple(_kept(trace, label, plan) for label, plan in plans.items())
+
+
+def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
+    foot = footprint(trace, plan)
+    by_role = {role.value: nbytes for role, nbytes in foot.at_peak.items()}
+    by_role |= {LIBRARIES: foot.workspace_bytes} if foot.workspace_bytes else {}
+    return MemoryUse(
+        label,
+        foot.peak_bytes,
+        foot.low_bytes,
+        foot.high_bytes,
+        by_role=by_role,
+        places=tuple(ModuleBytes(module, role.value, nbytes) for (module, role), nbytes in foot.places_at_peak().items()),
+        slots=tuple(
+            SlotRow(row.slot, row.role.value, row.baseline_bytes, row.nbytes, row.format, row.what, row.why)
+            for row in explain_slots(trace, plan)
+        ),
+        notes=foot.notes,
+    )
+
+
+def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
+    """Plans whose memory a report shows: the baseline, the picked plan, and at most `most` of the Pareto front."""
+    points = picked.frontier.points
+    plans = {point.label: point.plan for point in points if point.plan.changes_nothing} or {BASELINE: Plan()}
+    plans |= {picked.label: picked.plan} if picked.plan is not None else {}
+    plans |= {point.label: point.plan for point in _spread(picked.frontier.front(), most) if point.label not in plans}
+    return plans
+
+
+def _spread(points: Sequence[Point], most: int) -> Iterable[Point]:
+    """At most `most` of the points, evenly spaced from the first to the last."""
+    if len(points) <= most:
+        return points
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]

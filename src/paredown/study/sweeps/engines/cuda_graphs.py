@@ -1,0 +1,474 @@
+"""Simulated trials in parallel on a GPU: runs that differ only in data, learning rate, formats and seed share captured CUDA graphs.
+
+>>> from paredown.study.tasks.evaluate import make_setting
+>>> settings = [make_setting("digits#model=mlp,steps=5", Plan.uniform(activation=text), mode="simulate") for text in ("e4m3", "e5m2")]
+>>> bench = GraphBench(num_lanes=2)
+>>> for number, setting in enumerate(settings):
+...     bench.add(number, setting)
+>>> sorted((number, trial.status.value) for number, trial in bench.run())
+[(0, 'done'), (1, 'done')]
+
+Results equal those of `evaluate` on the same device, bit for bit. Runs that cannot share a graph (`why_alone`) are trained by `evaluate`.
+
+`GraphsEngine` has one long-lived process with a GraphBench for each GPU. Trials are sent to it through a pipe, results returned as JSON.
+When it dies, its trials run again, each in a process of its own (engines/engine.py), as do trials in store mode, so that a trial that kills
+its process does not affect others again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+
+from paredown.codec.runtime_formats import is_live, is_narrow
+from paredown.plan.plan import Plan
+from paredown.simulate.rounded_values import MODES, Simulate
+from paredown.study.sweeps.engines.engine import (
+    PRELOAD,
+    Engine,
+    LocalEngine,
+    RunTrial,
+    TrialResources,
+    cause_of,
+    check_run,
+    failed,
+    kill_group,
+    of_error,
+    settle,
+    without_main,
+)
+from paredown.study.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
+from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
+from paredown.study.tasks.data import Pair
+from paredown.study.tasks.evaluate import curve_of, deterministic, empty_trial, evaluate, is_out_of_memory, seeded
+from paredown.study.tasks.task import RULES
+from paredown.study.tasks.training import FUSED, TrainingSetup
+from paredown.study.tasks.trial import Status, Trial
+
+log = logging.getLogger("paredown")
+NUM_LANES = 8
+MAX_GROUPS = 3  # groups of runs whose graphs are kept
+MAX_REASON_CHARS = 200
+MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
+
+
+def why_alone(setting: TrainingSetup) -> str | None:
+    """Why a training run cannot share a captured CUDA graph with others; None if it can."""
+    settings, mode = setting.task.settings, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
+    if not isinstance(mode, Simulate):
+        return "it is not simulated, and tensors that are stored in different formats have different sizes"
+    if mode.raised is not None or mode.first_weights == "exact":
+        return "what happens in a step depends on the steps before"
+    if RULES[settings.optimizer].kind not in FUSED:
+        return f"torch has no {settings.optimizer} that reads its learning rate from memory"
+    if settings.options.get("dampening"):
+        return "the first step of SGD with dampening differs from the others"
+    if settings.loss_scale is not None:
+        return "torch.amp.GradScaler synchronizes with the device in each step"
+    if not all(is_live(assignment.format) for _, assignment in setting.plan.rules):
+        return "formats with blocks or tables are fixed in a graph"
+    return None
+
+
+def kind_of(setting: TrainingSetup) -> Any:
+    """The key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
+    task, settings = setting.task, replace(setting.task.settings, lr=1.0, schedule="constant")
+    mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
+    options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
+    x, answers = next(iter(task.data.tests(1, device=torch.device("cpu"))))
+    shapes = (x.shape[1:], x.dtype, answers.shape[1:], answers.dtype, task.batch, getattr(task.data, "look", None))
+    fixed = (
+        model_key(task.make_model),
+        task.loss,
+        task.judge,
+        task.autocast,
+        task.channels_last,
+        settings.optimizer,
+        options,
+        settings.max_norm,
+        settings.loss_factor,
+    )
+    return (*fixed, mode, shapes, str(setting.device), rounding_key(setting.plan))
+
+
+def model_key(make: Callable[..., Any]) -> Any:
+    """A key that is equal for functions that make the same model: partials of one function with equal arguments."""
+    if isinstance(make, partial):
+        return (model_key(make.func), tuple(map(model_key, make.args)), tuple(sorted(make.keywords.items())))
+    return make
+
+
+def rounding_key(plan: Plan) -> Any:
+    """The part of a plan that a graph fixes: its selectors, rounding modes, and whether TF32 represents each format exactly."""
+    return tuple((key, a.rounding, a.format is None, is_narrow(a.format)) for key, a in plan.rules)
+
+
+class QueuedTraining(NamedTuple):
+    """A training that was added to a bench, with the caller's key."""
+
+    key: Any
+    setting: TrainingSetup
+
+
+@dataclass
+class GraphGroup:
+    """Runs that share graphs: the queue, and the lanes with these graphs."""
+
+    queue: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
+    lanes: list[Lane] = field(default_factory=list[Lane])
+
+    @property
+    def idle(self) -> list[Lane]:
+        """Lanes without a run."""
+        return [lane for lane in self.lanes if lane.run is None]
+
+
+class GraphBench:
+    """Trains the runs that are added; each `turn` queues a step in every lane and returns the trials that have ended.
+
+    `evaluates`: runs that cannot share a graph are trained by `evaluate`, when no lane runs; otherwise `turn` returns a LayoutMismatch.
+    """
+
+    def __init__(self, num_lanes: int = NUM_LANES, *, evaluates: bool = True) -> None:
+        self._num_lanes, self._evaluates = num_lanes, evaluates
+        self._groups: OrderedDict[Any, GraphGroup] = OrderedDict()
+        self._alone: deque[QueuedTraining] = deque()
+        self._begun: dict[int, tuple[Any, float]] = {}  # id of a lane -> key of its run, and when it began
+        self._starts, self._tests = InitialStates(), dict[Any, list[Pair]]()
+        self._reported = set[tuple[str, str]]()
+        self.begun: list[Any] = []  # keys of runs that have begun; the caller clears it
+
+    def add(self, key: Any, setting: TrainingSetup) -> None:
+        """Queue a training; `turn` returns `key` with its trial."""
+        queued, reason = QueuedTraining(key, setting), why_alone(setting)
+        kind = kind_of(setting) if reason is None else None
+        if kind is None or not _is_hashable(kind):
+            self._leave(queued, reason or "arguments of its model are not hashable, and graphs are found by them")
+            return
+        self._groups.setdefault(kind, GraphGroup()).queue.append(queued)
+        self._groups.move_to_end(kind)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any run is queued or running."""
+        return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
+
+    def run(self) -> Iterator[tuple[Any, Trial]]:
+        """All trials, in the order in which they end; exceptions of a task are raised."""
+        while self.is_busy:
+            for key, trial in self.turn():
+                if isinstance(trial, BaseException):
+                    raise trial
+                yield key, trial
+
+    def turn(self) -> list[tuple[Any, Trial | BaseException]]:
+        """Queue one step in every lane; returns the trials that have ended, or the exceptions of their tasks."""
+        self._fill()
+        if self._alone and not self._evaluates:
+            refused, self._alone = self._alone, deque()
+            return [(queued.key, LayoutMismatch("it shares no graph with others")) for queued in refused]
+        if self._alone and not self._begun:
+            return [self._evaluate(self._alone.popleft())]
+        results: list[tuple[Any, Trial | BaseException]] = []
+        busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]
+        for lane in busy:
+            try:
+                trial: Trial | BaseException | None = lane.advance(blocks=len(busy) == 1)
+            except Exception as error:  # `evaluate` raises it again, or succeeds without a graph
+                assert lane.run is not None
+                self._leave(QueuedTraining(self._begun.pop(id(lane))[0], lane.run.setting), _first_line(error))
+                lane.run = trial = None
+            if trial is not None:
+                results.append(self._ended(lane, trial))
+        return results
+
+    def _ended(self, lane: Lane, trial: Trial | BaseException) -> tuple[Any, Trial | BaseException]:
+        key, begun = self._begun.pop(id(lane))
+        if isinstance(trial, Trial):
+            trial = replace(trial, seconds=time.perf_counter() - begun)
+        return key, trial
+
+    # --- queues and lanes -----------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Start queued runs in idle lanes, and in new lanes up to the number of lanes."""
+        for group in list(self._groups.values()):
+            while group.queue and len(self._begun) < self._num_lanes:
+                queued = group.queue.popleft()
+                try:
+                    with seeded(queued.setting), deterministic(queued.setting.device):
+                        self._start(group, queued)
+                except Exception as error:
+                    if not is_out_of_memory(error) or not self._has_freed_memory():
+                        self._leave(queued, _first_line(error))  # also where the capture failed: `evaluate` needs none
+                    else:
+                        group.queue.appendleft(queued)
+                        return
+        self._forget()
+
+    def _leave(self, queued: QueuedTraining, reason: str) -> None:
+        """Queue a run to be trained without a shared graph, which is slower; the reason is logged once for each task."""
+        self._alone.append(queued)
+        name = queued.setting.task.name
+        if (name, reason) not in self._reported:
+            self._reported.add((name, reason))
+            log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
+
+    def _has_freed_memory(self) -> bool:
+        """Whether a retry may find memory: idle lanes were dropped, or running ones will free theirs. Starts no further lanes."""
+        dropped = self._drop_idle()
+        if self._begun:
+            self._num_lanes = len(self._begun)
+        return dropped or bool(self._begun)
+
+    def _drop_idle(self) -> bool:
+        """Free the memory of lanes without a run; returns whether there were any."""
+        idle = [lane for group in self._groups.values() for lane in group.idle]
+        for group in self._groups.values():
+            group.lanes = [lane for lane in group.lanes if lane.run is not None]
+        for lane in idle:
+            lane.close()
+        num_idle = len(idle)
+        idle.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return num_idle > 0
+
+    def _start(self, group: GraphGroup, queued: QueuedTraining) -> None:
+        setting = queued.setting
+        tests = self._tests_of(setting)
+        if not group.idle:
+            key = (model_key(setting.task.make_model), str(setting.device))
+            group.lanes.append(Lane(setting, key, self._starts))
+        lane, begun = group.idle[0], time.perf_counter()
+        run = LaneRun(setting, empty_trial(setting), curve_of(setting.task), tests)
+        lane.begin(run)
+        self._begun[id(lane)] = (queued.key, begun)
+        self.begun.append(queued.key)
+
+    def _forget(self) -> None:
+        """Drop the least recently used groups beyond MAX_GROUPS."""
+        idle = [kind for kind, group in self._groups.items() if not group.queue and len(group.idle) == len(group.lanes)]
+        for kind in idle[: max(0, len(self._groups) - MAX_GROUPS)]:
+            for lane in self._groups.pop(kind).lanes:
+                lane.close()
+
+    def _tests_of(self, setting: TrainingSetup) -> list[Pair]:
+        """The test batches of a task on the device, cached between runs."""
+        key = (setting.task.data, setting.task.batch, str(setting.device))
+        if key not in self._tests:
+            self._tests[key] = list(setting.task.data.tests(setting.task.batch, device=setting.device))
+            synchronize(setting.device)  # before lanes read it in their streams
+            while len(self._tests) > MAX_CACHED_TESTS:
+                synchronize(setting.device)
+                del self._tests[next(iter(self._tests))]
+        return self._tests[key]
+
+    def _evaluate(self, queued: QueuedTraining) -> tuple[Any, Trial | BaseException]:
+        setting = queued.setting
+        self._drop_idle()  # graphs contain addresses of workspaces that `evaluate` may free
+        self.begun.append(queued.key)
+        try:
+            return queued.key, evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
+        except Exception as error:
+            return queued.key, error
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an exception's text, or its type."""
+    return str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
+
+
+def _is_hashable(kind: Any) -> bool:
+    """Whether the key of a group is hashable; it is not where an argument of the model is a list."""
+    try:
+        hash(kind)
+    except TypeError:
+        return False
+    return True
+
+
+# --- The graphs engine ---
+
+BEGUN, ALONE, ENDED = "begun", "alone", "ended"  # events of a child: a trial runs, it can share no graph, it has a result
+PER_LANE = 2  # claims for each lane, so that the next trial is at hand when one ends
+
+
+class Trains(Protocol):
+    """A `RunTrial` that also returns the setup of a trial."""
+
+    def __call__(self, spec: TrialSpec) -> Trial:
+        """Run one trial."""
+        ...
+
+    def setting(self, spec: TrialSpec) -> Any:
+        """The TrainingSetup of a trial."""
+        ...
+
+
+@dataclass
+class GpuProcess:
+    """The process of a GPU, the parent's ends of its pipes, and its claims with their deadlines."""
+
+    process: BaseProcess
+    pipe: Connection
+    life: Connection
+    claims: dict[str, tuple[Claim, float | None]] = field(default_factory=dict[str, tuple[Claim, float | None]])
+
+
+@final
+class GraphsEngine(Engine):
+    """Runs simulated trials in `lanes` lanes on each GPU, or on the CPU where there is none."""
+
+    def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
+        check_run(run)
+        self._run, self._lanes = run, lanes
+        self._gpus: list[str | None] = [*gpus] or [None]
+        self.slots = PER_LANE * lanes * len(self._gpus)
+        self._children: dict[str | None, GpuProcess] = {}
+        self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus)
+        self._later: deque[Claim] = deque()  # trials that will run in a process of their own, when a slot is free
+        self._context: Any = get_context("forkserver")
+        self._context.set_forkserver_preload([*PRELOAD, __name__])
+
+    def start(self, claim: Claim) -> None:
+        """Start a trial."""
+        if claim.spec.settings.mode == "store" or claim.attempt > 1:
+            self._start_alone(claim)
+            return
+        gpu = min(self._gpus, key=lambda gpu: len(self._children[gpu].claims) if gpu in self._children else 0)
+        if gpu not in self._children:
+            self._children[gpu] = self._child(gpu)
+        self._children[gpu].claims[claim.key] = (claim, None)
+        with suppress(OSError):  # the process died: `wait` will notice
+            self._children[gpu].pipe.send((claim.key, claim.spec))
+
+    def _start_alone(self, *claims: Claim) -> None:
+        """Start trials in a process each, as many as there are free slots; the others later."""
+        self._later.extend(claims)
+        while self._later and len(self._others.pipes) < self._others.slots:
+            self._others.start(self._later.popleft())
+
+    def _child(self, gpu: str | None) -> GpuProcess:
+        (parent_pipe, child_pipe), (life, child_life) = self._context.Pipe(), self._context.Pipe()
+        arguments = (child_pipe, child_life, self._run, TrialResources(gpu, 1), self._lanes)
+        process = self._context.Process(target=serve, args=arguments, daemon=False)
+        with without_main():
+            process.start()
+        child_pipe.close()
+        child_life.close()
+        return GpuProcess(process, parent_pipe, life)
+
+    def wait(self, seconds: float) -> list[EndedTrial]:
+        """The trials that ended, after at most `seconds`."""
+        pipes = [child.pipe for child in self._children.values()]
+        deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
+        left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
+        connection.wait([*pipes, *self._others.pipes], timeout=max(0.0, left))
+        ended = [*self._others.wait(0.0), *(ended for gpu in list(self._children) for ended in self._receive(gpu))]
+        self._start_alone()
+        return ended
+
+    def _receive(self, gpu: str | None) -> list[EndedTrial]:
+        """The trials that ended in a child; if it has died or a trial is late, all of its trials, without results."""
+        child = self._children[gpu]
+        ended: list[EndedTrial] = []
+        try:
+            while child.pipe.poll():
+                message = json.loads(child.pipe.recv_bytes())
+                claim = child.claims[message["key"]][0]
+                if message["event"] == BEGUN:
+                    limit = claim.spec.settings.timeout_seconds
+                    child.claims[claim.key] = (claim, None if limit is None else time.monotonic() + limit)
+                    continue
+                del child.claims[claim.key]
+                if message["event"] == ALONE:
+                    self._start_alone(claim)
+                else:
+                    ended.append(EndedTrial(claim, Trial.from_json(message["trial"])))
+        except (EOFError, OSError):
+            child.process.join()
+            return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
+        late = [claim for claim, deadline in child.claims.values() if deadline is not None and time.monotonic() >= deadline]
+        for claim in late:
+            del child.claims[claim.key]
+            reason = f"no result after {claim.spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
+            ended.append(EndedTrial(claim, failed(claim.spec, reason, Status.KILLED)))
+        return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if late else [])]
+
+    def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
+        """Kill a child; its trials without results, which will run again."""
+        child = self._children.pop(gpu)
+        kill_group(child.process)
+        child.pipe.close()
+        child.life.close()
+        return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
+
+    def stop(self) -> list[Claim]:
+        """Kill all running trials and return their claims."""
+        dropped = [ended.claim for gpu in list(self._children) for ended in self._drop(gpu, "")]
+        later = list(self._later)
+        self._later.clear()
+        return [*dropped, *later, *self._others.stop()]
+
+
+def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
+    """The main function of the process that runs the trials of one GPU; it returns when the pipe is closed."""
+    settle(life, resources)
+    with suppress(EOFError, OSError):
+        _serve(pipe, run, lanes)
+    os._exit(0)
+
+
+def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
+    bench, specs = GraphBench(lanes, evaluates=False), dict[str, TrialSpec]()
+    while True:
+        while pipe.poll(0 if bench.is_busy else None):
+            key, spec = pipe.recv()
+            specs[key] = spec
+            try:
+                bench.add(key, run.setting(spec))
+            except BaseException as error:
+                _send(pipe, key, ENDED, of_error(specs.pop(key), error))
+        results = bench.turn()
+        for key in bench.begun:
+            _send(pipe, key, BEGUN)
+        bench.begun.clear()
+        for key, trial in results:
+            spec = specs.pop(key)
+            if isinstance(trial, Trial):
+                _send(pipe, key, ENDED, trial, spec.task)
+            else:
+                _end_if_broken()
+                _send(pipe, key, ALONE)
+
+
+def _end_if_broken() -> None:
+    """Exit after a device fault, when no CUDA call of this process works any more: its trials then run again, each alone."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+
+
+def _send(pipe: Connection, key: str, event: str, trial: Trial | None = None, task: str | None = None) -> None:
+    message: dict[str, Any] = {"key": key, "event": event}
+    if trial is not None:
+        message["trial"] = trial.to_json() | ({} if task is None else {"task": task})  # the sweep's text
+    pipe.send_bytes(json.dumps(message).encode())

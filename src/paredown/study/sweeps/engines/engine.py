@@ -1,0 +1,284 @@
+"""Engines run claimed trials and return their results; they have no access to the store.
+
+inline   in the worker's process, one at a time: for short trials of trusted code; a trial that ends or blocks the process stops the worker
+local    one process per trial on this machine
+graphs   simulated trials in parallel, in one process per GPU (engines/cuda_graphs.py)
+ray      one process per trial on a Ray cluster (engines/ray.py)
+
+Processes of the local engine are forked from a server that has imported torch. Each has its own memory and CUDA context, so that one that
+runs out of memory, hangs or crashes does not affect the others. Slots use the GPUs in turn (`CUDA_VISIBLE_DEVICES`). Results are sent as
+JSON through a pipe. When the worker is killed, the pipe closes and each child kills its own process group, so that no training is left
+running. stdout of a trial is redirected to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, NamedTuple, final
+
+from paredown.errors import SweepError
+from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
+from paredown.study.tasks.trial import Status, Trial
+
+MAX_REASON_CHARS = 2000  # an exception's message may contain a whole tensor
+RunTrial = Callable[[TrialSpec], Trial]
+
+
+class Engine(ABC):
+    """Runs up to `slots` trials in parallel."""
+
+    slots: int = 1
+
+    @abstractmethod
+    def start(self, claim: Claim) -> None:
+        """Start a trial."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> list[EndedTrial]:
+        """The trials that have ended, as soon as there are any; empty after `seconds`."""
+
+    @abstractmethod
+    def stop(self) -> Sequence[Claim]:
+        """Kill all running trials and return their claims. The engine can start trials afterwards."""
+
+
+def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
+    """The trial of `spec`; an exception becomes its status and reason."""
+    try:
+        trial = run(spec)
+        if not isinstance(trial, Trial):
+            return failed(spec, f"the function that runs trials returned {type(trial).__name__}, not a Trial")
+        return trial
+    except BaseException as error:
+        return of_error(spec, error)
+
+
+def of_error(spec: TrialSpec, error: BaseException) -> Trial:
+    """The trial for an exception of its code; KeyboardInterrupt is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, MemoryError):
+        return failed(spec, f"out of memory: {error}", Status.OUT_OF_MEMORY)
+    if isinstance(error, SystemExit):
+        return failed(spec, f"its code ended the process with exit status {error.code}")
+    return failed(spec, f"{type(error).__name__}: {error}")
+
+
+def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Trial:
+    """A trial without numbers, with this status and reason."""
+    return Trial(spec.task, spec.plan, spec.seed, status, reason=reason[:MAX_REASON_CHARS])
+
+
+# --- The local engine: one process per trial ---
+
+# torch._dynamo: the first step of any optimizer imports it, which takes 1.1 s in a new process
+PRELOAD = ("torch", "torch._dynamo", "paredown.study.tasks.evaluate", "paredown.study.sweeps.runner")
+END_SECONDS = 5.0  # for a process to exit after it has sent its result; it is killed then
+
+
+class TrialResources(NamedTuple):
+    """What a trial may use: a GPU (None: any), and a number of CPU threads."""
+
+    gpu: str | None
+    threads: int
+
+
+@dataclass
+class TrialProcess:
+    """A trial's process, the parent's end of its pipe, its GPU, and its deadline on the monotonic clock."""
+
+    claim: Claim
+    process: BaseProcess
+    pipe: Connection
+    gpu: str | None
+    deadline: float | None
+
+
+@final
+class LocalEngine(Engine):
+    """Runs trials in processes of this machine. `run` is pickled for them: a function of an importable module, or a picklable object."""
+
+    def __init__(self, run: RunTrial, *, slots: int = 1, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
+        check_run(run)
+        self.slots = slots
+        self._run = run
+        self._gpus = list(gpus)
+        self._threads = max(1, (os.cpu_count() or 1) // slots)
+        self._running: list[TrialProcess] = []
+        self._context: Any = get_context("forkserver")
+        self._context.set_forkserver_preload([*preload, __name__])
+
+    def start(self, claim: Claim) -> None:
+        """Start a trial."""
+        parent_pipe, child_pipe = self._context.Pipe()
+        gpu = min(self._gpus, key=[running.gpu for running in self._running].count) if self._gpus else None
+        process = self._context.Process(
+            target=_child, args=(child_pipe, self._run, claim.spec, TrialResources(gpu, self._threads)), daemon=False
+        )
+        with without_main():
+            process.start()
+        child_pipe.close()
+        limit = claim.spec.settings.timeout_seconds
+        deadline = None if limit is None else time.monotonic() + limit
+        self._running.append(TrialProcess(claim, process, parent_pipe, gpu, deadline))
+
+    @property
+    def pipes(self) -> list[Connection]:
+        """The pipes of running trials, which become readable when a trial ends."""
+        return [running.pipe for running in self._running]
+
+    def wait(self, seconds: float) -> list[EndedTrial]:
+        """The trials that ended, after at most `seconds`."""
+        left = [running.deadline - time.monotonic() for running in self._running if running.deadline is not None]
+        connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
+        checked = [(running, _ended(running)) for running in self._running]
+        self._running = [running for running, ended in checked if ended is None]
+        return [ended for _, ended in checked if ended is not None]
+
+    def stop(self) -> list[Claim]:
+        """Kill all running trials and return their claims."""
+        claims = [running.claim for running in self._running]
+        for running in self._running:
+            _kill(running)
+        self._running = []
+        return claims
+
+
+def check_run(run: RunTrial) -> None:
+    """SweepError where child processes could not import `run`."""
+    if getattr(run, "__module__", None) == "__main__":
+        raise SweepError(
+            "the function that runs trials is defined in the script itself, and child processes cannot import it: move it to a module."
+        )
+
+
+def _ended(running: TrialProcess) -> EndedTrial | None:
+    """The result of a trial, or how its process died; None while it runs."""
+    spec = running.claim.spec
+    if running.pipe.poll():
+        trial = _receive(running)
+        running.process.join(END_SECONDS)
+        reason = "" if trial else cause_of(running.process.exitcode)
+        exited = trial is None and (running.process.exitcode or 0) >= 0
+        _kill(running)
+        return EndedTrial(running.claim, failed(spec, reason) if exited else trial, reason)
+    if running.deadline is not None and time.monotonic() >= running.deadline:
+        _kill(running)
+        reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
+        return EndedTrial(running.claim, failed(spec, reason, Status.KILLED))
+    return None
+
+
+def _receive(running: TrialProcess) -> Trial | None:
+    """The trial that the child sent; None where the pipe was closed without a result."""
+    try:
+        return Trial.from_json(json.loads(running.pipe.recv_bytes()))
+    except (EOFError, OSError):
+        return None
+
+
+def cause_of(exitcode: int | None) -> str:
+    """How a process ended that sent no result."""
+    if exitcode is None:
+        return "its process closed its pipe without a result"
+    if exitcode >= 0:
+        return f"its process ended with exit status {exitcode} and without a result"
+    name = signal.Signals(-exitcode).name if -exitcode in tuple(signal.Signals) else str(-exitcode)
+    hint = " (the machine may have run out of memory)" if name == "SIGKILL" else ""
+    return f"its process was ended by {name}{hint}"
+
+
+def _kill(running: TrialProcess) -> None:
+    kill_group(running.process)
+    running.pipe.close()
+
+
+def kill_group(process: BaseProcess) -> None:
+    """Kill a process and all processes that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL) if process.pid else None
+    if process.is_alive():
+        process.kill()
+    process.join()
+
+
+def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialResources) -> None:
+    """The main function of a trial's process."""
+    settle(pipe, resources)
+    trial = run_safely(run, spec)
+    pipe.send_bytes(json.dumps(trial.to_json()).encode())
+    sys.stderr.flush()
+    os._exit(0)  # no atexit functions of libraries, which could hang
+
+
+def settle(pipe: Connection, resources: TrialResources) -> None:
+    """Set up a child process. It is killed when the other end of `pipe` is closed."""
+    os.setsid()  # a process group of its own, which can be killed as a whole
+    os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    if resources.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = resources.gpu
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(resources.threads)  # several trials with all threads each are slower than one alone
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """Wait until the other end of the pipe is closed, then kill this process and all that it started."""
+    with suppress(EOFError, OSError):
+        pipe.poll(None)
+    os.killpg(0, signal.SIGKILL)
+
+
+@contextmanager
+def without_main() -> Generator[None]:
+    """Hide the user's script from multiprocessing, which would run it again in every child."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+# --- The inline engine ---
+
+
+@final
+class InlineEngine(Engine):
+    """Runs a trial in the worker's process, inside `wait`."""
+
+    def __init__(self, run: RunTrial) -> None:
+        self._run = run
+        self._next: Claim | None = None
+
+    def start(self, claim: Claim) -> None:
+        """Start a trial."""
+        self._next = claim
+
+    def wait(self, seconds: float) -> list[EndedTrial]:
+        """The trials that ended, after at most `seconds`."""
+        if self._next is None:
+            return []
+        ended = EndedTrial(self._next, run_safely(self._run, self._next.spec))
+        self._next = None
+        return [ended]
+
+    def stop(self) -> list[Claim]:
+        """Return the claim of a trial that was started and has not run."""
+        claims = [] if self._next is None else [self._next]
+        self._next = None
+        return claims

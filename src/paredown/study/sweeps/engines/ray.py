@@ -1,0 +1,267 @@
+"""The ray engine: one process per trial on a Ray cluster, either a running one that this machine belongs to, or a new local one.
+
+The worker on this machine accesses the store; trials run where Ray has free resources, each with its share of a GPU, and have access to
+neither the store nor its password. `RayOptions` says what Ray reserves for a trial, which nodes may run it, and its runtime environment.
+When the worker dies, Ray kills its trials. When a node dies, its trials are released and run on another one. `pip install 'paredown[ray]'`.
+
+A trial is a Ray generator of two values, its host when it starts and its result: the time limit begins when the trial starts, however long
+Ray queues it before, as it does while nodes are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, final
+
+from paredown.errors import SweepError
+from paredown.serial import NUMBER, Check, check_fields, is_number, object_parts, or_none, read_json
+from paredown.study.sweeps.engines.engine import Engine, RunTrial, failed, run_safely
+from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
+from paredown.study.tasks.trial import Status, Trial
+
+STRATEGIES = ("DEFAULT", "SPREAD")  # the scheduling strategies that Ray names by text
+MAX_FILE_BYTES = 1 << 20
+AMOUNT = Check(lambda value: NUMBER.holds(value) and value >= 0, "a finite number from 0")
+AMOUNTS = Check(
+    lambda value: isinstance(value, Mapping) and all(is_number(part) and part > 0 for part in value.values()),
+    "an object of positive numbers",
+)
+TEXTS = Check(
+    lambda value: isinstance(value, Mapping) and all(isinstance(part, str) for part in value.values()), "an object of texts"
+)
+CHECKS = {
+    "cpus": AMOUNT,
+    "gpus": or_none(AMOUNT),
+    "resources": AMOUNTS,
+    "labels": TEXTS,
+    "placement": Check(lambda value: not isinstance(value, str) or value in STRATEGIES, f"{' or '.join(STRATEGIES)}"),
+    "runtime_env": Check(lambda value: isinstance(value, Mapping), "an object"),
+}
+
+
+def _empty() -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What one trial gets of a Ray cluster. Every field is passed to Ray.
+
+    `cpus`, `gpus` (fractions are allowed; None: one GPU where the cluster has GPUs, a share where there are more slots than GPUs) and
+    `resources`, by name, are reserved for the trial. `labels`: the labels of nodes that may run it (Ray's `label_selector`). `placement`:
+    "DEFAULT", "SPREAD", or a strategy of `ray.util.scheduling_strategies`, such as a placement group's. `runtime_env`: Ray's runtime
+    environment: `env_vars`, `working_dir`, `py_modules`, `pip`, ...
+
+    >>> RayOptions(gpus=0.5, placement="spread")
+    Traceback (most recent call last):
+        ...
+    paredown.errors.SweepError: placement of a trial on Ray is DEFAULT or SPREAD, not 'spread'.
+    """
+
+    cpus: float = 1.0
+    gpus: float | None = None
+    resources: Mapping[str, float] = field(default_factory=_empty)
+    labels: Mapping[str, str] = field(default_factory=_empty)
+    placement: Any = "DEFAULT"
+    runtime_env: Mapping[str, Any] = field(default_factory=_empty)
+
+    def __post_init__(self) -> None:
+        check_fields(self, CHECKS, "trial on Ray", SweepError)
+
+    @staticmethod
+    def load(path: str | Path) -> RayOptions:
+        """The options of a JSON file: an object with any of the fields."""
+        value = read_json(path, "file of options for Ray", SweepError, most_bytes=MAX_FILE_BYTES)
+        names = [one.name for one in fields(RayOptions)]
+        return RayOptions(**object_parts(value, "file of options for Ray", names, (), 1, SweepError))
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """What Ray reserves for a trial, by the names that Ray's nodes have for it."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus or 0.0, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    def to_ray(self) -> dict[str, Any]:
+        """The options of `ray.remote`, without the runtime environment."""
+        selector = {"label_selector": dict(self.labels)} if self.labels else {}
+        reserved = {"num_cpus": self.cpus, "num_gpus": self.gpus or 0.0, "resources": dict(self.resources)}
+        return {**reserved, "scheduling_strategy": self.placement, **selector}
+
+
+@dataclass(frozen=True)
+class RayTrial:
+    """A trial that Ray runs or queues. `host` is None until it has started, `deadline` until then or without a time limit."""
+
+    claim: Claim
+    host: str | None = None
+    deadline: float | None = None
+
+    def started(self, host: str) -> RayTrial:
+        """This trial, which has started now."""
+        limit = self.claim.spec.settings.timeout_seconds
+        return replace(self, host=host, deadline=None if limit is None else time.monotonic() + limit)
+
+
+@final
+class RayEngine(Engine):
+    """Runs trials as Ray tasks, one process each. `slots`: trials in parallel; None: as many as the cluster's nodes have resources for."""
+
+    def __init__(self, run: RunTrial, *, slots: int | None = None, options: RayOptions | None = None) -> None:
+        options = options or RayOptions()
+        self._ray, env = _join(options.runtime_env)
+        if options.gpus is None:
+            options = replace(options, gpus=share_of_gpu(self._ray.cluster_resources().get("GPU", 0.0), slots))
+        self.slots = slots or self._num_fitting(options)
+        self._remote = _refused_by_ray(
+            lambda: self._ray.remote(max_calls=1, max_retries=0, **options.to_ray(), **env)(_run_remotely)
+        )
+        self._run = run
+        self._running: dict[Any, RayTrial] = {}
+
+    def start(self, claim: Claim) -> None:
+        """Start a trial, or queue it until a node of the cluster has the resources."""
+        self._running[self._remote.remote(self._run, claim.spec)] = RayTrial(claim)
+
+    def wait(self, seconds: float) -> list[EndedTrial]:
+        """The trials that ended, after at most `seconds`."""
+        end = time.monotonic() + seconds
+        while True:
+            deadlines = [trial.deadline for trial in self._running.values() if trial.deadline is not None]
+            left = max(0.0, min([end, *deadlines]) - time.monotonic())
+            ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=left)
+            ended = [one for values in ready if (one := self._read(values)) is not None] + self._end_late()
+            if ended or time.monotonic() >= end:
+                return ended
+
+    def stop(self) -> Sequence[Claim]:
+        """Kill all running trials and return their claims."""
+        claims = [trial.claim for trial in self._running.values()]
+        for values in self._running:
+            self._ray.cancel(values, force=True)
+        self._running = {}
+        return claims
+
+    def _read(self, values: Any) -> EndedTrial | None:
+        """Read the next value of a trial: None when it has started, its result when it has ended."""
+        trial, exceptions = self._running[values], self._ray.exceptions
+        try:
+            host, result = json.loads(self._ray.get(next(values)))
+        except exceptions.RuntimeEnvSetupError as error:
+            raise SweepError(f"Ray cannot set up the runtime environment of trials: {str(error)[:1000]}") from None
+        except exceptions.WorkerCrashedError:
+            return self._died(values, "its process on the cluster died (the machine may have run out of memory)")
+        except exceptions.RayError as error:
+            return self._died(values, f"Ray lost it, as when its node dies: {type(error).__name__}")
+        if result is None:
+            self._running[values] = trial.started(host)
+            return None
+        del self._running[values]
+        return EndedTrial(trial.claim, Trial.from_json(result), host=host)
+
+    def _died(self, values: Any, reason: str) -> EndedTrial:
+        return EndedTrial(self._running.pop(values).claim, None, reason)
+
+    def _end_late(self) -> list[EndedTrial]:
+        """Kill the trials whose time limit has passed; their results."""
+        now = time.monotonic()
+        late = [values for values, trial in self._running.items() if trial.deadline is not None and now >= trial.deadline]
+        return [self._end(values) for values in late]
+
+    def _end(self, values: Any) -> EndedTrial:
+        trial = self._running.pop(values)
+        self._ray.cancel(values, force=True)
+        spec = trial.claim.spec
+        reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
+        return EndedTrial(trial.claim, failed(spec, reason, Status.KILLED), host=trial.host)
+
+    def _num_fitting(self, options: RayOptions) -> int:
+        """The number of trials that the cluster has resources for; SweepError where there is none."""
+        group = getattr(options.placement, "placement_group", None)
+        nodes = [node for node in self._ray.nodes() if node["Alive"] and has_labels(node["Labels"], options.labels)]
+        places = list(group.bundle_specs) if group is not None else [node["Resources"] for node in nodes]
+        num = sum(num_fitting(place, options.amounts) for place in places)
+        if not num:
+            on = f" on a node with labels {_say(options.labels)}" if options.labels else ""
+            raise SweepError(
+                f"no node of the Ray cluster can run a trial: one needs {_say(options.amounts)}{on}; the cluster has "
+                f"{_say(self._ray.cluster_resources())}. Ask for less, or give --slots where Ray's autoscaler adds nodes."
+            )
+        return num
+
+
+def _say(amounts: Mapping[str, object]) -> str:
+    shown = {name: amount for name, amount in amounts.items() if ":" not in name and "memory" not in name}
+    return ", ".join(f"{name} {amount:g}" if isinstance(amount, float) else f"{name} {amount}" for name, amount in shown.items())
+
+
+def num_fitting(place: Mapping[str, float], amounts: Mapping[str, float]) -> int:
+    """The number of trials that need `amounts` and fit on a node, or in a bundle of a placement group; one where they need nothing.
+
+    >>> num_fitting({"CPU": 8, "GPU": 2}, {"CPU": 1, "GPU": 0.5}), num_fitting({"CPU": 8}, {"CPU": 1, "GPU": 0.5})
+    (4, 0)
+    """
+    return min((int(place.get(name, 0.0) / amount + 1e-9) for name, amount in amounts.items()), default=1)
+
+
+def has_labels(found: Mapping[str, str], asked: Mapping[str, str]) -> bool:
+    """Whether a node has all labels that are asked for by value; conditions such as `!in(a, b)` are left to Ray.
+
+    >>> has_labels({"region": "north"}, {"region": "north"}), has_labels({"region": "north"}, {"region": "south"})
+    (True, False)
+    """
+    return all(value.startswith(("!", "in(")) or found.get(name) == value for name, value in asked.items())
+
+
+def share_of_gpu(num_gpus: float, slots: int | None) -> float:
+    """The GPUs of one trial: one; a share such that `slots` trials fit where there are fewer GPUs; none where there are none.
+
+    >>> share_of_gpu(2, None), share_of_gpu(2, 2), share_of_gpu(2, 3), share_of_gpu(2, 8), share_of_gpu(0, 8)
+    (1.0, 1.0, 0.5, 0.25, 0.0)
+    """
+    return 1.0 / max(1, math.ceil((slots or 1) / num_gpus)) if num_gpus else 0.0
+
+
+def _run_remotely(run: RunTrial, spec: TrialSpec) -> Generator[str]:
+    """JSON of the host of this machine of the cluster and None at the start, and of the host and the trial at the end."""
+    host = socket.gethostname()
+    yield json.dumps([host, None])
+    yield json.dumps([host, run_safely(run, spec).to_json()])
+
+
+def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The ray module, connected to a running cluster (RAY_ADDRESS, or that of `ray start` on this machine), else to a new local one.
+
+    A runtime environment is that of the connection, since Ray then uploads folders of this machine (`working_dir`, `py_modules`). It is
+    returned as an option of tasks where the program was connected already.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise SweepError("the ray engine needs Ray: pip install 'paredown[ray]'.") from None
+    env: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
+    if ray.is_initialized():
+        return ray, env
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR", **env}
+    try:
+        _refused_by_ray(lambda: ray.init(**options))  # not address="auto", which joins the private cluster of any other program
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise SweepError(f"the Ray cluster of RAY_ADDRESS, {address}, cannot be reached: {str(error)[:300]}") from None
+        ray.init(address="local", **options)  # the cluster of `ray start` has ended
+    return ray, {}
+
+
+def _refused_by_ray(call: Any) -> Any:
+    """The value of `call()`; what Ray refuses with a ValueError or TypeError is a SweepError with Ray's message."""
+    try:
+        return call()
+    except (TypeError, ValueError) as error:
+        raise SweepError(f"Ray refuses the options of trials: {str(error)[:1000]}") from None

@@ -1,0 +1,158 @@
+"""Trials of one task for `pick`: run in this process, with or without a store of results.
+
+With a store, each trial is written as soon as it has ended: an interrupted search resumes, and no trial runs twice. Finished trials of
+other sweeps of the same task are used from the start.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, final
+
+from paredown.errors import TaskError
+from paredown.plan.plan import Plan
+from paredown.study.tasks.evaluate import baseline_step_seconds, evaluate
+from paredown.study.tasks.task import Task
+from paredown.study.tasks.training import ProgressCallback
+from paredown.study.tasks.trial import Status, Trial
+
+
+@dataclass
+class Runner:
+    """Runs trials of one task, in one mode on one device, and times the unmodified step once, after the first trial with a step time."""
+
+    task: Task
+    mode: str = "store"
+    device: str | None = None
+    _baseline: list[float | None] = field(default_factory=list[float | None], repr=False)  # its step time, once it is measured
+
+    def __call__(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> Trial:
+        """Run one trial; an exception gives a trial of status FAILED."""
+        try:
+            trial = evaluate(self.task, plan, seed=seed, device=self.device, mode=self.mode, progress=progress)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return Trial(self.task.name, plan, seed, Status.FAILED, reason=reason[:MAX_REASON_CHARS])
+        if trial.step_seconds is None:
+            return trial
+        if not self._baseline:
+            self._baseline.append(trial.step_seconds if plan.changes_nothing else self._timed_baseline(seed))
+        return replace(trial, baseline_step_seconds=self._baseline[0])
+
+    def _timed_baseline(self, seed: int) -> float | None:
+        try:
+            return baseline_step_seconds(self.task, self.device, seed)
+        except Exception:  # a plan that trains is a result, whether or not the unmodified step does
+            return None
+
+
+MAX_REASON_CHARS = 2000
+
+
+class Measurer(ABC):
+    """Runs trials, and returns finished ones of earlier calls."""
+
+    @abstractmethod
+    def known(self) -> tuple[list[Trial], list[Trial]]:
+        """Finished trials of an earlier call with the same name, and other finished trials of the same task."""
+
+    @abstractmethod
+    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
+        """The trial, and other trials that were finished since the last call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the store."""
+
+
+@final
+@dataclass
+class DirectMeasurer(Measurer):
+    """Runs trials without a store."""
+
+    runner: Runner
+
+    def known(self) -> tuple[list[Trial], list[Trial]]:
+        """No trials: nothing is stored."""
+        return [], []
+
+    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
+        """The trial of this plan and seed."""
+        return [self.runner(plan, seed, progress)]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@final
+@dataclass
+class StoredMeasurer(Measurer):
+    """Runs trials as a sweep of a store; needs SQLAlchemy (`paredown[sweeps]`)."""
+
+    runner: Runner
+    address: str | Path
+    name: str  # with the task's name, the name of the sweep
+    _store: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            from paredown.study.sweeps.store import Store
+        except ModuleNotFoundError as error:
+            raise TaskError(
+                f"a store needs {error.name}: pip install 'paredown[sweeps]'. To run without a store, leave out store=."
+            ) from None
+        self._store = Store(self.address)
+
+    @property
+    def sweep(self) -> str:
+        """The name of the sweep in the store."""
+        return f"{self.name} {self.runner.task.name}"
+
+    def known(self) -> tuple[list[Trial], list[Trial]]:
+        """Finished trials of this sweep, and others of the same task, from the store."""
+        self._store.reopen(self.sweep, [Status.FAILED, Status.KILLED])
+        trials = [(row["sweep"] == self.sweep, Trial.from_json(row["trial"])) for row in self._rows()]
+        return [t for is_of_sweep, t in trials if is_of_sweep], [t for is_of_sweep, t in trials if not is_of_sweep]
+
+    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
+        """The trial of this plan and seed, and other trials of the sweep that were finished meanwhile."""
+        from paredown.study.sweeps.engines.engine import InlineEngine
+        from paredown.study.sweeps.sweep import DrawnTrial, TrialSettings, TrialSpec
+        from paredown.study.sweeps.worker import WorkerOptions, work
+
+        spec = TrialSpec(self.runner.task.name, plan, seed, TrialSettings(self.runner.mode, self.runner.device))
+        self._store.add(self.sweep, [DrawnTrial(spec, 1.0)])
+        before = self._sweep_trials()
+        work(self._store, InlineEngine(lambda queued: self._run(queued, progress)), WorkerOptions(sweep=self.sweep))
+        after = self._sweep_trials()
+        return [trial for key, trial in after.items() if key not in before or key == spec.key(self.sweep)]
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def _run(self, spec: Any, progress: ProgressCallback | None) -> Trial:
+        return replace(self.runner(spec.plan, spec.seed, progress), task=spec.task)
+
+    def _rows(self, sweep: str | None = None) -> list[dict[str, Any]]:
+        from paredown.study.sweeps.export import rows
+
+        task, mode = self.runner.task.name, self.runner.mode
+        finished = (
+            row for row in rows(self._store, sweep) if row["trial"] is not None and row["status"] != Status.INFEASIBLE.value
+        )
+        return [row for row in finished if row["task"] == task and row["mode"] == mode]
+
+    def _sweep_trials(self) -> dict[str, Trial]:
+        return {row["key"]: Trial.from_json(row["trial"]) for row in self._rows(self.sweep)}
+
+
+def measurer(runner: Runner, store: str | Path | None, name: str) -> Measurer:
+    """A measurer with a store, where one is given: it resumes the sweep of that name. Without one, trials run directly."""
+    return DirectMeasurer(runner) if store is None else StoredMeasurer(runner, store, name)
+
+
+TrialCallback = Callable[[float, int, str], object]  # trials done, at most this many trials, a sentence

@@ -1,0 +1,141 @@
+"""Run a sweep: tasks of one folder, an engine that runs trials, and a store of results.
+
+A store names tasks by text. A worker runs the task of that name from its own tasks folder. Files outside of this folder, by `..`, by an
+absolute path or through a symbolic link, are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from paredown.errors import SweepError, TaskError
+from paredown.study.sweeps.engines.cuda_graphs import NUM_LANES, GraphsEngine
+from paredown.study.sweeps.engines.engine import Engine, InlineEngine, LocalEngine, RunTrial
+from paredown.study.sweeps.engines.ray import RayEngine, RayOptions
+from paredown.study.sweeps.status import count, find_infeasible, say_infeasible
+from paredown.study.sweeps.store import AddResult, Store
+from paredown.study.sweeps.sweep import Cost, Sweep, TrialSpec
+from paredown.study.sweeps.worker import WorkerOptions, work
+from paredown.study.tasks.evaluate import evaluate, make_setting
+from paredown.study.tasks.lookup import WITH_FILE, cached_task, find_file, is_inside
+from paredown.study.tasks.threads import suited_threads
+from paredown.study.tasks.training import TrainingSetup
+from paredown.study.tasks.trial import Trial
+
+__all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "report_infeasible", "run_sweep"]
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """Runs trials of built-in tasks and of tasks in files under `path`."""
+
+    path: Path
+
+    def refuses(self, task: str) -> str | None:
+        """Why this worker does not run a task, or None. Checks that its file exists; imports nothing."""
+        head = task.strip().partition("#")[0]
+        kind, _, file = head.partition(":")
+        try:
+            if ".py:" in head:
+                path = self.path / (named := Path(head.rpartition(":")[0]))
+                if named.is_absolute() or not is_inside(path, self.path):
+                    return "its file is outside of the tasks folder, and is not run."
+                return None if path.is_file() else "the tasks folder has no such file."
+            if kind in WITH_FILE and file:
+                find_file(file, self.path)
+        except TaskError as error:
+            return str(error)
+        except (OSError, ValueError):
+            return "its file name is not valid."
+        return None
+
+    def __call__(self, spec: TrialSpec) -> Trial:
+        """Run one trial."""
+        setting = self.setting(spec)
+        with suited_threads(setting.task, setting.device):
+            trial = evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
+        return replace(trial, task=spec.task)  # the text of the sweep, which may differ from the task's name
+
+    def setting(self, spec: TrialSpec) -> TrainingSetup:
+        """The task, plan, seed and device of a trial."""
+        if (reason := self.refuses(spec.task)) is not None:
+            raise TaskError(f"task {spec.task!r}: {reason}")
+        task, settings = cached_task(spec.task, self.path), spec.settings
+        return make_setting(task, spec.plan, seed=spec.seed, device=settings.device, mode=settings.mode)
+
+
+def _local(run: RunTrial, slots: int | None) -> Engine:
+    gpus = find_gpus()
+    return LocalEngine(run, slots=slots or max(1, len(gpus)), gpus=gpus)
+
+
+def _graphs(run: RunTrial, slots: int | None) -> Engine:
+    return GraphsEngine(run, lanes=slots or NUM_LANES, gpus=find_gpus())
+
+
+def _inline(run: RunTrial, slots: int | None) -> Engine:
+    if slots not in (None, 1):
+        raise SweepError(f"the inline engine runs one trial at a time, not {slots}. Start more workers instead.")
+    return InlineEngine(run)
+
+
+ENGINES: dict[str, Callable[[RunTrial, int | None], Engine]] = {
+    "local": _local,
+    "graphs": _graphs,
+    "inline": _inline,
+    "ray": lambda run, slots: RayEngine(run, slots=slots),
+}
+
+
+def engine_for(sweep: Sweep) -> str:
+    """The default engine of a sweep on this machine: CUDA graphs for simulated trials on a GPU, else local processes."""
+    return "graphs" if sweep.settings.mode != "store" and find_gpus() and sweep.settings.device != "cpu" else "local"
+
+
+def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayOptions | None = None) -> Engine:
+    """The engine of that name. `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine.
+
+    `ray`: what a trial gets of a Ray cluster; for the ray engine alone.
+    """
+    if name not in ENGINES:
+        raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
+    if ray is not None:
+        if name != "ray":
+            raise SweepError(f"options for Ray were given with engine {name!r}. Use the ray engine, or leave them out.")
+        return RayEngine(run, slots=slots, options=ray)
+    return ENGINES[name](run, slots)
+
+
+def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
+    """Add a sweep's trials to a store; trials that the store has already are unchanged."""
+    return store.add(sweep.name, sweep.draw(cost))
+
+
+def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
+    """Run the open trials of a sweep, in parallel with other workers; returns the number of trials that this worker finished.
+
+    Infeasible trials are reported to `options.say` first, and are not counted.
+    """
+    options = replace(options or WorkerOptions(), sweep=sweep.name)
+    add_sweep(sweep, store, cost=cost)
+    report_infeasible(store, sweep.name, options.say)
+    return work(store, engine, options)
+
+
+def report_infeasible(store: Store, sweep: str, say: Callable[[str], object]) -> None:
+    """Call `say` with a message about the infeasible trials of a sweep, if it has any."""
+    if pairs := find_infeasible(store, sweep):
+        say(say_infeasible(pairs, sum(counts.total for counts in count(store) if counts.sweep == sweep)))
+
+
+def find_gpus() -> list[str]:
+    """The GPUs that this process may use, by the names of CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [part.strip() for part in visible.split(",") if part.strip()]
+    return [str(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,325 @@
+"""Progress of sweeps: trials by state and status, trials per minute, time left, and the best plan of each task.
+
+>>> print(SweepCounts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
+widths: 6 of 10 finished (5 done, 1 diverged), 1 running, 3 waiting
+
+The best plan of a task has the least mean error over its seeds. The standard error of the mean is the standard deviation of the seeds,
+with n - 1 in its denominator, divided by the square root of their number n; one seed has none.
+
+>>> print(BestPlan("digits", "lpmm", Plan.preset("lpmm"), {0: 0.02, 1: 0.03, 2: 0.04}))
+digits: error 0.0300 with lpmm (mean of 3 seeds, standard error 0.0058)
+>>> print(BestPlan("digits", "lpmm", Plan.preset("lpmm"), {0: 0.02}, num_not_done=1))
+digits: error 0.0200 with lpmm (one seed, no standard error; 1 seed diverged or failed)
+
+Infeasible trials (no plan of `assign` fits the budget) are finished without having run, and count for no plan:
+
+>>> pair = InfeasibleTrials("digits", "assign 10% role", "no plan fits 1 MiB; the smallest needs 2 MiB. Raise the budget.", num_trials=3)
+>>> print(say_infeasible([pair], 12))
+3 of 12 trials are infeasible and do not run: digits, assign 10% role: no plan fits 1 MiB; the smallest needs 2 MiB.
+
+Trials per minute are measured over the last WINDOW_SECONDS from the store's count of finished trials, so those of other machines count
+too. cli/sweep_verbs.py prints these numbers.
+
+>>> pace = Pace()
+>>> [pace.add(finished, now) for finished, now in ((4, 0.0), (5, 30.0), (7, 60.0))]
+[None, 2.0, 3.0]
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, and_, case, func, not_, select, tuple_
+
+from paredown.plan.plan import Plan
+from paredown.sizes import say_seconds
+from paredown.study.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
+from paredown.study.sweeps.store import BATCH, Store, parsed_plan
+from paredown.study.sweeps.sweep import TrialSettings, label_of
+from paredown.study.tasks.trial import Status, Trial, standard_error
+
+
+@dataclass(frozen=True)
+class SweepCounts:
+    """Numbers of trials of one sweep by state, and of finished ones by status."""
+
+    sweep: str
+    waiting: int = 0
+    running: int = 0
+    by_status: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def finished(self) -> int:
+        """The number of trials with a result."""
+        return sum(self.by_status.values())
+
+    @property
+    def total(self) -> int:
+        """The number of all trials."""
+        return self.waiting + self.running + self.finished
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{num} {status}" for status, num in self.by_status.items())
+        finished = f"{self.finished} of {self.total} finished" + (f" ({kinds})" if kinds else "")
+        return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
+        return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
+
+
+@dataclass(frozen=True)
+class BestPlan:
+    """The plan of least mean error on a task, and its errors by seed; `num_not_done`: its trials that ended otherwise than DONE."""
+
+    task: str
+    label: str
+    plan: Plan
+    errors: Mapping[int, float]
+    num_not_done: int = 0
+
+    @property
+    def error(self) -> float:
+        """The mean error over seeds."""
+        return fmean(self.errors.values())
+
+    @property
+    def standard_error(self) -> float | None:
+        """The standard error of the mean; None for one seed."""
+        return standard_error(list(self.errors.values()))
+
+    def __str__(self) -> str:
+        standard = self.standard_error
+        num = len(self.errors)
+        seeds = "one seed, no standard error" if standard is None else f"mean of {num} seeds, standard error {standard:.4f}"
+        others = f"; {self.num_not_done} seed{'s' * (self.num_not_done > 1)} diverged or failed" if self.num_not_done else ""
+        return f"{self.task}: error {self.error:.4f} with {self.label} ({seeds}{others})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
+        numbers = {"error": self.error, "standard_error": self.standard_error, "seeds": sorted(self.errors)}
+        return {"task": self.task, "label": self.label, **numbers, "num_not_done": self.num_not_done, "plan": self.plan.to_json()}
+
+
+@dataclass(frozen=True)
+class InfeasibleTrials:
+    """The trials of a task and a template of which no plan fits the task, with the label of the template and the reason."""
+
+    task: str
+    label: str
+    reason: str
+    num_trials: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.label}: {self.reason.partition('. ')[0].rstrip('.')}."
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        return asdict(self)
+
+
+NUM_NAMED_PAIRS = 3  # in one message
+
+
+def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
+    """A message with the number of infeasible trials, of `total`, and the first pairs with the first sentence of their reasons."""
+    num, more = sum(pair.num_trials for pair in pairs), len(pairs) - NUM_NAMED_PAIRS
+    verbs = "is infeasible and does" if num == 1 else "are infeasible and do"
+    others = f" And {more} more, which `paredown sweep status` lists." if more > 0 else ""
+    return f"{num} of {total} trials {verbs} not run: {' '.join(map(str, pairs[:NUM_NAMED_PAIRS]))}{others}"
+
+
+def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
+    """The infeasible pairs of a sweep, in its order."""
+    columns = (TRIALS.c.task, TRIALS.c.label, TRIALS.c.plan, TRIALS.c.result)
+    query = select(*columns).where(TRIALS.c.sweep == sweep, IS_INFEASIBLE).order_by(TRIALS.c.place)
+    pairs: dict[tuple[str, str], InfeasibleTrials] = {}
+    with readable("a trial"):
+        for row in store.database.read(lambda connection: connection.execute(query).all()):
+            check_columns(row)
+            label = row.label or label_of(parsed_plan(row.plan))
+            known = pairs.get((row.task, label)) or InfeasibleTrials(
+                row.task, label, Trial.from_json(json.loads(row.result)).reason, 0
+            )
+            pairs[row.task, label] = replace(known, num_trials=known.num_trials + 1)
+    return list(pairs.values())
+
+
+def count(store: Store) -> list[SweepCounts]:
+    """The counts of every sweep, by name."""
+    columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
+    rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
+    by_sweep: dict[str, dict[str, int]] = {}
+    for sweep, state, status, num in rows:
+        by_sweep.setdefault(check_text(sweep, "the name of a sweep"), {})[status if state == FINISHED else state] = num
+    return [_counts(sweep, nums) for sweep, nums in sorted(by_sweep.items())]
+
+
+def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str] = ()) -> int:
+    """The number of trials without a result, of tasks other than `without`."""
+    conditions = [TRIALS.c.state != FINISHED]
+    conditions += [] if sweep is None else [TRIALS.c.sweep == sweep]
+    conditions += [TRIALS.c.task.not_in(without)] if without else []
+    return store.database.read(lambda c: c.scalar(select(func.count()).where(and_(*conditions)))) or 0
+
+
+IS_INFEASIBLE = TRIALS.c.status == Status.INFEASIBLE.value
+IS_DONE = and_(TRIALS.c.status == Status.DONE.value, TRIALS.c.error.is_not(None))
+DONE_ERROR = case((IS_DONE, TRIALS.c.error))
+MEANS = select(
+    TRIALS.c.task,
+    TRIALS.c.plan,
+    TRIALS.c.settings,
+    func.count(DONE_ERROR).label("num"),
+    func.sum(DONE_ERROR).label("total"),
+    func.count().label("num_finished"),
+    func.min(TRIALS.c.place).label("place"),
+).group_by(TRIALS.c.task, TRIALS.c.plan, TRIALS.c.settings)
+
+
+def find_best(store: Store, sweep: str) -> list[BestPlan]:
+    """For each task of a sweep, the plan of least mean error over its trials of status DONE."""
+
+    def work(connection: Connection) -> list[BestPlan]:
+        ran = and_(TRIALS.c.sweep == sweep, TRIALS.c.state == FINISHED, not_(IS_INFEASIBLE))
+        means = connection.execute(MEANS.where(ran)).all()
+        best = _least(means)
+        texts = sorted({(row.task, row.plan) for group in best for row in group.rows})
+        is_best = and_(TRIALS.c.sweep == sweep, IS_DONE)
+        trials = [
+            row
+            for start in range(0, len(texts), BATCH)
+            for row in connection.execute(
+                select(TRIALS).where(is_best, tuple_(TRIALS.c.task, TRIALS.c.plan).in_(texts[start : start + BATCH]))
+            )
+        ]
+        return [one for group in best if (one := _best_plan(group, trials)) is not None]
+
+    return store.database.read(work)
+
+
+class PlanGroup(NamedTuple):
+    """The rows of MEANS of one plan on a task: its JSON may differ in its reason, its settings in their time limit."""
+
+    rows: list[Any]
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The mean error, then the position in the sweep."""
+        return sum(row.total for row in self.rows if row.num) / sum(row.num for row in self.rows), min(
+            row.place for row in self.rows
+        )
+
+
+def _least(means: Sequence[Any]) -> list[PlanGroup]:
+    """The plan of least mean error of each task, by the names of tasks."""
+    groups: dict[tuple[str, Hashable], PlanGroup] = {}
+    best: dict[str, PlanGroup] = {}
+    with readable("a trial"):
+        for row in means:
+            check_columns(row)
+            groups.setdefault((row.task, _same_run(row.plan, row.settings)), PlanGroup([])).rows.append(row)
+        for (task, _), group in groups.items():
+            if any(row.num for row in group.rows) and (task not in best or group.rank < best[task].rank):
+                best[task] = group
+    return [group for _, group in sorted(best.items())]
+
+
+@lru_cache(maxsize=4096)
+def _same_run(plan: str, settings: str) -> Hashable:
+    """What trials of a task that differ only in their seed have in common: the rules of the plan, mode and device."""
+    parsed = TrialSettings(**json.loads(settings))
+    return parsed_plan(plan).key, parsed.mode, parsed.device
+
+
+def _best_plan(group: PlanGroup, trials: Sequence[Any]) -> BestPlan | None:
+    """The best plan with its errors; None if its trials were reopened since."""
+    task, key = group.rows[0].task, _same_run(group.rows[0].plan, group.rows[0].settings)
+    with readable("a trial"):
+        own = [row for row in trials if row.task == task and _same_run(row.plan, row.settings) == key]
+        for row in own:
+            check_columns(row)
+    if not own:
+        return None
+    plan = parsed_plan(own[0].plan)
+    num_not_done = sum(row.num_finished - row.num for row in group.rows)
+    return BestPlan(task, own[0].label or label_of(plan), plan, {row.seed: row.error for row in own}, num_not_done)
+
+
+def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
+    by_status = {status.value: nums[status.value] for status in Status if status.value in nums}
+    return SweepCounts(sweep, nums.get(WAITING, 0), nums.get(RUNNING, 0), by_status)
+
+
+# --- Progress over time ---
+
+WINDOW_SECONDS = 300.0
+
+
+@dataclass
+class Pace:
+    """Trials per minute, from counts at times of one monotonic clock."""
+
+    _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+
+    def add(self, finished: int, now: float) -> float | None:
+        """Add a count; returns trials per minute over the window, None until a trial has finished in it."""
+        self._counts.append((now, finished))
+        while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
+            self._counts.popleft()
+        start, first = self._counts[0]
+        return 60 * (finished - first) / (now - start) if now > start and finished > first else None
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """The progress of a sweep at one time."""
+
+    counts: SweepCounts
+    trials_per_minute: float | None
+    best: tuple[BestPlan, ...]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Predicted seconds to the end at the current trials per minute; None while these are unknown."""
+        left = self.counts.total - self.counts.finished
+        return 60 * left / self.trials_per_minute if self.trials_per_minute else None
+
+    def __str__(self) -> str:
+        rate = f"{self.trials_per_minute:.1f} trials/min" if self.trials_per_minute else "no rate yet"
+        left = f", {say_seconds(self.seconds_left)} left" if self.seconds_left else ""
+        return f"{self.counts}; {rate}{left}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: one line of `--json` output."""
+        rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
+        return {"event": "progress", **self.counts.to_json(), **rates, "best": [plan.to_json() for plan in self.best]}
+
+
+class SweepWatcher:
+    """Reads the progress of a sweep of a store, or of all sweeps (None), at most every `seconds`."""
+
+    def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
+        self._store, self._sweep, self._seconds = store, sweep, seconds
+        self._paces: dict[str, Pace] = {}
+        self._next = 0.0
+
+    def look(self, *, is_due: bool = False) -> list[SweepProgress]:
+        """The progress of the sweeps; empty less than `seconds` after the last call, unless `is_due`."""
+        now = time.monotonic()
+        if now < self._next and not is_due:
+            return []
+        self._next = now + self._seconds
+        return [self._progress(counts, now) for counts in count(self._store) if self._sweep in (None, counts.sweep)]
+
+    def _progress(self, counts: SweepCounts, now: float) -> SweepProgress:
+        pace = self._paces.setdefault(counts.sweep, Pace())
+        return SweepProgress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))

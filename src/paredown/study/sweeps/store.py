@@ -1,0 +1,360 @@
+"""A store: trials in a database that many workers share. Trials are added, claimed, released, and finished once.
+
+A claim is one SQL statement, and no two workers claim the same trial. A result is committed before it is reported; the first result of a
+trial counts and later ones change nothing, so a worker that was wrongly taken for dead costs time and no trial. Workers count heartbeats
+in the database; the workers that watch them (study/sweeps/worker.py) measure time with their own clock, so wrong clocks release nothing.
+The times of trials, `started_at` and `finished_at`, are those of the worker's clock; they are for readers, and nothing depends on them.
+
+Every method may run again after a lost reply: it recognizes its first run by the worker's id or the token of the claim.
+
+The module functions are statements within one transaction; the methods of Store make the transactions. Statements are built once, since
+every trial runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from enum import Enum
+from functools import cache, lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
+
+from sqlalchemy import Connection, Row, Update, and_, bindparam, case, delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from paredown.errors import StoreError
+from paredown.plan.plan import Plan
+from paredown.study.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, WORKERS, Database, check_columns, readable
+from paredown.study.sweeps.sweep import Claim, DrawnTrial, EndedTrial, TrialSettings, TrialSpec, label_of
+from paredown.study.tasks.trial import Status, Trial
+
+MAX_ATTEMPTS = 5  # a trial whose process or worker died so often is finished as killed
+INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+FREE = {"state": WAITING, "worker": None, "claim": None, "started_at": None, "host": None}
+RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result", "started_at", "finished_at", "host")
+
+
+class WriteOutcome(str, Enum):
+    """The effect of `finish`."""
+
+    COUNTED = "counted"  # it is the trial's result
+    LATE = "late"  # the trial already had the result of another worker
+    AGAIN = "again"  # no result: the process died, and the trial can be claimed again
+
+
+class WrittenResult(NamedTuple):
+    """The outcome of writing a result, and the trial that was written, if it counted."""
+
+    fate: WriteOutcome
+    trial: Trial | None
+
+
+class RunTimes(NamedTuple):
+    """When a trial was claimed and finished (ISO 8601, UTC), and the host that ran it; None: unknown."""
+
+    started_at: str | None
+    finished_at: str | None
+    host: str | None
+
+
+def utc_now() -> str:
+    """The time of this machine's clock in UTC, to the second: `2026-01-31T12:00:00Z`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class ClaimRequest(NamedTuple):
+    """The worker, the token of this claim, the most trials to claim, the sweep (None: any), the tasks to leave out, and the time."""
+
+    worker: str
+    token: str
+    num: int
+    sweep: str | None = None
+    without: tuple[str, ...] = ()
+    now: str | None = None
+
+
+OPEN = and_(TRIALS.c.key == bindparam("of_key"), TRIALS.c.state != FINISHED)
+OURS = and_(TRIALS.c.key == bindparam("of_key"), TRIALS.c.claim == bindparam("of_claim"), TRIALS.c.state == RUNNING)
+WRITE_RESULT = update(TRIALS).where(OPEN).values({name: bindparam(name) for name in RESULT})
+RELEASE = update(TRIALS).where(OURS).values(FREE)
+RELEASE_UNCOUNTED = update(TRIALS).where(OURS).values({**FREE, "attempts": TRIALS.c.attempts - 1})
+
+
+def beat(connection: Connection, worker: str) -> None:
+    """Count a heartbeat. A worker that was taken for dead is registered again; its trials were released."""
+    connection.execute(_beat_statement(connection.dialect.name), {"id": worker})
+
+
+def claim(connection: Connection, request: ClaimRequest) -> list[Claim]:
+    """Claim up to `request.num` open trials, in the order of their sweep."""
+    if not request.num:
+        return []
+    values = {
+        "by": request.worker,
+        "token": request.token,
+        "num": request.num,
+        "of_sweep": request.sweep,
+        "without": list(request.without),
+        "now": request.now,
+        "here": socket.gethostname(),
+    }
+    statement = _claim_statement(request.sweep is not None, bool(request.without))
+    rows = connection.execute(statement, {name: value for name, value in values.items() if value is not None and value != []}).all()
+    for row in rows:
+        check_columns(row)
+    return [_to_claim(row) for row in sorted(rows, key=lambda row: (row.sweep, row.place))]
+
+
+def held_claims(connection: Connection, request: ClaimRequest) -> list[Claim]:
+    """The trials that this request has claimed already: its transaction was committed, and the reply was lost."""
+    query = select(TRIALS).where(TRIALS.c.worker == request.worker, TRIALS.c.claim == request.token)
+    return [_to_claim(row) for row in connection.execute(query)]
+
+
+def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult:
+    """Write a result of time `now`, unless the trial has one. A trial whose process died is released, up to MAX_ATTEMPTS times."""
+    claim, trial = ended.claim, ended.trial
+    if trial is None and claim.attempt < MAX_ATTEMPTS:
+        give_back(connection, [claim], RELEASE)
+        return WrittenResult(WriteOutcome.AGAIN, None)
+    trial = trial or killed(claim.spec, claim.attempt, ended.reason)
+    times = RunTimes(claim.started_at, now, ended.host or claim.host)
+    if connection.execute(WRITE_RESULT, {**result_values(trial, claim.token, times), "of_key": claim.key}).rowcount:
+        return WrittenResult(WriteOutcome.COUNTED, trial)
+    by = connection.scalar(select(TRIALS.c.claim).where(TRIALS.c.key == claim.key))
+    return WrittenResult(WriteOutcome.COUNTED, trial) if by == claim.token else WrittenResult(WriteOutcome.LATE, None)
+
+
+def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = RELEASE_UNCOUNTED) -> None:
+    """Release trials whose claims are still valid."""
+    for held in claims:
+        connection.execute(statement, {"of_key": held.key, "of_claim": held.token})
+
+
+def bury(connection: Connection, worker: str, condition: Any) -> int:
+    """Delete a worker if `condition` holds; release its trials, or finish them as killed after MAX_ATTEMPTS; returns their number."""
+    if not connection.execute(delete(WORKERS).where(condition)).rowcount:
+        return 0
+    is_its_trial = TRIALS.c.worker == worker
+    for row in connection.execute(select(TRIALS).where(is_its_trial, TRIALS.c.attempts >= MAX_ATTEMPTS)).all():
+        trial = killed(to_spec(row), row.attempts, "its worker died")
+        times = RunTimes(row.started_at, utc_now(), row.host)
+        connection.execute(WRITE_RESULT, {**result_values(trial, row.claim, times), "of_key": row.key})
+    return connection.execute(update(TRIALS).where(is_its_trial).values(FREE)).rowcount
+
+
+def to_spec(row: Row[Any]) -> TrialSpec:
+    """The trial to run, from a row of TRIALS."""
+    with readable("a trial"):
+        check_columns(row)
+        return TrialSpec(row.task, parsed_plan(row.plan), row.seed, TrialSettings(**json.loads(row.settings)))
+
+
+@lru_cache(maxsize=1024)
+def parsed_plan(text: str) -> Plan:
+    """The plan of the JSON in a row; rows of one sweep repeat it for every task and seed."""
+    return Plan.from_json(json.loads(text))
+
+
+def result_values(trial: Trial, token: str, times: RunTimes) -> dict[str, Any]:
+    """The columns of a finished trial."""
+    numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
+    result = {"result": json.dumps(trial.to_json()), **times._asdict()}
+    return {"state": FINISHED, "worker": None, "claim": token, **numbers, **result}
+
+
+def killed(spec: TrialSpec, attempts: int, reason: str) -> Trial:
+    """The result of a trial whose process or worker died in every attempt."""
+    text = f"{reason}; this happened in {attempts} attempts, and the trial is not run again"
+    return Trial(spec.task, spec.plan, spec.seed, Status.KILLED, reason=text)
+
+
+@cache
+def _beat_statement(dialect: str) -> Any:
+    statement = INSERTS[dialect](WORKERS).values(id=bindparam("id"), beats=1)
+    return statement.on_conflict_do_update(index_elements=["id"], set_={"beats": WORKERS.c.beats + 1})
+
+
+@cache
+def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
+    """The UPDATE of a claim. On PostgreSQL it skips rows that other workers are claiming; SQLite has one writer at a time."""
+    is_open = [TRIALS.c.state == WAITING]
+    is_open += [TRIALS.c.sweep == bindparam("of_sweep")] if of_sweep else []
+    is_open += [TRIALS.c.task.not_in(bindparam("without", expanding=True))] if has_without else []
+    query = select(TRIALS.c.key).where(and_(*is_open)).order_by(TRIALS.c.sweep, TRIALS.c.place).limit(bindparam("num"))
+    # A CTE: PostgreSQL may run a plain subquery once per row, and would then claim more than `num`.
+    chosen = query.with_for_update(skip_locked=True).cte("turn")
+    claimed = {"state": RUNNING, "worker": bindparam("by"), "claim": bindparam("token"), "attempts": TRIALS.c.attempts + 1}
+    claimed |= {"started_at": bindparam("now"), "host": bindparam("here")}
+    return update(TRIALS).where(TRIALS.c.key.in_(select(chosen.c.key)), TRIALS.c.state == WAITING).values(claimed).returning(TRIALS)
+
+
+def _to_claim(row: Row[Any]) -> Claim:
+    spec = to_spec(row)
+    return Claim(row.key, row.sweep, spec, row.claim, row.attempts, row.label or label_of(spec.plan), row.started_at, row.host)
+
+
+# --- The store ---
+
+T = TypeVar("T")
+BATCH = 200  # rows of one statement: SQLite allows 32766 values
+
+
+class AddResult(NamedTuple):
+    """The number of trials that `Store.add` added, and of those that the store had already."""
+
+    num_new: int
+    num_there: int
+
+
+class Store:
+    """A store of trials at a path or a PostgreSQL URL; created if it is missing, unless `may_create` is False."""
+
+    def __init__(
+        self,
+        address: str | Path,
+        *,
+        may_create: bool = True,
+        patience_seconds: float = 120.0,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        self.database = Database(address, patience_seconds=patience_seconds, say=say)
+        try:
+            self.database.open(may_create=may_create)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Store({self.database.name})"
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.database.close()
+
+    def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
+        """Add the trials of a sweep that the store does not have; those that are still open get the new order and settings, all the labels.
+
+        A sweep with a raised share continues with its finished trials: a trial of both draws has the larger of its two propensities.
+        Infeasible trials are added as finished, and are deleted when a plan fits now, as after the task was changed.
+        """
+        drawn = list(drawn)
+        rows = [_row(sweep, place, trial) for place, trial in enumerate(drawn)]
+        keys = [row["key"] for row in rows]
+        feasible_now = [key for trial in drawn for key in trial.infeasible_keys(sweep)]
+
+        def work(connection: Connection) -> AddResult:
+            for part in _parts(feasible_now):
+                connection.execute(delete(TRIALS).where(TRIALS.c.key.in_(part)))
+            num_present = sum(
+                len(connection.scalars(select(TRIALS.c.key).where(TRIALS.c.key.in_(part))).all()) for part in _parts(keys)
+            )
+            for part in _parts(rows):
+                statement = INSERTS[connection.dialect.name](TRIALS).values(part)
+                new, is_open = statement.excluded, TRIALS.c.state == WAITING
+                updated = {name: case((is_open, new[name]), else_=TRIALS.c[name]) for name in ("place", "settings")}
+                larger = case((new.propensity > TRIALS.c.propensity, new.propensity), else_=TRIALS.c.propensity)
+                updated |= {"propensity": larger, "label": func.coalesce(new.label, TRIALS.c.label)}
+                statement = statement.on_conflict_do_update(index_elements=["key"], set_=updated)
+                connection.execute(statement)
+            return AddResult(len(rows) - num_present, num_present)
+
+        return self.database.write(work)
+
+    def claim(self, worker: str, num: int, *, sweep: str | None = None, without: Sequence[str] = ()) -> list[Claim]:
+        """Claim up to `num` open trials for a worker, in the order of their sweep, except trials of the tasks in `without`."""
+        return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
+
+    def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
+        """Write the result of a claim."""
+        return self.exchange(worker, (ended,), 0)[0][0]
+
+    def exchange(
+        self, worker: str, ended: Sequence[EndedTrial], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
+    ) -> tuple[list[WrittenResult], list[Claim]]:
+        """`finish` and `claim` in one transaction: the outcome of each result, and the next trials to run."""
+        now, attempts = utc_now(), count()  # one time for all attempts to write
+        request = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without), now)
+
+        def work(connection: Connection) -> tuple[list[WrittenResult], list[Claim]]:
+            beat(connection, worker)
+            written = [finish(connection, result, now) for result in ended]
+            held = held_claims(connection, request) if next(attempts) else []
+            return written, held or claim(connection, request)
+
+        return self.database.write(work)
+
+    def give_back(self, claims: Sequence[Claim]) -> None:
+        """Release claimed trials, so that other workers can run them; the attempt does not count."""
+        if claims:
+            self.database.write(lambda connection: give_back(connection, claims))
+
+    def beat(self, worker: str) -> None:
+        """Count one heartbeat."""
+        self.database.write(lambda connection: beat(connection, worker))
+
+    def beats(self) -> dict[str, int]:
+        """The number of heartbeats of each registered worker."""
+        return self.database.read(lambda c: {row.id: row.beats for row in c.execute(select(WORKERS))})
+
+    def leave(self, worker: str) -> int:
+        """Delete a worker that ends, and release its trials; returns their number."""
+        return self.database.write(lambda connection: bury(connection, worker, WORKERS.c.id == worker))
+
+    def free(self, worker: str, beats: int) -> int:
+        """Delete a dead worker, unless it has counted a heartbeat since `beats`, and release its trials; returns their number."""
+        same = and_(WORKERS.c.id == worker, WORKERS.c.beats == beats)
+        return self.database.write(lambda connection: bury(connection, worker, same))
+
+    def reopen(self, sweep: str, statuses: Sequence[Status]) -> int:
+        """Reopen the trials of a sweep with these statuses, and delete their results; returns their number."""
+        if Status.INFEASIBLE in statuses:
+            raise StoreError(
+                "infeasible trials have no plan to run again. Raise the budgets of their plans in the sweep file, or change their tasks."
+            )
+        condition = and_(TRIALS.c.sweep == sweep, TRIALS.c.status.in_([status.value for status in statuses]))
+        values = {**FREE, "attempts": 0, **dict.fromkeys(("status", "error", "seconds", "result", "finished_at"))}
+        return self.database.write(lambda c: c.execute(update(TRIALS).where(condition).values(**values)).rowcount)
+
+
+NO_RESULT = {**FREE, **dict.fromkeys(name for name in RESULT if name not in FREE)}
+
+
+def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
+    spec = drawn.spec
+    return {
+        **(_infeasible_values(drawn) if drawn.infeasible else NO_RESULT),
+        "key": drawn.key(sweep),
+        "sweep": sweep,
+        "place": place,
+        "task": spec.task,
+        "plan": json.dumps(spec.plan.to_json()),
+        "seed": spec.seed,
+        "settings": json.dumps(asdict(spec.settings)),
+        "propensity": drawn.propensity,
+        "label": drawn.label or None,
+    }
+
+
+def _infeasible_values(drawn: DrawnTrial) -> dict[str, Any]:
+    """The columns of a trial that no worker runs, since no plan fits its budget."""
+    spec = drawn.spec
+    trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
+    return {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}
+
+
+def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Batches of rows, each for one statement."""
+    return (values[i : i + BATCH] for i in range(0, len(values), BATCH))

@@ -1,0 +1,399 @@
+"""`evaluate(task, plan, seed=0)` trains a task once and returns a Trial: error, loss, peak memory, step time and status.
+
+A run that diverged, that ran out of memory or that was stopped as hopeless is a trial with that status. Exceptions of the user's model or
+task propagate. Task, plan, seed and device decide every number of a trial except its times (and some bytes of its measured peak: tables
+that a process allocates once). For that, torch is seeded and uses deterministic algorithms; both are restored afterwards.
+
+>>> from paredown.study.tasks.lookup import find_task
+>>> trial = evaluate(find_task("digits#model=mlp,steps=60"), Plan.preset("lpmm"), device="cpu")
+>>> trial.status.value, trial.error < 0.5, len(trial.curve)
+('done', True, 60)
+
+Measured peak memory: on CUDA what torch's allocator counts over the whole run. The CPU allocator has no counter, so torch's profiler
+records each allocation and release, temporaries inside of operators included, from before the model is made until NUM_MEASURED_STEPS
+steps are done; by then all optimizer state is allocated.
+
+A trial also records where it ran: device, versions and the commit of paredown; no path, host name or user name.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import re
+import subprocess
+import time
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import autograd, nn
+
+from paredown.codec.cpu import load_loops
+from paredown.errors import PlanError, TaskError, TraceError
+from paredown.plan.footprint import peak_of
+from paredown.plan.plan import Plan
+from paredown.study.tasks.lookup import find_task
+from paredown.study.tasks.measured_time import NUM_STEPS, NUM_WARM_UP, StepTimer
+from paredown.study.tasks.task import Task
+from paredown.study.tasks.task_trace import trace_task
+from paredown.study.tasks.training import (
+    Loop,
+    LossCurve,
+    ProgressCallback,
+    TrainingSetup,
+    judge,
+    task_learning_rate,
+    train,
+    with_scores,
+)
+from paredown.study.tasks.trial import Status, Trial
+from paredown.version import __version__
+
+NUM_MEASURED_STEPS = NUM_WARM_UP  # on a CPU: the profiler slows steps down, so that they are not timed
+
+
+class Meter(ABC):
+    """Measures peak memory from `start` to `stop`; `bytes` is None where it could not be measured."""
+
+    bytes: int | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start measuring, before the model is made."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop measuring and set `bytes`; a second call does nothing."""
+
+    @abstractmethod
+    def after(self, step: int) -> None:
+        """Called after each step, counted from 1."""
+
+
+@final
+class CudaMeter(Meter):
+    """The peak of torch.cuda's allocated bytes, minus the bytes allocated at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before, self._runs = device, 0, False
+
+    def start(self) -> None:
+        """Start measuring, before the model is made."""
+        torch.cuda.synchronize(self._device)
+        if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
+            clear()  # allocated by earlier trials of this process: each trial counts its own, as in a new process
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before, self._runs = torch.cuda.memory_allocated(self._device), True
+
+    def after(self, step: int) -> None:
+        """Nothing to do: the allocator counts all steps."""
+
+    def stop(self) -> None:
+        """Read the peak."""
+        if self._runs:
+            self.bytes, self._runs = torch.cuda.max_memory_allocated(self._device) - self._before, False
+
+
+@final
+class CpuMeter(Meter):
+    """The peak of the profiler's running sum of bytes; not measured where a profiler already runs in this process."""
+
+    def __init__(self) -> None:
+        self._runs = False
+
+    def start(self) -> None:
+        """Start measuring, before the model is made."""
+        if not hasattr(autograd, "_enable_profiler_legacy") or autograd._profiler_enabled():
+            return
+        gc.collect()  # garbage that is freed later could count as released by the training
+        state, choices = autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()  # type: ignore[attr-defined]
+        autograd._enable_profiler_legacy(autograd.ProfilerConfig(state, False, True, False, False, False, choices))
+        self._runs = True
+
+    def after(self, step: int) -> None:
+        """Stop after NUM_MEASURED_STEPS steps."""
+        if step >= NUM_MEASURED_STEPS:
+            self.stop()
+
+    def stop(self) -> None:
+        """Sum the recorded allocations and releases."""
+        if self._runs:
+            self._runs = False
+            self.bytes = largest_sum([event for thread in autograd._disable_profiler_legacy() for event in thread])
+
+
+def largest_sum(events: list[Any]) -> int:
+    """The largest running sum of allocated minus released bytes.
+
+    Memory may be released that was allocated before the first event, and does not count. Events have no addresses: a release counts if
+    something of its size was allocated and is not released yet.
+    """
+    held = peak = 0
+    num_held: Counter[int] = Counter()  # by size
+    for event in events:
+        if event.kind() != "memory_alloc":
+            continue
+        size = event.cpu_memory_usage()
+        if size < 0 and not num_held[-size]:
+            continue
+        num_held[abs(size)] += 1 if size > 0 else -1
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def meter_of(device: torch.device) -> Meter:
+    """The peak memory meter for this device."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+# --- Where a trial ran ---
+
+PACKAGES = ("torch", "numpy", "triton")
+ROOT = Path(__file__).parents[4]  # of a checkout, which has src/paredown/study/tasks
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the machine type of a CPU, such as 'x86_64 CPU'."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Versions of paredown, Python and the packages that numbers depend on, and of CUDA where torch has it."""
+    by_name = {"paredown": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            by_name[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    by_name["torch"] = torch.__version__
+    return by_name | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+@lru_cache(maxsize=1)
+def commit() -> str:
+    """The commit of the checkout that paredown runs from, with `-dirty` where files were changed; empty for an installed package.
+
+    The environment variable PAREDOWN_COMMIT replaces it, for a checkout that was copied without its history.
+    """
+    if os.environ.get("PAREDOWN_COMMIT"):
+        return os.environ["PAREDOWN_COMMIT"]
+    if not (ROOT / ".git").exists() or not (ROOT / "pyproject.toml").exists():
+        return ""
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+# --- Evaluate ---
+
+# parts of messages of RuntimeErrors that libraries raise when memory is short
+OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
+REQUESTED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
+
+
+def evaluate(
+    task: Task | str,
+    plan: Plan,
+    *,
+    seed: int = 0,
+    device: Any = None,
+    mode: Any = "store",
+    progress: ProgressCallback | None = None,
+) -> Trial:
+    """Train `task` under `plan` from `seed`, and evaluate it on the test split. `task` is a Task or a name.
+
+    `device`: CUDA if available when None. `mode`: "store" or "simulate", as in `apply`. `progress(step, steps, training loss)` is called up
+    to a hundred times.
+    """
+    return trial_and_model(make_setting(task, plan, seed=seed, device=device, mode=mode), progress)[0]
+
+
+def trial_and_model(setting: TrainingSetup, progress: ProgressCallback | None = None) -> tuple[Trial, nn.Module | None]:
+    """The trial of `evaluate`, and the trained model with plain weights; None after running out of memory."""
+    meter, timer = meter_of(setting.device), StepTimer(setting.device)
+    if setting.device.type == "cpu" and setting.plan.rules:
+        load_loops()
+    with seeded(setting), deterministic(setting.device):
+        head, begun = empty_trial(setting), time.perf_counter()
+        trial, model = _outcome(head, setting, meter, timer, progress)
+    trial = replace(trial, seconds=time.perf_counter() - begun)
+    if setting.mode != "store":  # simulate mode saves no memory and allocates more, and its steps take longer
+        return trial, model
+    has_time = trial.status is not Status.OUT_OF_MEMORY
+    return replace(trial, measured_peak_bytes=meter.bytes, step_seconds=timer.seconds() if has_time else None), model
+
+
+def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> float | None:
+    """The median seconds of an unmodified step, from NUM_STEPS steps without evaluation; None where they run out of memory."""
+    setting = make_setting(task, Plan(), seed=seed, device=device)
+    timer = StepTimer(setting.device)
+    try:
+        with seeded(setting), deterministic(setting.device):
+            batches = task.data.batches(task.batch, seed=seed, device=setting.device)
+            loop = Loop(setting, setting.placed_model(), nullcontext())
+            for step, (x, answers) in zip(range(NUM_STEPS), batches, strict=False):
+                loop.step(x, answers, task_learning_rate(task, step))
+                timer.after(step + 1)
+        return timer.seconds()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def empty_trial(setting: TrainingSetup) -> Trial:
+    """The trial before it runs: names, predicted peak, device, versions and commit."""
+    head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
+    return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
+
+
+def curve_of(task: Task) -> LossCurve:
+    """The loss curve of a task before its first step."""
+    return LossCurve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
+
+
+def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> TrainingSetup:
+    """The arguments of `evaluate`, checked, as a TrainingSetup."""
+    if isinstance(task, Plan):
+        raise TaskError("evaluate takes the task first, then the plan: paredown.evaluate(task, plan).")
+    task = find_task(task) if isinstance(task, str) else task
+    if not isinstance(task, Task) or not isinstance(plan, Plan):
+        raise TaskError(f"evaluate takes a Task, or its name, and a Plan, not {type(task).__name__} and {type(plan).__name__}.")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise TaskError(f"seed is {seed!r}; it must be a whole number from 0 to 2^63 - 1.")
+    return TrainingSetup(task, plan, seed, find_device(device), mode)
+
+
+def find_device(device: Any) -> torch.device:
+    """The torch.device of that name; CUDA if available when None."""
+    num_gpus = torch.cuda.device_count()
+    allowed = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))]
+    wanted = str(device) if device is not None else "cuda" if num_gpus else "cpu"
+    if wanted not in allowed:
+        raise TaskError(f"device {wanted!r} is not available on this machine. Allowed: {', '.join(allowed)}.")
+    return torch.device(wanted)
+
+
+def _outcome(
+    head: Trial, setting: TrainingSetup, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
+) -> tuple[Trial, nn.Module | None]:
+    """The trial without peak memory and times, and the model. After running out of memory, memory that the exception held is freed."""
+    task, curve = setting.task, curve_of(setting.task)
+    try:
+        return _run(head, setting, curve, meter, timer, progress)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        requested = REQUESTED.search(str(error))
+        more = f", requested {requested[1]} more" if requested else ""
+        reason = f"out of memory after {curve.step} of {task.steps} steps{more}"
+    finally:
+        meter.stop()
+    gc.collect()
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return replace(head, status=Status.OUT_OF_MEMORY, reason=reason, curve=tuple(curve.points)), None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory was exhausted."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+
+
+def _run(
+    head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
+) -> tuple[Trial, nn.Module]:
+    """Train and evaluate; the session is closed after an exception too."""
+
+    def after(step: int) -> None:
+        meter.after(step)
+        timer.after(step)
+
+    batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
+    meter.start()  # after the data, which does not count as memory of a step
+    model = setting.placed_model()
+    with setting.session(model) as session:
+        loop = Loop(setting, model, session)
+        train(loop, batches, curve, after=after, progress=progress)
+        meter.stop()
+        trial = replace(head, curve=tuple(curve.points))
+        if curve.verdict is not None:
+            trial = replace(trial, status=curve.verdict.status, reason=curve.verdict.reason)
+        if trial.status is Status.DIVERGED:
+            return trial, model
+        error, loss = judge(loop)
+    return with_scores(trial, error, loss), model
+
+
+# --- predicted bytes --------------------------------------------------------------------------------------------------
+
+
+def _predicted(setting: TrainingSetup) -> int | None:
+    """The footprint's peak; None where the step cannot be traced, or a simulated plan has rules for values that no step stores."""
+    keys = tuple(key for key, _ in setting.plan.rules)
+    if setting.mode != "store" and keys in _refused.get(setting.task, ()):
+        return None
+    try:
+        return peak_of(trace_task(setting.task, setting.plan, setting.device.type), setting.plan)
+    except TraceError:
+        return None
+    except PlanError as error:
+        if setting.mode != "store":
+            _refused.setdefault(setting.task, set()).add(keys)
+            return None
+        raise PlanError(f"task {setting.task.name!r}: {error}") from None
+
+
+# Selectors of simulated plans that match values that no step stores: checked once for all formats of a sweep
+_refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
+
+# --- Reproducible numbers ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def seeded(setting: TrainingSetup) -> Generator[None]:
+    """Seed torch's random states inside the context, and restore them afterwards."""
+    devices = [setting.device] if setting.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(setting.seed)
+        yield
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Generator[None]:
+    """Use deterministic CUDA algorithms where torch has them; nothing to do on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings = [(torch.backends.cudnn, "benchmark", False), (torch.utils.deterministic, "fill_uninitialized_memory", False)]
+    previous = [getattr(module, name) for module, name, _ in settings]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            for module, name, value in settings:
+                setattr(module, name, value)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            for (module, name, _), value in zip(settings, previous, strict=True):
+                setattr(module, name, value)

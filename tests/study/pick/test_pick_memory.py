@@ -1,0 +1,213 @@
+"""`pick` where measured peaks have to fit, as on a GPU: what trials take beyond their prediction, and plans without memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paredown import Plan, Trial, pick
+from paredown.plan.selectors import Selector
+from paredown.sizes import say_bytes
+from paredown.study.pick import pick as pick_module
+from paredown.study.pick.answer import Frontier, Point
+from paredown.study.pick.pick_loop import PickLoop, expected_peaks, explain_nothing_trains
+from paredown.study.report.studies import study_of_pick
+from paredown.study.tasks.trial import Status
+from tests.study.pick.test_pick import PRIOR, as_in_prior, make_task, tried
+
+__all__ = ["tried"]
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured peaks count, though this is a CPU."""
+    monkeypatch.setattr(pick_module, "PickLoop", lambda **given: PickLoop(**{**given, "is_strict": True, "excess_differs": False}))
+
+
+def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any) -> None:
+    """What it had reached is below its prediction: plans still need what the others took beyond theirs."""
+    tried()
+    before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    predicted = {point.plan: point.predicted_bytes for point in before.frontier.points}
+    excess = (before.budget_bytes - min(predicted.values())) // 2
+
+    def rule(plan: Plan, seed: int) -> Any:
+        if len(ran) == 2:
+            return {"status": Status.OUT_OF_MEMORY, "error": None, "measured_peak_bytes": 10, "reason": "out of memory"}
+        return {"error": as_in_prior(plan, seed), "measured_peak_bytes": predicted[plan] + excess}
+
+    ran = tried(rule)
+    found = pick(make_task(), "75%", 3, prior=PRIOR, device="cpu")
+    assert len(ran) >= 2 and found.trials[1].status is Status.OUT_OF_MEMORY
+    assert all(point.predicted_bytes + excess <= before.budget_bytes for point in found.frontier.points if point.fits)
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(tried: Any, is_small: bool) -> None:
+    """As on a GPU, whose measured peaks have to fit: a small excess leaves some plans, a large one none: two trials."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    budget = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").budget_bytes
+    smallest = min(predicted.values())
+    excess = (budget - smallest) // 2 if is_small else budget
+    ran = tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": predicted[plan] + excess})
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    if is_small:
+        assert found.point is not None and found.point.predicted_bytes + excess <= budget
+        assert found.frontier.best("75%") == found.point and Frontier.from_json(found.frontier.to_json()) == found.frontier
+        assert {point.label for point in found.frontier.points if point.fits} == {
+            point.label for point in points if point.predicted_bytes + excess <= budget
+        }
+        assert study_of_pick(found).picks[0].nbytes == smallest + excess, "the lowest budget of its page has a plan"
+    else:
+        assert found.plan is None and len(ran) == 2 and predicted[ran[1][0]] == smallest, (
+            "the smallest before nothing is said to fit"
+        )
+        assert f"up to {say_bytes(excess)} more than predicted" in found.reason and "channels_last" in found.reason
+
+
+def test_a_plan_takes_what_the_nearest_trial_took_beyond(tried: Any) -> None:
+    """Large plans take far more than predicted, small ones as much: what is small still fits, and a page of it moves with its budget."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    middle = sorted(predicted.values())[len(predicted) // 2]
+
+    def peak(plan: Plan) -> int:
+        return predicted[plan] * (2 if predicted[plan] > middle else 1)
+
+    tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": peak(plan)})
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    peaks = {trial.plan: trial.measured_peak_bytes or 0 for trial in found.trials}
+    assert max(peaks[plan] - predicted[plan] for plan in peaks) > 0, "a trial that says so"
+    for point in found.frontier.points:
+        gaps = {plan: abs(predicted[plan] - point.predicted_bytes) for plan in peaks}
+        near = [point.plan] if point.plan in peaks else [plan for plan, gap in gaps.items() if gap == min(gaps.values())]
+        assert point.needs == point.predicted_bytes + max(peaks[plan] - predicted[plan] for plan in near)
+        assert point.fits == (point.needs <= found.budget_bytes) and point.trains
+    assert found.point is not None and peak(found.point.plan) <= found.budget_bytes
+    study = study_of_pick(found)
+    assert study.picks[0].nbytes == min(point.needs for point in found.frontier.points)
+    assert all(found.frontier.find(step.label).needs <= step.nbytes for step in study.picks)
+    said = {mark.label: (mark.nbytes, mark.predicted_bytes) for mark in study.marks}
+    assert said == {p.label: (p.needs, p.predicted_bytes if p.needs > p.predicted_bytes else None) for p in found.frontier.points}
+
+
+def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was measured high does not count for its twin in size, which was measured low."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    high, low = next((a.plan, b.plan) for a, b in pairwise(points) if a.predicted_bytes == b.predicted_bytes)
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        pick_module,
+        "PickLoop",
+        lambda **found: given.setdefault("it", PickLoop(**{**found, "is_strict": True, "excess_differs": False})),
+    )
+    pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    picking = given["it"]
+    place = {row.plan: i for i, row in enumerate(picking.candidates.rows)}
+    peaks = {high: predicted[high] * 2, low: predicted[low]}
+    picking.learn([Trial("blobs", plan, 0, Status.DONE, error=0.1, measured_peak_bytes=peak) for plan, peak in peaks.items()])
+    needed = picking.expected()
+    assert (needed[place[high]], needed[place[low]]) == (predicted[high] * 2, predicted[low])
+
+
+def test_a_gpu_without_memory_for_a_plan_has_none_for_larger_ones(tried: Any) -> None:
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    middle = sorted(predicted.values())[len(predicted) // 3]
+
+    def rule(plan: Plan, seed: int) -> Any:
+        no_memory = {"status": Status.OUT_OF_MEMORY, "error": None, "reason": "out of memory after 0 of 12 steps"}
+        return no_memory if predicted[plan] > middle else {"error": as_in_prior(plan, seed), "measured_peak_bytes": predicted[plan]}
+
+    ran = tried(rule)
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    sizes = [predicted[plan] for plan, _ in ran]
+    short = [size for size in sizes if size > middle]
+    assert short and short == sorted(short, reverse=True) and len(set(short)) == len(short), "each is smaller than the one before"
+    assert found.point is not None and found.point.predicted_bytes < min(short)
+    notes = {mark.label: mark.note for mark in study_of_pick(found).marks}
+    for point in found.frontier.points:
+        assert point.trains == (point.predicted_bytes < min(short))
+        had = "its trials failed" if point.plan in dict(ran) else "it, or a smaller plan, ran out of memory"
+        assert (had in notes[point.label]) == (not point.trains)
+
+
+def test_the_smallest_that_is_named_is_one_that_may_train() -> None:
+    """A plan that had no memory is no advice, however little it was predicted to take."""
+    short = Point("short", Plan(), 300, 0.1, 0.1, trains=False, needed_bytes=400)
+    other = Point("other", Plan.preset("half"), 350, 0.1, 0.1, needed_bytes=450)
+    assert "with that the smallest, other, needs 450 B" in explain_nothing_trains([short, other], [])
+    assert "the smallest, other, took 420 B" in explain_nothing_trains(
+        [short, Point("other", Plan(), 350, 0.1, 0.1, measured_bytes=420)], []
+    )
+
+
+def test_on_a_cpu_a_measured_peak_counts_for_plans_that_quantize_the_same_roles(
+    tried: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial takes twice the budget: plans that share a role with it do not fit, and those that share none need what was predicted."""
+    monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
+    tried()
+    before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    fitted = {point.plan for point in before.frontier.points if point.fits}
+    ran = tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": 2 * before.budget_bytes})
+    found = pick(make_task(), "75%", 1, prior=PRIOR, device="cpu")
+    roles = {Selector.parse(text).role for text, _ in ran[0][0].rules}
+    apart = {plan for plan in fitted if not roles & {Selector.parse(text).role for text, _ in plan.rules}}
+    assert {point.plan for point in found.frontier.points if point.fits} == apart != fitted
+
+
+def test_an_untried_plan_is_not_taken_at_a_prediction_that_all_trials_exceed(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU every plan takes the same scratch memory beyond its prediction: what is answered fits, tried or not, and says so."""
+    monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
+    tried()
+    before = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu")
+    predicted = {point.plan: point.predicted_bytes for point in before.frontier.points}
+    excess = (before.budget_bytes - min(predicted.values())) // 2
+    tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": predicted[plan] + excess})
+    for increase in (None, 0.5):
+        found = pick(make_task(), "60%", 3, max_error_increase=increase, prior=PRIOR, device="cpu")
+        assert found.point is not None and predicted[found.point.plan] + excess <= found.budget_bytes
+        sentence = "measured" if found.point.measured_bytes else "with what trials took beyond their prediction"
+        assert (
+            f"{say_bytes(found.point.needs)} {sentence}" in found.reason
+            or f"measured {say_bytes(found.point.needs)}" in found.reason
+        )
+
+
+def by_definition(memory: list[float], peaks: list[tuple[int, int]], roles: list[set[str]], plan: int) -> float:
+    """The expected peak of one plan: its own trials, else those of plans most like it."""
+    own = [nbytes for other, nbytes in peaks if other == plan]
+    alike = [
+        (len(roles[t] ^ roles[plan]), abs(memory[t] - memory[plan]), n - memory[t])
+        for t, n in peaks
+        if not roles[t] or roles[t] & roles[plan]
+    ]
+    if own:
+        return memory[plan] + max(0.0, max(own) - memory[plan])
+    least = min((apart, gap) for apart, gap, _ in alike) if alike else None
+    return memory[plan] + max([0.0, *(excess for apart, gap, excess in alike if (apart, gap) == least)])
+
+
+def test_expected_peaks_follow_the_most_alike_trial() -> None:
+    draw, names = np.random.default_rng(0), ("activation", "weight", "moment1")
+    for _ in range(300):
+        memory = draw.integers(1, 6, size=6).astype(float) * 100
+        roles = draw.random((6, 3)) < 0.5
+        peaks = [(int(plan), int(draw.integers(50, 900))) for plan in draw.integers(0, 6, size=draw.integers(1, 5))]
+        sets = [{name for name, has in zip(names, row, strict=True) if has} for row in roles]
+        wanted = [by_definition(memory.tolist(), peaks, sets, plan) for plan in range(6)]
+        assert expected_peaks(memory, peaks, roles).tolist() == wanted
+        everything = [{"activation"}] * 6
+        assert expected_peaks(memory, peaks, None).tolist() == [
+            by_definition(memory.tolist(), peaks, everything, i) for i in range(6)
+        ]

@@ -1,0 +1,342 @@
+"""Records: made of picks and trials, scrubbed, and read from strangers' files with a sentence."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from paredown import Guard, Plan, apply, footprint, optim, trace_step
+from paredown.errors import ReportError
+from paredown.plan.explanation import explain_slots
+from paredown.study.report.page import render
+from paredown.study.report.record import MOST_CURVES, MOST_RUNS, Record, scrub, scrub_all
+from paredown.study.report.studies import BudgetPick, PlanMark, Study, choose
+from paredown.study.sweeps.plan_labels import Labels
+from paredown.study.tasks.trial import Status
+from tests.study.report.made import ROWS, picked, record, trace, trial
+
+PATHS = (
+    "/home/wilma/nets/net.py",
+    "/tmp/x/y.db",
+    "/Users/wilma lee/a/b.toml",
+    "C:\\Users\\wilma\\net.py",
+    "~/nets/net.py",
+    "\\\\nas\\wilma\\net.py",
+)
+
+
+def test_a_record_is_what_its_json_says() -> None:
+    made = record()
+    assert Record.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_a_file_gives_the_record_back(tmp_path: Path) -> None:
+    record().save(tmp_path / "record.json")
+    assert Record.load(tmp_path / "record.json") == record()
+
+
+def test_the_picks_are_those_of_the_frontier_at_every_budget() -> None:
+    found, study = picked(), record().studies[0]
+    assert len(study.picks) > 2, "else there is nothing to look at"
+    for budget in range(study.picks[0].nbytes, footprint(trace()).peak_bytes + 2000, 1009):
+        label = [pick.label for pick in study.picks if pick.nbytes <= budget][-1]
+        assert label == found.frontier.best(budget).label
+
+
+def test_what_cannot_be_trained_is_on_the_chart_and_never_picked() -> None:
+    found = picked()
+    points = tuple(replace(point, trains=point.label != "low") for point in found.frontier.points)
+    made = Record.of_pick(replace(found, frontier=replace(found.frontier, points=points), plan=None, label=""))
+    study = made.studies[0]
+    assert study.picked == ""
+    assert next(mark.error for mark in study.marks if mark.label == "low") is None
+    assert "low" not in {pick.label for pick in study.picks}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 9)), max_size=12))
+def test_what_is_chosen_is_the_least_error_within_each_budget(rows: list[tuple[int, int | None]]) -> None:
+    marks = [PlanMark(str(i), nbytes, error) for i, (nbytes, error) in enumerate(rows)]
+    picks = choose(marks)
+    for budget in range(11):
+        errors = [mark.error for mark in marks if mark.error is not None and mark.nbytes <= budget]
+        taken = [pick.label for pick in picks if pick.nbytes <= budget]
+        assert bool(taken) == bool(errors)
+        assert not taken or marks[int(taken[-1])].error == min(errors)
+
+
+def test_memory_is_that_of_the_footprint_and_adds_up() -> None:
+    study = record().studies[0]
+    assert {row.label for row in study.kept} >= {"baseline", study.picked}
+    for row in study.kept:
+        foot = footprint(trace(), ROWS[row.label][0])
+        assert row.peak_bytes == foot.peak_bytes == sum(row.by_role.values())
+        for role in row.by_role:
+            assert row.by_role[role] == sum(place.nbytes for place in row.places if place.role == role)
+        told = explain_slots(trace(), ROWS[row.label][0])
+        assert [(slot.slot, slot.format, slot.why) for slot in row.slots] == [(fate.slot, fate.format, fate.why) for fate in told]
+
+
+def test_trials_become_means_with_their_standard_error_and_what_went_wrong() -> None:
+    trials = [trial("lpmm", seed, error=error) for seed, error in enumerate((0.2, 0.4, 0.3))]
+    trials += [trial("lpmm", 3, status=Status.DIVERGED, error=None), trial("baseline")]
+    study = Record.of_trials("t", trials).studies[0]
+    marks = {mark.label: mark for mark in study.marks}
+    mark, standard = marks["lpmm"], np.std([0.2, 0.4, 0.3], ddof=1) / np.sqrt(3)
+    assert (mark.error, mark.low, mark.high) == pytest.approx((0.3, 0.3 - standard, 0.3 + standard))
+    assert (mark.num_trials, mark.note) == (3, "mean of 3 seeds, standard error 5.77 points; 1 of 4 diverged")
+    assert marks["baseline"].low is marks["baseline"].high is None, "one seed has no standard error"
+    assert marks["baseline"].note == "one seed: no standard error" and "standard error" in study.band
+
+
+def test_step_times_of_trials_are_medians_and_relative_to_the_baseline_on_their_device() -> None:
+    timed = [trial("baseline", step_seconds=0.2), trial("baseline", 1, step_seconds=0.4), trial("baseline", 2, step_seconds=0.3)]
+    timed += [trial("lpmm", seed, step_seconds=seconds) for seed, seconds in enumerate((0.3, 0.6, 0.9))]
+    timed += [trial("activations8", step_seconds=0.6, device="another"), trial("low", step_seconds=0.1, baseline_step_seconds=0.2)]
+    marks = {mark.label: mark for mark in Record.of_trials("t", timed).studies[0].marks}
+    found = {label: (mark.step_seconds, mark.step_ratio, mark.step_source) for label, mark in marks.items()}
+    expected = {"baseline": (0.3, 1.0), "lpmm": (0.6, 2.0), "activations8": (0.6, None)}
+    for label, (seconds, ratio) in expected.items():
+        assert found.pop(label) == (pytest.approx(seconds), ratio and pytest.approx(ratio), "measured")
+    assert list(found.values()) == [(0.1, pytest.approx(0.5), "measured")]
+    untimed = Record.of_trials("t", [trial("lpmm")]).studies[0].marks[0]
+    assert (untimed.step_seconds, untimed.step_ratio, untimed.step_source) == (None, None, "")
+
+
+def test_a_plan_of_which_no_run_ended_well_is_on_the_chart_and_never_picked() -> None:
+    trials = [trial("lpmm", status=Status.DIVERGED, error=None), trial("baseline")]
+    study = Record.of_trials("t", trials).studies[0]
+    assert [mark.error for mark in study.marks] == [None, 0.021]
+    assert study.picks == (BudgetPick(study.marks[1].nbytes, "baseline"),)
+
+
+def test_several_tasks_are_several_studies_and_losses_are_called_so() -> None:
+    trials = [trial("lpmm", task="a"), trial("lpmm", task="b", error=3.2), trial("baseline", task="b", error=3.0)]
+    studies = Record.of_trials("t", trials).studies
+    assert [(study.task, study.metric) for study in studies] == [("a", "error"), ("b", "loss")]
+
+
+def test_versions_and_commits_of_all_trials_are_there() -> None:
+    trials = [trial("lpmm", versions={"torch": "2.11"}), trial("lpmm", 1, versions={"torch": "2.13"}, commit="def")]
+    made = Record.of_trials("t", trials)
+    assert (dict(made.versions), made.commit) == ({"torch": "2.11, 2.13"}, "abc123, def")
+
+
+def test_many_trials_are_cut_and_said_to_be() -> None:
+    trials = [trial("lpmm", seed) for seed in range(MOST_RUNS + 5)]
+    made = Record.of_trials("t", trials)
+    assert len(made.runs) == MOST_RUNS
+    assert str(MOST_RUNS + 5) in made.notes[0]
+    assert 0 < sum(bool(run.curve) for run in made.runs) <= MOST_CURVES
+    assert made.studies[0].marks[0].num_trials == MOST_RUNS + 5, "means are over all of them"
+
+
+def test_a_cut_leaves_something_of_every_task() -> None:
+    trials = [trial("lpmm", seed, task=task) for task in ("a", "b", "c") for seed in range(MOST_RUNS // 2)]
+    made = Record.of_trials("t", trials)
+    for task in ("a", "b", "c"):
+        rows = [run for run in made.runs if run.task == task]
+        assert len(rows) == MOST_RUNS // 3
+        assert sum(bool(run.curve) for run in rows) == 1
+        assert rows[-1].seed == MOST_RUNS // 2 - 1, "the last ones are kept, in turn"
+
+
+def test_labels_tell_plans_apart_and_reasons_do_not() -> None:
+    labels, plan = Labels(), Plan.uniform(activation="int4/64@bf16").set("a:input", None)
+    other = plan.set("a:input", "int8/64@bf16")
+    assert labels.of(plan) != labels.of(other)
+    assert labels.of(replace(plan, reason="why not")) == labels.of(plan)
+    assert labels.of(Plan.preset("lpmm")) == "lpmm"
+
+
+# --- where it was made ----------------------------------------------------------------------------------------------
+
+
+QUOTED = ("no such file: '{}'", 'File "{}", line 3')
+BARE = ("{}", "cannot open {}: refused", "({})", "images:{}#steps=3")  # where a path with blanks has no end
+CASES = [form.format(path) for path in PATHS for form in (QUOTED if " " in path else QUOTED + BARE)]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_no_path_leaves_a_record(text: str) -> None:
+    told = Record.of_trials(text, [trial("lpmm", task=text, reason=text, device=text, commit=text)])
+    left = json.dumps(replace(told, notes=(text,)).to_json())
+    assert all(part not in left for part in ("wilma", "/home", "/tmp", "/Users", "nas", "C:", "~"))
+
+
+def test_no_host_and_no_user_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paredown.study.report import record as module
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "annas-box.lab.example")
+    monkeypatch.setattr(getpass, "getuser", lambda: "anneliese")
+    monkeypatch.setattr(Path, "home", lambda: Path("/srv/people/Anne Liese"))
+    for cached in (module.scrub, module._home, module._names):
+        cached.cache_clear()
+    try:
+        said = scrub("anneliese on annas-box.lab.example (annas-box), /srv/people/Anne Liese/nets/net.py")
+    finally:
+        for cached in (module.scrub, module._home, module._names):
+            cached.cache_clear()
+    assert said == "... on ... (...), net.py"
+
+
+def test_what_is_no_path_stays() -> None:
+    for text in (
+        "int8/64@bf16",
+        "mine.py:small",
+        "tasks/mine.py:small",
+        "https://example.org/a/b",
+        "images:faces/of/all.npz",
+        "a / b",
+        "error 1/2",
+        "layers.0:input",
+    ):
+        assert scrub(text) == text
+
+
+def test_this_very_machine_is_not_in_a_record_of_a_failed_trial() -> None:
+    told = Record.of_trials("t", [trial("lpmm", status=Status.FAILED, error=None, reason=f"{__file__}: no such layer")])
+    left = json.dumps(told.to_json())
+    assert str(Path(__file__).parent) not in left
+    assert "test_record.py: no such layer" in left
+
+
+# --- strangers' files -----------------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=8) | st.just(HUGE := 10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths to all parts of a JSON value."""
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(path for key, part in rows for path in places(part, (*at, key)))]
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any, how: str) -> Any:
+    """A copy with one part replaced, left out, or added to."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if len(path) == 1 and how == "drop":
+        del copy[path[0]]
+    else:
+        copy[path[0]] = changed(copy[path[0]], path[1:], new, how)
+    return copy
+
+
+SMALL = Record.of_trials("t", [trial("lpmm"), trial("baseline")]).with_footprints(trace(), {"lpmm": Plan.preset("lpmm")}).to_json()
+SMALL["studies"][0]["kept"][0]["slots"] = SMALL["studies"][0]["kept"][0]["slots"][:2]
+SMALL["studies"][0]["kept"][0]["places"] = SMALL["studies"][0]["kept"][0]["places"][:2]
+PLACES = places(SMALL)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(PLACES), VALUES, st.sampled_from(["replace", "drop"]))
+def test_a_damaged_record_is_a_sentence_or_a_page(path: tuple[Any, ...], new: Any, how: str) -> None:
+    try:
+        made = Record.from_json(changed(SMALL, path, new, how))
+    except ReportError as error:
+        assert 10 < len(str(error)) < 400
+        assert "\n" not in str(error)
+        return
+    assert render(made).startswith("<!doctype html>")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.binary(max_size=60) | VALUES.map(lambda value: json.dumps(value).encode()),
+    cut=st.integers(0, len(json.dumps(SMALL)) - 80),
+)
+def test_a_file_that_is_none_is_a_sentence(data: bytes, cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "record.json"
+    for content in (data, json.dumps(SMALL).encode()[:cut] + data):
+        path.write_bytes(content)
+        with pytest.raises(ReportError, match=r"^record\.json"):
+            Record.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" * 100_000, "not JSON"),
+        (b'{"version": 99, "title": "t"}', "Update paredown"),
+        (b'{"version": true, "title": "t"}', "version"),
+        (b'{"version": 1, "title": "t", "studies": [{"task": "a", "picks": [[1, "b"]]}]}', "'b' is picked"),
+        (b'{"version": 1, "title": "t", "runs": [{}]}', "task is missing"),
+        (b'{"version": 1, "title": "t", "commit": NaN}', "text is needed"),
+        (b'{"version": 1, "title": "\\ud800", "extra": 1}', "'extra' is unknown"),
+    ],
+)
+def test_what_is_wrong_is_said(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_bytes(content)
+    with pytest.raises(ReportError, match=said):
+        Record.load(tmp_path / "record.json")
+
+
+def test_files_that_cannot_be_read_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"none\.json cannot be read: No such file"):
+        Record.load(tmp_path / "none.json")
+    with pytest.raises(ReportError, match="cannot be read"):
+        Record.load(tmp_path)
+
+
+def test_two_plans_of_one_label_are_refused() -> None:
+    with pytest.raises(ReportError, match="the same label"):
+        Study("t", marks=(PlanMark("a", 1), PlanMark("a", 2)))
+    with pytest.raises(ReportError, match="sorted by rising bytes"):
+        Study("t", marks=(PlanMark("a", 1), PlanMark("b", 2)), picks=(BudgetPick(2, "b"), BudgetPick(1, "a")))
+
+
+def test_footprints_of_an_unknown_task_are_refused() -> None:
+    with pytest.raises(ReportError, match="no task 'other'"):
+        record().with_footprints(trace(), {"baseline": Plan()}, task="other")
+
+
+def test_every_text_of_a_value_is_scrubbed() -> None:
+    assert scrub_all({"/home/wilma/k": ["/home/wilma/v", 1, None, {"a": "~/x.py"}]}) == {"k": ["v", 1, None, {"a": "x.py"}]}
+
+
+def test_names_that_were_different_stay_different() -> None:
+    plans = {"/home/wilma/a/plan.json": Plan(), "/home/wilma/b/plan.json": Plan.preset("lpmm")}
+    trials = [
+        trial(label, task=task) for label in ("baseline", "lpmm") for task in ("/home/wilma/a/net.py:f", "/home/wilma/b/net.py:f")
+    ]
+    made = Record.from_json(Record.of_trials("t", trials, labels=plans).to_json())
+    assert [study.task for study in made.studies] == ["net.py:f", "net.py:f (2)"]
+    for study in made.studies:
+        assert {mark.label for mark in study.marks} == {"plan.json", "plan.json (2)"}
+        assert {run.plan for run in made.runs if run.task == study.task} == {mark.label for mark in study.marks}
+        assert study.written == max(study.marks, key=lambda mark: mark.nbytes).label
+
+
+def test_a_session_tells_what_it_gave_and_what_its_guard_did() -> None:
+    layers = [part for _ in range(3) for part in (nn.Linear(128, 128), nn.GELU())]
+    model, loss = nn.Sequential(*layers), nn.functional.mse_loss
+    x, y = torch.randn(512, 128), torch.randn(512, 128)
+    steps = trace_step(model, (x, y), loss=loss, optimizer="adamw", device="cpu")
+    session = apply(Plan.preset("activations8"), model, guard=Guard(steps, "100%"))
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    loss(model(torch.full_like(x, torch.inf)), y).backward()
+    optimizer.step()
+    made = Record("t").with_session(session)
+    assert made.actions == tuple(session.actions) != ()
+    assert made.actions[0].after == "skipped"
+    assert made.changes == tuple(session.changes)
+    assert [(row.slot, row.given) for row in made.given] == [(row.slot, row.now) for row in session.explain()]
+    assert made.given
+    session.close()
+    assert Record.from_json(made.to_json()) == made

@@ -1,0 +1,59 @@
+"""The scripts of benchmarks/ run: each is imported, those with options print their help, and two take their steps at a small size."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripts import ROOT, run_script
+
+FOLDER = ROOT / "benchmarks"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+DATA = os.environ.get("PAREDOWN_DATA", "")
+needs_data = pytest.mark.skipif(not DATA or not Path(DATA).exists(), reason="PAREDOWN_DATA names no folder")
+
+
+def has_options(path: Path) -> bool:
+    """Whether the script is run with arguments."""
+    text = path.read_text(encoding="utf-8")
+    return "__main__" in text and "ArgumentParser(" in text
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_imported_and_prints_its_help(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    try:
+        import_module(path.stem)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed")
+    if has_options(path):
+        ran = run_script(path, "--help", cwd=tmp_path)
+        assert ran.status == 0 and "usage:" in ran.out, ran.err
+
+
+@needs_data
+def test_gradients_of_assignments_are_measured(tmp_path: Path) -> None:
+    ways = ["full", "int8/uint2 25%"]
+    options = ("--quick", "--gradients", "--task", "gpt", "--seeds", "0", "--way", *ways, "--out", str(tmp_path))
+    ran = run_script(FOLDER / "bench_assign.py", *options, cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    rows = [row for run in json.loads((tmp_path / "assign_gradients.json").read_text()) for row in run["rows"]]
+    rows = [row for row in rows if row["seed"] is not None]
+    assert [row["error"] for row in rows if row["error"]] == []
+    assert rows[0]["value"] == 0 and all(0 < row["value"] < 1 for row in rows[1:])
+
+
+@pytest.mark.full
+def test_step_times_are_measured_once_and_a_second_run_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAREDOWN_CACHE", str(tmp_path / "cache"))  # not the folder that other tests expect to be empty
+    traces = ("--traces", str(tmp_path / "traces"))
+    arguments = ("--quick", "--model", "graph", *traces, "--resume", "--commit", "x", "--out", str(tmp_path))
+    for _ in range(2):
+        ran = run_script(FOLDER / "bench_time.py", *arguments, cwd=tmp_path)
+        assert ran.status == 0, ran.err
+        rows = [row for run in json.loads((tmp_path / "time.json").read_text()) for row in run["rows"]]
+        assert len(rows) == 7 == len({row["way"] for row in rows})
