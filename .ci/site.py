@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: the command-line reference is made from the application, the list of decisions from their folder."""
+"""A hook of the documentation site: the command-line reference is made from the application."""
 
 from __future__ import annotations
 
@@ -9,23 +9,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = "<!-- commands -->"  # replaced by the reference, on the page that has it
-DECISIONS = "Decisions"
-
-
-def on_config(config: Any) -> Any:
-    """The configuration with every decision in its navigation."""
-    fill(config.nav, [path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))])
-    return config
-
-
-def fill(nav: list[Any], pages: list[str]) -> None:
-    """Put `pages` under the entry `Decisions`, wherever it stands."""
-    for entry in nav:
-        for name, children in entry.items() if isinstance(entry, dict) else ():
-            if name == DECISIONS:
-                entry[name] = pages
-            elif isinstance(children, list):
-                fill(children, pages)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -1,4 +1,4 @@
-"""The hooks of the documentation site: every command is in the reference, every decision in the navigation."""
+"""The hook of the documentation site: every command is in the reference."""
 
 from __future__ import annotations
 
@@ -71,10 +71,3 @@ def test_a_row_says_what_is_required_and_what_is_the_default() -> None:
     assert SITE.row(SimpleNamespace(opts=["--budget"], default="8GiB", required=False, help="Bytes.", **option)) == (
         "| `--budget SIZE` | `8GiB` | Bytes. |"
     )
-
-
-def test_every_decision_is_in_the_navigation() -> None:
-    config = SimpleNamespace(nav=["index.md", {"Evidence": ["log.md", {"Decisions": []}]}])
-    listed = SITE.on_config(config).nav[1]["Evidence"][1]["Decisions"]
-    assert listed == sorted(f"decisions/{path.name}" for path in (ROOT / "docs" / "decisions").glob("*.md"))
-    assert "decisions/001-overflow-without-inf-or-nan.md" in listed
