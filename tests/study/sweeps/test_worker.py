@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -65,9 +66,9 @@ def test_a_killed_process_is_tried_again_and_then_given_up(store: Store, tmp_pat
 
 
 def test_a_timeout_ends_what_the_trial_started_too(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's clock stands still until the trial has started a process, however slow that is."""
-    ids = tmp_path / "ids"
-    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: 10.0 if ids.exists() and ids.read_text() else 0.0))
+    """The engine's clock stands still until the trial has started a process, however slow that is, and then advances with each look."""
+    ids, looks = tmp_path / "ids", itertools.count()
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: next(looks) if ids.exists() and ids.read_text() else 0.0))
     store.add("s", draw(f"orphan:{ids}", timeout=1.0))
     work(store, LocalEngine(act, preload=PRELOAD))
     assert outcomes(store)["orphan"][0] == "killed"
