@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 def test_the_table_is_computed() -> None:
     script, page = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py")), (ROOT / "docs" / "scaling.md").read_text()
     lines = script["table"](script["DECODERS"][0])
-    assert len(lines) == 2 + 3 * 5
+    assert len(lines) == 2 + 2 * 5
     assert "\n".join(lines) in page
 
 
