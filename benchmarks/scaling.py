@@ -1,7 +1,7 @@
 """Memory and traffic of one of 8 and of 64 GPUs under fully_shard, for 8 and 70 billion parameters: python benchmarks/scaling.py
 
 Arithmetic alone: `footprint` of a step that consists of the weights, gradients and moments of a decoder, without activations. The same
-formulas are compared with four processes in tests/session/test_sharded.py. docs/scaling.md has the table of the smaller; a test compares it.
+formulas are compared with four processes in tests/session/test_sharded.py. docs/scaling.md has the first table; a test compares it.
 """
 
 from __future__ import annotations
