@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,12 @@ def test_benchmarks_are_those_of_the_results(name: str, tables: dict[str, object
     page = (ROOT / name).read_text(encoding="utf-8")
     assert {mark[2] for mark in MARKS.finditer(page)} == set(tables)
     assert filled(page) == page, "python benchmarks/tables.py --write"
+
+
+def test_the_tree_is_that_of_the_package() -> None:
+    made, page = runpy.run_path(str(ROOT / ".ci" / "tree.py"))["filled"], (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert made(page) == page, "python .ci/tree.py"
+    assert made(page.replace("graph_editor.py    ", "editor.py    ")) == page
 
 
 def test_a_wrong_page_is_noticed() -> None:
