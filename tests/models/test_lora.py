@@ -12,6 +12,10 @@ from torch import nn
 
 from paredown.models import MODELS, random_batch
 from paredown.models.lora import ALPHA, add_lora
+from paredown.plan.footprint import footprint
+from paredown.plan.plan import Plan
+from paredown.predict.trace_step import trace_step
+from paredown.roles import Role
 
 
 def test_every_layer_but_the_head_is_adapted_and_the_rest_is_frozen() -> None:
@@ -108,3 +112,15 @@ def test_targets_name_parameters_of_experts() -> None:
     weight = model.model.layers[0].mlp.experts.base_layer.down_proj
     model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     assert model.model.layers[0].mlp.experts.base_layer.down_proj is weight, "the parameter is registered again after forward"
+
+
+def test_activation_checkpointing_of_adapted_experts_is_counted() -> None:
+    """Adapters read weights outside of the module that has them, which is no second call of the layer."""
+    with torch.device("meta"):
+        model = mixture_of_experts("qwen3_moe")
+    add_lora(model, 4)
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    trace = trace_step(model, {"input_ids": ids, "labels": ids}, optimizer="adamw", device="cuda")
+    foot = footprint(trace, Plan().recomputing("model.layers.*"))
+    assert not any("checkpointing is not counted" in note for note in foot.trace.notes)
+    assert foot.by_role[Role.ACTIVATION] < footprint(trace).by_role[Role.ACTIVATION] / 2
