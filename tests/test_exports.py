@@ -40,6 +40,7 @@ EXPORTS = {
     "encode",
     "errors",
     "evaluate",
+    "explain_oom",
     "footprint",
     "optim",
     "pick",

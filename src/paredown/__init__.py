@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paredown.assignment.assign import assign
     from paredown.assignment.sensitivity import Sensitivities
     from paredown.check.guard import Guard, Limits
+    from paredown.check.out_of_memory import explain_oom
     from paredown.check.probe import probe
     from paredown.check.verification import Verification
     from paredown.check.verify import verify
@@ -67,6 +68,7 @@ __all__ = [
     "encode",
     "errors",
     "evaluate",
+    "explain_oom",
     "footprint",
     "optim",
     "pick",
@@ -92,6 +94,7 @@ _NAMES_OF = {
     "paredown.plan.plan": ("Plan",),
     "paredown.roles": ("Role",),
     "paredown.check.guard": ("Guard", "Limits"),
+    "paredown.check.out_of_memory": ("explain_oom",),
     "paredown.check.probe": ("probe",),
     "paredown.session.session": ("Session",),
     "paredown.apply_plan": ("apply",),

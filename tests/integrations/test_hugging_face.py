@@ -19,7 +19,6 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 from paredown.integrations.hugging_face import TrainerPlanCallback, attach, optimizer_of  # noqa: E402
-from paredown.integrations.out_of_memory import explain_on_out_of_memory  # noqa: E402
 from paredown.models.lora import add_lora  # noqa: E402
 
 PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
@@ -348,9 +347,7 @@ def test_a_smaller_batch_is_found_and_the_error_is_explained(tmp_path: Path) -> 
             trainer.train()
             assert trainer.state.train_batch_size <= 4 and trainer.state.global_step == 2
             continue
-        batch = {name: torch.empty(8, 64, dtype=torch.long) for name in ("input_ids", "labels")}
-        trace = pare.trace_step(tiny(), batch, optimizer="adamw", device="cpu")
-        with pytest.raises(torch.OutOfMemoryError) as caught, explain_on_out_of_memory(trace, PLAN):
+        with pytest.raises(torch.OutOfMemoryError) as caught, pare.explain_oom(trainer.model, optimizer="adamw"):
             trainer.train()
         assert "grew most" in caught.value.__notes__[0]
         callback.close()

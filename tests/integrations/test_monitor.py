@@ -9,7 +9,6 @@ from torch.nn.functional import mse_loss
 
 import paredown as pare
 from paredown.integrations.monitor import GIB, Monitor, numbers
-from paredown.integrations.out_of_memory import explain_on_out_of_memory, explain_out_of_memory, explain_shortage
 
 PARTS = ("weight", "gradient", "optimizer")
 
@@ -90,27 +89,3 @@ def test_a_simulated_session_has_what_there_is() -> None:
     model = nn.Linear(8, 8)
     with pare.apply(pare.Plan.uniform(activation="e4m3fn"), model, mode="simulate") as session:
         assert set(numbers(session, torch.optim.SGD(model.parameters()))) == {f"memory/{part}_gib" for part in PARTS}
-
-
-def test_lack_of_memory_names_the_role_and_the_next_plan() -> None:
-    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.GELU())))
-    trace = pare.trace_step(model, (torch.empty(2048, 64), torch.empty(2048, 64)), loss=mse_loss, optimizer="adamw", device="cpu")
-    with pytest.raises(torch.OutOfMemoryError) as caught, explain_on_out_of_memory(trace, pare.Plan.preset("activations8")):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    assert caught.value.__notes__[0].startswith("paredown: ") and "activations4" in caught.value.__notes__[0]
-    with pytest.raises(RuntimeError, match="other") as caught_other, explain_on_out_of_memory(trace):
-        raise RuntimeError("another error")
-    assert not hasattr(caught_other.value, "__notes__")
-    assert explain_out_of_memory(ValueError("out of memory"), trace) is None
-    told = explain_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"), trace)
-    assert told is not None and told.role is pare.Role.ACTIVATION and told.label == "activations8"
-
-
-def test_the_next_plan_at_a_small_learning_rate_stores_weights_with_a_residue() -> None:
-    """Weights of `half` and `lpmm` do not follow updates at 1e-5; a model with large weights needs one of the tiers."""
-    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-    batch = (torch.empty(8, 512), torch.empty(8, 512))
-    trace = pare.trace_step(model, batch, loss=mse_loss, optimizer="adamw", device="cpu")
-    for learning_rate, tiers in ((None, ("half", "lpmm")), (1e-3, ("half", "lpmm")), (1e-5, ("fine_tune",))):
-        shortage = explain_shortage(trace, pare.Plan(), learning_rate=learning_rate)
-        assert shortage.label.partition("+")[0] in tiers, shortage

@@ -216,10 +216,11 @@ class TrainingRun:
         """Which role grew most and which smaller plan to try, if the run ran out of memory; else None."""
         if self.trial.status.value != "out_of_memory":
             return None
+        from paredown.check.out_of_memory import explain_shortage
         from paredown.cli.subject import of_task
-        from paredown.integrations.out_of_memory import explain_shortage
 
-        return str(explain_shortage(of_task(task).trace(self.plan), self.plan, frontier=frontier, available_bytes=_available()))
+        front = {point.label: point.predicted_bytes for point in frontier.front()} if frontier else None
+        return str(explain_shortage(of_task(task).trace(self.plan), self.plan, candidates=front, available_bytes=_available()))
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: the trial and its name."""

@@ -31,10 +31,10 @@ from transformers.trainer_callback import ExportableState
 from paredown import optim
 from paredown.autograd.module_watch import unwrapped
 from paredown.check.guard import Guard
+from paredown.check.out_of_memory import LastCall
 from paredown.errors import ApplyError, OptimError
 from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.integrations.monitor import AppliedPlan, unwrap_optimizer
-from paredown.integrations.out_of_memory import LastCall
 from paredown.integrations.saving import SavesOnCpu
 from paredown.integrations.trainer_step import autocast_of, plan_within
 from paredown.loss.output_head import CHUNKED_LOSS

@@ -41,9 +41,9 @@ from torch import Tensor, nn
 from paredown.autograd.hooks import patched_attributes
 from paredown.autograd.module_watch import unwrapped
 from paredown.check.guard import Guard
+from paredown.check.out_of_memory import add_explanation
 from paredown.errors import ApplyError
 from paredown.integrations.monitor import AppliedPlan
-from paredown.integrations.out_of_memory import add_explanation
 from paredown.integrations.saving import SavesOnCpu
 from paredown.plan.plan import Plan
 from paredown.plan.trace import Trace

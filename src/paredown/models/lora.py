@@ -1,4 +1,4 @@
-"""LoRA adapters on the linear layers of a model, as PEFT adds them: y = base(x) + B(A(x)) * scale, with a frozen base.
+"""LoRA adapters as PEFT adds them to linear layers and to experts: y = base(x) + B(A(x)) * scale, with a frozen base.
 
 `add_lora` is for predictions and examples: adapters on the meta device need no memory. PEFT's own models need none of this.
 
@@ -7,6 +7,9 @@
 ['0']
 >>> [name for name, p in model.named_parameters() if p.requires_grad]
 ['0.lora_A.weight', '0.lora_B.weight']
+
+Experts whose weights are one parameter of (experts, outputs, inputs) have one A and one B for all of them. Nothing but the weight is
+visible from outside of such a module, so its forward reads W + B A * scale, which exists while it runs and is saved for backward.
 """
 
 from __future__ import annotations
@@ -15,10 +18,14 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 ALPHA = 2.0  # scale of an adapter; predictions do not depend on it
 TRANSPOSED = "Conv1D"  # the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)
+ROUTER = "Router"  # the end of the names of routers' classes in transformers, which use their weight as linear layers do
+EXPERTS_NDIM, ROUTER_NDIM = 3, 2
+FUSED = "gate_up_proj"  # two linear layers in one parameter: PEFT gives it twice the rank
 SHOWN = 6  # names of layers in an error
 
 
@@ -29,34 +36,76 @@ class LoraLinear(nn.Module):
         super().__init__()
         weight: Any = base.weight
         outputs, inputs = reversed(weight.shape) if type(base).__name__ == TRANSPOSED else weight.shape
-        where = {"device": weight.device, "dtype": weight.dtype}
         self.base_layer = base
-        self.lora_A = nn.Linear(inputs, rank, bias=False, **where)
-        self.lora_B = nn.Linear(rank, outputs, bias=False, **where)
-        nn.init.zeros_(self.lora_B.weight)  # the adapted model starts as its base
+        self.lora_A, self.lora_B = _adapter(weight, inputs, rank, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """The output of the base and of the adapter, added."""
         return self.base_layer(x) + self.lora_B(self.lora_A(x)) * ALPHA
 
 
-def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[str]:
-    """Freeze `model`, and give its linear layers adapters; returns their paths.
+class LoraParameter(nn.Module):
+    """A module in which one frozen parameter `name`, (outputs, inputs) or (experts, outputs, inputs), has an adapter of low rank."""
 
-    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj). Without any, all linear layers but the output head.
+    def __init__(self, base: nn.Module, name: str, rank: int) -> None:
+        super().__init__()
+        weight: Any = getattr(_owner(base), name)
+        *experts, outputs, inputs = weight.shape
+        self.base_layer, self.name, self.num = base, name, experts[0] if experts else 1
+        self.lora_A, self.lora_B = _adapter(weight, inputs, rank * self.num * (2 if name == FUSED else 1), outputs)
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        """The output of the base with W + B A * scale in place of W."""
+        owner = _owner(self.base_layer)
+        weight = owner._parameters.pop(self.name)
+        assert weight is not None
+        try:
+            setattr(owner, self.name, self._with_adapter(weight))
+            return self.base_layer(*args, **keywords)
+        finally:
+            delattr(owner, self.name)
+            owner.register_parameter(self.name, weight)
+
+    def _with_adapter(self, weight: Tensor) -> Tensor:
+        a = self.lora_A.weight.unflatten(0, (self.num, -1))  # (experts, rank, inputs)
+        b = self.lora_B.weight.unflatten(1, (-1, self.num)).permute(2, 0, 1)  # (experts, outputs, rank)
+        return torch.baddbmm(weight.view(self.num, *weight.shape[-2:]), b, a, alpha=ALPHA).view(weight.shape)
+
+
+def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:
+    """A and B, with B zero: the adapted model starts as its base."""
+    where: Any = {"device": weight.device, "dtype": weight.dtype}
+    a, b = nn.Linear(inputs, rank, bias=False, **where), nn.Linear(rank, outputs, bias=False, **where)
+    nn.init.zeros_(b.weight)
+    return a, b
+
+
+def _owner(module: nn.Module) -> Any:
+    """The module that has the parameter, under adapters of its other parameters."""
+    while isinstance(module, LoraParameter):
+        module = module.base_layer
+    return module
+
+
+def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[str]:
+    """Freeze `model`, and give its linear layers, experts and routers adapters; return the paths of layers and of parameters.
+
+    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj). Without any, all but the output head.
     """
-    layers = {path: module for path, module in model.named_modules() if _is_linear(module)}
-    chosen = [path for path in layers if _is_target(path, targets)] if targets else _without_head(model, layers)
-    missed = [target for target in targets if not any(_is_target(path, [target]) for path in layers)]
+    weights = {**{path: None for path, module in model.named_modules() if _is_linear(module)}, **_parameters(model)}
+    chosen = [path for path in weights if _is_target(path, targets)] if targets else _without_head(model, list(weights))
+    missed = [target for target in targets if not any(_is_target(path, [target]) for path in weights)]
     if not chosen or missed:
-        names = ", ".join(list(dict.fromkeys(path.rpartition(".")[2] for path in layers))[:SHOWN])
-        unmatched = f"{', '.join(missed)} matches none of {len(layers)}, which are named {names}. Name some of these."
+        names = ", ".join(list(dict.fromkeys(path.rpartition(".")[2] for path in weights))[:SHOWN])
+        unmatched = f"{', '.join(missed)} matches none of {len(weights)}, which are named {names}. Name some of these."
         reason = unmatched if targets else "it has none, and LoRA needs nn.Linear."
         raise ValueError(f"no linear layer of {type(model).__name__} can have an adapter: {reason}")
     model.requires_grad_(False)
     for path in chosen:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, LoraLinear(layers[path], rank))
+        name = weights[path]
+        layer = path if name is None else path.removesuffix(f".{name}")
+        base = model.get_submodule(layer)
+        model.set_submodule(layer, LoraLinear(base, rank) if name is None else LoraParameter(base, name, rank))
     return chosen
 
 
@@ -64,14 +113,32 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == TRANSPOSED
 
 
+def _parameters(model: nn.Module) -> dict[str, str]:
+    """The names of parameters that are weights of experts, and of routers beside them, by path.
+
+    Experts of (experts, inputs, outputs), which transformers marks as transposed, have no adapters: PEFT leaves them alone, too.
+    """
+    experts: dict[str, str] = {}
+    routers: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if not path or type(module).__module__.startswith("torch.") or getattr(module, "is_transposed", False):
+            continue
+        weights = {name: weight.ndim for name, weight in module.named_parameters(recurse=False) if weight.is_floating_point()}
+        experts |= {f"{path}.{name}": name for name, ndim in weights.items() if ndim == EXPERTS_NDIM}
+        if type(module).__name__.endswith(ROUTER) and weights.get("weight") == ROUTER_NDIM:
+            routers[f"{path}.weight"] = "weight"
+    return {**experts, **routers} if experts else {}
+
+
 def _is_target(path: str, targets: Sequence[str]) -> bool:
     return any(fnmatchcase(path, target) or path.rpartition(".")[2] == target for target in targets)
 
 
-def _without_head(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """The paths of all layers but the output head: the one that a Hugging Face model returns, else the last one outside of lists."""
+def _without_head(model: nn.Module, paths: list[str]) -> list[str]:
+    """`paths` without the output head: the one that a Hugging Face model returns, else the last one outside of lists."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
-    outside = [path for path in layers if not any(part.isdigit() for part in path.split("."))]
-    last = outside[-1] if head is None and 0 < len(outside) < len(layers) else None
-    return [path for path, module in layers.items() if module is not head and path != last]
+    outside = [path for path in paths if not any(part.isdigit() for part in path.split("."))]
+    last = outside[-1] if head is None and 0 < len(outside) < len(paths) else None
+    heads = {path for path, module in model.named_modules() if module is head}
+    return [path for path in paths if path not in heads and path != last]

@@ -138,7 +138,8 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
-    calls = max((sum(first < trace.backward_at for first, _ in slot.running) for slot in weights), default=1)
+    runs = (sum(first < trace.backward_at for first, _ in slot.running) for slot in weights)
+    calls = min(runs, default=1)  # a call of the module runs each of its weights, and an adapter or a tied layer may run one again
     if calls > 1:
         return f"module {module!r} is called {calls} times in a step: its checkpointing is not counted"
     span = CheckpointSpan(module, start, end, trace.length, end)

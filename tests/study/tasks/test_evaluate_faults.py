@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from paredown import Plan, Trial, apply, evaluate
+from paredown.check.out_of_memory import is_out_of_memory
 from paredown.errors import PlanError, TaskError
 from paredown.study.tasks.data import Data, Examples
-from paredown.study.tasks.evaluate import is_out_of_memory
 from paredown.study.tasks.task import OptimizerSettings
 from paredown.study.tasks.trial import Status
 from tests.study.tasks.made import examples, make_task, net, run

@@ -41,6 +41,7 @@ from typing import Any, final
 import torch
 from torch import autograd, nn
 
+from paredown.check.out_of_memory import is_out_of_memory
 from paredown.codec.cpu import load_loops
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import peak_of
@@ -203,8 +204,6 @@ def commit() -> str:
 
 # --- Evaluate ---
 
-# parts of messages of RuntimeErrors that libraries raise when memory is short
-OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 REQUESTED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
 
 
@@ -310,11 +309,6 @@ def _outcome(
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
     return replace(head, status=Status.OUT_OF_MEMORY, reason=reason, curve=tuple(curve.points)), None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory was exhausted."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def _run(

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
+from paredown.check.out_of_memory import is_out_of_memory
 from paredown.codec.runtime_formats import is_live, is_narrow
 from paredown.plan.plan import Plan
 from paredown.simulate.rounded_values import MODES, Simulate
@@ -54,7 +55,7 @@ from paredown.study.sweeps.engines.engine import (
 from paredown.study.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
 from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.study.tasks.data import Pair
-from paredown.study.tasks.evaluate import curve_of, deterministic, empty_trial, evaluate, is_out_of_memory, seeded
+from paredown.study.tasks.evaluate import curve_of, deterministic, empty_trial, evaluate, seeded
 from paredown.study.tasks.task import RULES
 from paredown.study.tasks.training import FUSED, TrainingSetup
 from paredown.study.tasks.trial import Status, Trial

@@ -1,22 +1,22 @@
-"""Explanations of out-of-memory errors: which role of tensors grew most, and the next smaller plan.
+"""Explanations of out-of-memory errors: what the peak was made of, by role and module, and the next smaller plan.
 
-    with explain_on_out_of_memory(trace, plan):
-        trainer.train()          # an out-of-memory error is raised unchanged, with a note at the end of its traceback
+    with pare.explain_oom(model, optimizer=optimizer):
+        for batch in loader: ...        # an out-of-memory error is raised unchanged, with a note at the end of its traceback
 
 >>> import torch
->>> from paredown import trace_step
 >>> model = torch.nn.Sequential(*(part for _ in range(4) for part in (torch.nn.Linear(64, 64), torch.nn.GELU())))
->>> trace = trace_step(model, (torch.empty(2048, 64), torch.empty(2048, 64)), loss=torch.nn.functional.mse_loss, device="cpu")
 >>> try:
-...     with explain_on_out_of_memory(trace):
+...     with explain_oom(model, optimizer="adamw"):
+...         loss = model(torch.empty(2048, 64)).square().mean()
 ...         raise MemoryError("out of memory")
 ... except MemoryError as error:
 ...     print(error.__notes__[0])
-paredown: activation grew most, to 4.00 MiB of 6.06 MiB at the predicted peak, in backward. The next plan down is 'activations8', 3.58 MiB.
-At the peak: activation 4.00 MiB, temporary 1.00 MiB, input 1.00 MiB, weight 65.00 KiB.
+paredown: activation grew most, to 3.50 MiB of 5.69 MiB at the predicted peak, in backward. The next plan down is 'activations8', 3.21 MiB.
+At the peak: activation 3.50 MiB, temporary 1.50 MiB, input 512.00 KiB, weight 65.00 KiB, moment1 65.00 KiB, moment2 65.00 KiB.
+Most of it is in 7 (temporary) 1.00 MiB, 6 (temporary) 512.00 KiB, 1 (activation) 512.00 KiB.
 
-`attach` of the Hugging Face integration needs no context: `LastCall` has the sizes of the model's last batch, and traces the step once
-memory has run out.
+`LastCall` has the sizes of the model's last batch, and traces the step once memory has run out. `attach` of the Hugging Face integration
+and `paredown train` use it, or a trace of their own, without a context.
 
 Weights, optimizer state, buffers and the batch exist when a step begins; saved activations, gradients and temporaries grow until its
 peak. The next plan down is the largest of the candidates (a frontier, or presets) whose predicted peak is at least 5 % smaller.
@@ -24,26 +24,29 @@ peak. The next plan down is the largest of the candidates (a frontier, or preset
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from paredown.autograd.graph import tensors_in
 from paredown.autograd.hooks import Hook
+from paredown.autograd.module_watch import unwrapped
 from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.plan.footprint import Footprint, footprint, peak_of
 from paredown.plan.plan import Plan, combine_presets
 from paredown.plan.trace import Trace
 from paredown.predict.trace_step import trace_step
 from paredown.roles import Role
+from paredown.session.open_sessions import any_session_of
 from paredown.sizes import parse_bytes, say_bytes
-from paredown.study.pick.answer import Frontier
-from paredown.study.tasks.evaluate import is_out_of_memory
 
 STORED_BEFORE = (
     Role.WEIGHT,
@@ -58,6 +61,8 @@ CLEARLY = 0.95  # of the peak; a plan above that is not worth another run
 SHARE_AT_PEAK = 0.01  # roles with less of the peak are not named
 FRAGMENTED = 0.05  # of the device's memory: as much as that, reserved and not allocated, is worth advice
 RESERVED = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")  # in torch's message
+OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")  # in messages of RuntimeErrors of libraries
+SHOWN_PLACES = 3
 CAPACITY = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
 ACTIVATIONS, TIERS = ("activations8", "activations4", "activations2"), ("half", "lpmm")
 FROZEN = ("frozen8", "frozen4")  # for models with frozen weights
@@ -75,10 +80,13 @@ class Shortage:
     label: str = ""
     next_bytes: int | None = None
     at_peak: tuple[tuple[Role, int], ...] = ()  # the largest roles of the peak
+    places: tuple[tuple[str, Role, int], ...] = ()  # the modules and roles with most of the peak
 
     def __str__(self) -> str:
-        made_of = ", ".join(f"{role.value} {say_bytes(size)}" for role, size in self.at_peak)
-        return f"{self._grew()}\nAt the peak: {made_of}." if made_of else self._grew()
+        roles = ", ".join(f"{role.value} {say_bytes(size)}" for role, size in self.at_peak)
+        places = ", ".join(f"{module} ({role.value}) {say_bytes(size)}" for module, role, size in self.places)
+        lines = [self._grew(), f"At the peak: {roles}." if roles else "", f"Most of it is in {places}." if places else ""]
+        return "\n".join(filter(None, lines))
 
     def _grew(self) -> str:
         grew = f"{self.role.value} grew most, to {say_bytes(self.role_bytes)} of {say_bytes(self.peak_bytes)} at the predicted peak"
@@ -91,27 +99,33 @@ def explain_shortage(
     trace: Trace,
     plan: Plan,
     *,
-    frontier: Frontier | None = None,
+    candidates: Mapping[str, int] | None = None,
     available_bytes: int | None = None,
     learning_rate: float | None = None,
 ) -> Shortage:
-    """The role that grew most under `plan`, and the next smaller plan of a frontier, or of the presets without a frontier.
+    """Return the role that grew most under `plan`, and the next smaller plan of `candidates`, predicted peaks by name: by default, presets.
 
     `available_bytes`: memory of the device, if known; the next plan has to fit it. `learning_rate`, if known: at a small one, presets
     store weights with a residue.
     """
     foot = footprint(trace, plan)
     limit = min(int(CLEARLY * foot.peak_bytes), available_bytes or foot.peak_bytes)
-    sizes = {point.label: point.predicted_bytes for point in frontier.front()} if frontier else _preset_peaks(trace, learning_rate)
+    sizes = _preset_peaks(trace, learning_rate) if candidates is None else candidates
     smaller = {label: size for label, size in sizes.items() if size <= limit}
     role = grown_role(foot)
     largest = sorted(foot.at_peak.items(), key=lambda row: -row[1])
     parts = tuple((part, size) for part, size in largest if size >= SHARE_AT_PEAK * foot.peak_bytes)
-    shortage = Shortage(role, foot.at_peak.get(role, 0), foot.peak_bytes, _phase(foot), at_peak=parts)
+    places = tuple((module, part, size) for (module, part), size in islice(_named_places(foot), SHOWN_PLACES))
+    shortage = Shortage(role, foot.at_peak.get(role, 0), foot.peak_bytes, _phase(foot), at_peak=parts, places=places)
     if not smaller:
         return shortage
     label = max(smaller, key=lambda name: smaller[name])
     return replace(shortage, label=label, next_bytes=smaller[label])
+
+
+def _named_places(foot: Footprint) -> Iterator[tuple[tuple[str, Role], int]]:
+    """Modules and roles at the peak, the largest first; bytes that belong to no module have no place."""
+    return ((place, size) for place, size in foot.places_at_peak().items() if place[0])
 
 
 def grown_role(foot: Footprint) -> Role:
@@ -134,30 +148,18 @@ def _phase(foot: Footprint) -> str:
     return "in backward" if foot.peak_tick < foot.trace.length else "in the optimizer's step"
 
 
-def explain_out_of_memory(
-    error: BaseException,
-    trace: Trace,
-    plan: Plan | None = None,
-    *,
-    frontier: Frontier | None = None,
-    learning_rate: float | None = None,
-) -> Shortage | None:
-    """`explain_shortage` for an out-of-memory error; None for any other error."""
-    if not isinstance(error, MemoryError | RuntimeError) or not is_out_of_memory(error):
-        return None
-    available = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() and trace.device == "cuda" else None
-    return explain_shortage(trace, plan or Plan(), frontier=frontier, available_bytes=available, learning_rate=learning_rate)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception means that memory was exhausted."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
-def add_explanation(
-    error: BaseException, trace: Trace | None, plan: Plan, *, frontier: Frontier | None = None, learning_rate: float | None = None
-) -> None:
+def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, learning_rate: float | None = None) -> None:
     """Add an explanation to the traceback of an out-of-memory error; any other error is left unchanged."""
-    shortage = None
+    if not is_out_of_memory(error):
+        return
     if trace is not None:
-        shortage = explain_out_of_memory(error, trace, plan, frontier=frontier, learning_rate=learning_rate)
-    if shortage is not None:
-        error.add_note(f"paredown: {shortage}")
+        available = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() and trace.device == "cuda" else None
+        error.add_note(f"paredown: {explain_shortage(trace, plan, available_bytes=available, learning_rate=learning_rate)}")
     advice = allocator_advice(str(error))
     if advice:
         error.add_note(f"paredown: {advice}")
@@ -181,22 +183,29 @@ def allocator_advice(message: str) -> str:
 class LastCall:
     """Shapes and dtypes of the arguments of a model's last call with gradients, from which a step is traced if memory runs out.
 
-    `traced_as`: optimizer, device, autocast and chunked_loss of `trace_step`. `learning_rate`: that of the training, if known.
+    `traced_as`: arguments of `trace_step`; device and autocast are those of the call where it does not name them. `learning_rate`: that
+    of the training, if known.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.traced_as: dict[str, Any] = {}
+    def __init__(self, model: nn.Module, **traced_as: Any) -> None:
+        self.traced_as = traced_as
         self.learning_rate: float | None = None
-        self._model, self._arguments = model, ((), {})
+        self._model, self._arguments, self._context = model, ((), {}), dict[str, Any]()
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
         """Add an explanation to an out-of-memory error, with a trace of the call; any other error is left unchanged."""
         args, named = self._arguments
-        if not isinstance(error, MemoryError | RuntimeError) or not is_out_of_memory(error) or not (args or named):
+        if not is_out_of_memory(error):
+            return
+        if not (args or named):
+            error.add_note(
+                "paredown: the model was not called with gradients before memory ran out, so that its step is not known."
+            )
             return
         try:
-            trace = trace_step(self._model, named or args, **self.traced_as)
+            arguments: dict[str, Any] = {**self._context, **self.traced_as}
+            trace = trace_step(self._model, *self._batch(args, named), **arguments)
         except Exception as fault:  # such as a step whose loss is computed outside of the model; `error` is what is raised
             error.add_note(f"paredown: the step cannot be traced, so that what the peak was made of is not known: {fault}")
             trace = None
@@ -206,9 +215,19 @@ class LastCall:
         """Remove the hook."""
         self._handle.remove()
 
+    def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
+        """The batch of `trace_step`: a mapping of all arguments if any has a name, else a tuple, with a place for the target of a loss."""
+        if named:
+            return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
+        return ((*args, None) if "loss" in self.traced_as else args,)
+
     def _record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self._arguments = tree_map_only(Tensor, _without_values, (args, dict(named)))
+        if not torch.is_grad_enabled():
+            return
+        self._arguments = tree_map_only(Tensor, _without_values, (args, dict(named)))
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        is_cast = torch.is_autocast_enabled(device)
+        self._context = {"device": device, "autocast": torch.get_autocast_dtype(device) if is_cast else None}
 
 
 def _without_values(tensor: Tensor) -> Tensor:
@@ -216,10 +235,28 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def explain_on_out_of_memory(trace: Trace, plan: Plan | None = None, *, frontier: Frontier | None = None) -> Generator[None]:
-    """A context that adds an explanation to out-of-memory errors: which role grew most, and the next smaller plan."""
+def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float | None = None) -> Generator[None]:
+    """Add to an out-of-memory error, inside the context, what the peak was made of and the next plan that takes less memory.
+
+    The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is what
+    `trace_step` takes: a name, or the instance. A loss that the model does not return is taken to be a mean, which stores nothing.
+    """
+    call = LastCall(unwrapped(model), optimizer=optimizer, loss=_loss_of)
+    call.learning_rate = learning_rate
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        add_explanation(error, trace, plan or Plan(), frontier=frontier)
+        session = any_session_of(unwrapped(model))
+        call.explain(error, session.plan if session is not None else Plan())
         raise
+    finally:
+        call.close()
+
+
+def _loss_of(output: Any, *_: Any) -> Tensor:
+    """Return the loss that a model returned, else the sum of the means of what needs a gradient."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    means = [tensor.mean() for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
+    return torch.stack(means).sum() if len(means) > 1 else means[0]
