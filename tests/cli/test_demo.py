@@ -113,6 +113,8 @@ def test_noise_is_up_to_two_standard_errors(standard_error: float, is_noise: boo
 def test_a_peak_above_the_budget_is_said() -> None:
     result = a_result((0.04, 0.04), 0.01)
     assert "(budget 1.0)" in result.headline()
+    unknown = replace(result, packed=tuple(replace(trial, measured_peak_bytes=None) for trial in result.packed))
+    assert unknown.headline().startswith("Predicted peak 1.0 instead of 2.0 MiB")
     above = replace(result, fit=replace(result.fit, plan_bytes=MIB + 1))
     assert "(above the budget 1.0)" in above.headline()
 
@@ -139,7 +141,7 @@ def test_a_terminal_gets_two_bars_and_then_one_screen(
     status, shown = on_terminal(folder, "demo", "--steps", "6")
     assert status == 0
     text = CONTROL.sub("", shown)
-    assert "it does not fit" in text and "memory" in text and "progress" in text and "of 18 steps" in text
+    assert "it does not fit" in text and "memory" in text and "progress" in text and "18 of 18, seed 2" in text
     last = text[text.rindex("Peak ") :].splitlines()
     assert max(map(len, last)) <= int(columns) + 16, "commands and code are not wrapped"
     assert ("\x1b[33m" in shown) is has_colours and json.loads(Path("demo/plan.json").read_text())["rules"]

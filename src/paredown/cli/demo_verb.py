@@ -163,7 +163,7 @@ def _trained(screen: LiveScreen, task: Task, fit: Fit, seed: int, first: int, se
     while packed.num_steps_left > 0:
         losses = baseline.step(), packed.step()
         done = (seed - first + 1) * task.steps - packed.num_steps_left
-        screen.bar(PROGRESS, done, total, f"{done} of {total} steps, seed {seed}, loss {losses[0]:.2f} and {losses[1]:.2f}")
+        screen.bar(PROGRESS, done, total, f"seed {seed}, loss {losses[0]:.2f} and {losses[1]:.2f}")
     return baseline, packed
 
 
@@ -254,9 +254,14 @@ class DemoResult:
             "Report": f"{files['page']} (open it in a browser), after {say_seconds(self.seconds)}; the plan is {files['plan']}.",
             "Next": "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   (does your model fit?)",
         }
-        lines = [*map(heading, _wrapped(self.headline())), "", *_wrapped(f"{NETWORK}; the peak of a training step, measured:")]
+        lines = [*map(heading, _wrapped(self.headline())), "", *_wrapped(f"{NETWORK}; the {self._peak} of a training step:")]
         lines += ["", *self.fit.bars(), "", *(line for name, text in rows.items() for line in _row(name, text))]
         return [*lines, "", heading("For your own model, in Python:"), *(f"  {line}" for line in OWN_MODEL)]
+
+    @property
+    def _peak(self) -> str:
+        """What peaks are: measured where torch's profiler records memory, else predicted."""
+        return "peak" if all(trial.measured_peak_bytes for trial in self.trials) else "predicted peak"
 
     def headline(self) -> str:
         """Return peak, error and step time with the plan beside the baseline's, in one sentence."""
@@ -264,7 +269,7 @@ class DemoResult:
         above = "" if self.fit.plan_bytes <= self.fit.budget_bytes else "above the "
         errors = " instead of ".join(map(_mean_error, (self.packed, self.baseline)))
         before, after = self.step_seconds
-        memory = f"Peak {peaks[0]} instead of {peaks[1]} MiB ({above}budget {peaks[2]})"
+        memory = f"{self._peak.capitalize()} {peaks[0]} instead of {peaks[1]} MiB ({above}budget {peaks[2]})"
         return f"{memory}, error {errors}, each step {after / before:.1f}x as long."
 
     def _accuracy(self) -> str:
