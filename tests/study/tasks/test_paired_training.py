@@ -23,6 +23,7 @@ def test_steps_in_turn_are_those_of_a_training_alone() -> None:
     expected = [pare.evaluate(task, plan, seed=3, device="cpu") for plan in plans]
     with ExitStack() as sessions:
         trainings = [Training.start(task, plan, seed=3, sessions=sessions) for plan in plans]
+        losses = [0.0, 0.0]
         while trainings[0].num_steps_left:
             losses = [training.step() for training in trainings]
         trials = [training.trial(0.5) for training in trainings]
