@@ -119,6 +119,15 @@ def test_a_peak_above_the_budget_is_said() -> None:
     assert "(above the budget 1.0)" in above.headline()
 
 
+def test_what_makes_quantizing_quick_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = a_result((0.04, 0.04), 0.01)
+    monkeypatch.setattr(Fit, "bars", lambda _: ["bars"])
+    monkeypatch.setattr(Fit, "in_words", lambda _: "a plan")
+    for has_numba in (True, False):
+        monkeypatch.setattr("paredown.codec.cpu.has_numba", lambda found=has_numba: found)
+        assert ("'paredown[cpu]'" in " ".join(result.in_words({"page": "p", "plan": "q"}))) is not has_numba
+
+
 def test_a_training_that_ends_badly_is_exit_4(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paredown.cli.demo_verb.TASK", "digits#model=mlp,lr=1e30,width=64,batch=512")
     status, out, err = ask("demo", "--steps", "40", "--budget", "90%")

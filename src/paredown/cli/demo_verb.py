@@ -250,7 +250,7 @@ class DemoResult:
         rows = {
             "Plan": self.fit.in_words(),
             "Accuracy": self._accuracy(),
-            "Time": f"a step takes {after:.0f} instead of {before:.0f} ms of CPU time on one core; steps of the two took turns.",
+            "Time": f"a step takes {after:.0f} instead of {before:.0f} ms of CPU time on one core; steps of the two took turns.{_slow()}",
             "Report": f"{files['page']} (open it in a browser), after {say_seconds(self.seconds)}; the plan is {files['plan']}.",
             "Next": "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   (does your model fit?)",
         }
@@ -283,6 +283,13 @@ def _mean_error(trials: Sequence[Trial]) -> str:
 
     errors = [100 * (trial.error or 0.0) for trial in trials]
     return f"{fmean(errors):.1f} % +- {standard_error(errors) or 0.0:.1f}"
+
+
+def _slow() -> str:
+    """What to install where the CPU quantizes slowly; "" where it is installed."""
+    from paredown.codec.cpu import has_numba
+
+    return "" if has_numba() else " Quantizing is slow without numba: pip install 'paredown[cpu]'."
 
 
 def _of(nbytes: int, allowed: int, what: str) -> str:
