@@ -1,4 +1,4 @@
-# make demo        the main job: a small ResNet on digits in 40 % of its memory, picked, trained and shown; demo/report.html
+# make demo        a small ResNet trains on digits in half of its memory, beside the baseline; about a minute; writes demo/report.html
 # make activations a training step of the baseline and in 8, 4 and 2 bits: what it stores, and what that costs
 # make optimizers  a small training in float32, bf16 and 8 bits: bytes, accuracy, and why rounding matters
 # make formats     what formats do to a real tensor: a table, and demo/formats.svg

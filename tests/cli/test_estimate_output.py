@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,23 @@ def test_bars_are_proportional_and_marked_at_the_budget() -> None:
     assert legend.split() == ["W", "weights,", "A", "activations,", "|", "budget", "12.00", "GiB"]
     coloured = bars(rows, 12 * GIB, in_colour=True)
     assert [CONTROL.sub("", line).count("\u2588") for line in coloured] == [WIDTH, WIDTH // 2, 0]
+
+
+@pytest.mark.parametrize("in_colour", [False, True])
+def test_bars_and_legend_fit_into_columns(in_colour: bool) -> None:
+    parts = {"weight": 4 * GIB, "activation": 8 * GIB, "input": 2 * GIB, "temporary": 2 * GIB}
+    rows = [replace(row("baseline", 16, fits=False), at_peak=parts), row("lpmm", 8, fits=True)]
+    for columns in (44, 60, 100):
+        lines = [CONTROL.sub("", line) for line in bars(rows, 12 * GIB, in_colour=in_colour, columns=columns)]
+        assert max(map(len, lines)) <= columns and lines[0].endswith("16.00 GiB")
+        legend = " ".join(" ".join(line.rstrip(",").split()) for line in lines[2:])
+        assert [name in legend for name in ("weights", "activations", "inputs and buffers", "temporaries", "| budget")] == [
+            True
+        ] * 5
+        assert all(line.startswith(" " * 10) and not line.endswith(" ") for line in lines[2:])
+    assert len(lines) == 3, "one line where there is room"
+    narrow = bars(rows, 12 * GIB, in_colour=False, columns=60)[0]
+    assert narrow.count("W") + narrow.count("A") + narrow.count("I") + narrow.count("T") == 60 - len("baseline") - 16
 
 
 def test_every_role_has_a_segment() -> None:

@@ -62,3 +62,15 @@ def test_commands_in_a_pipe_write_them_to_stderr(folder: object, monkeypatch: py
     assert status == 0 and "so far" not in out
     lines = [line for line in err.splitlines() if line.startswith("paredown: training baseline: 4 of 4, loss ")]
     assert lines and lines[-1].endswith(" so far")
+
+
+def test_a_live_screen_without_a_terminal_writes_lines_for_one_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "PIPE_SECONDS", 0.0)
+    with output.live_screen("demo", counted="progress") as screen:
+        screen.tell(["a text for terminals"])
+        screen.bar("memory", 20, 10, "does not fit")
+        screen.bar("progress", 3, 9, "seed 0")
+    out, err = capsys.readouterr()
+    assert not out and "paredown: demo: 3 of 9, seed 0; " in err and "fit" not in err and "text" not in err

@@ -1,4 +1,4 @@
-"""`train`, `pick`, `report`, `serve` and `demo` on small tasks: what they write, and how they end."""
+"""`train`, `pick`, `report` and `serve` on small tasks: what they write, and how they end."""
 
 from __future__ import annotations
 
@@ -149,6 +149,7 @@ def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: P
     ("arguments", "where", "is_kept"),
     [
         (("train", MLP), "paredown.study.tasks.evaluate.trial_and_model", False),
+        (("demo",), "paredown.study.tasks.paired_training.load_loops", False),
         (("pick", MLP), "paredown.study.pick.pick.pick", False),
         (("pick", MLP, "--store", "t.db"), "paredown.study.pick.pick.pick", True),
         (("sweep", "run", "s.toml"), "paredown.cli.sweep_verbs.work_on", True),
@@ -177,27 +178,6 @@ def test_nothing_fits_is_an_answer_with_exit_3(folder: Path, prior: str) -> None
     status, out, err = ask("pick", MLP, "--budget", "1%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
     assert status == 3 and "no plan fits --budget 1%, " in err and "plan" in out
     assert not Path("plan.json").exists()
-
-
-def test_the_demo_measures_what_it_says(folder: Path, prior: str) -> None:
-    status, out, _ = ask("demo", "--prior", prior, "--evaluations", "1", "--steps", "4")
-    assert status == 0
-    for said in (
-        "1. One training step",
-        "2. Plans that fit",
-        "3. The Pareto front",
-        "4. 8 steps",
-        "Saved: ",
-        "Cost: ",
-        "For your own model",
-    ):
-        assert said in out
-    assert max(len(line) for line in out[out.index("Saved: ") :].splitlines()) <= 100
-    picked = Picked.from_json(json.loads(Path("demo/picked.json").read_text()))
-    assert picked.budget_bytes == picked.full_bytes * 40 // 100 and picked.plan == pare.Plan.load("demo/plan.json")
-    page = Path("demo/report.html").read_text()
-    assert "paredown demo" in page and str(folder) not in page
-    assert "no optimizer of paredown.optim" not in page, "asked and given are those of a training"
 
 
 def test_runs_become_a_page(folder: Path) -> None:

@@ -289,7 +289,7 @@ TaskArgument = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 BatchOption = Annotated[int | None, option("Batch size.", min=1)]
-BUDGET = "40%"  # of pick and demo
+BUDGET = "40%"  # of pick
 SIZES = "8GiB (1024^3 bytes each), 8GB (1000^3), bytes, or 60% of the baseline's peak memory."
 BudgetOption = Annotated[str | None, option(SIZES, "--budget", metavar="SIZE", callback=check_size)]
 DefaultBudget = Annotated[str | None, option(f"{SIZES} (default: {BUDGET})", "--budget", metavar="SIZE", callback=check_size)]

@@ -1,237 +1,309 @@
-"""`paredown demo`: the whole pipeline on handwritten digits, a few minutes on two cores of a CPU.
+"""`paredown demo`: a small ResNet that does not fit its budget, trained with the plan that fits and without it; a minute on two cores.
 
-    trace -> footprint -> prior -> a few short trials -> frontier -> pick -> training under the plan and the baseline -> report
+    trace -> peak of the baseline, measured -> budget -> assign -> trainings with and without the plan, steps in turn -> report
 
-Numbers labelled "measured" are measured: errors on test digits, peak memory by torch's profiler. Digits and prior are those of the
-package; nothing is downloaded.
+Digits are those of the package, and nothing is downloaded. Peaks, errors and times are measured, all on one core.
 """
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import BUDGET, SHOW, DefaultBudget, Exit, JsonOption, app, option, verb
-from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
-from paredown.cli.train_verb import TrainingRun, runs_table
+from paredown.cli.application import SHOW, SIZES, Exit, JsonOption, app, check_size, verb
+from paredown.cli.estimate_output import PlanRow, bars, has_colour
+from paredown.cli.output import BASELINE, LiveScreen, emit, heading, live_screen, say, tell
+from paredown.sizes import parse_bytes, say_bytes, say_seconds
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
-    from paredown.plan.trace import Trace
-    from paredown.study.pick.answer import Picked
+    from paredown.plan.plan import Plan
+    from paredown.study.tasks.paired_training import Training
     from paredown.study.tasks.task import Task
+    from paredown.study.tasks.trial import Trial
 
 TASK = "digits#batch=128,side=16,lr=0.1,model=resnet18,width=8"
-WIDEST = 100  # characters of a line
-SHOWN_ROLES = ("activation", "weight", "gradient", "moment1", "temporary", "input")
+NETWORK = "A small ResNet on handwritten digits"
+PLAN = "plan"  # its name in tables
+NUM_SEEDS = 3
+WIDEST, NAME_WIDTH = 100, 10  # characters of a line, and of the names that rows begin with
+PROGRESS, MEMORY = "progress", "memory"  # names of the live bars
+OWN_MODEL = (
+    'trace = paredown.trace_step(model, batch, loss=loss_fn, optimizer="adamw")',
+    'plan = paredown.assign(trace, budget="50%")  # or "8GiB"',
+    "session = paredown.apply(plan, model)  # then train as before",
+)
 
 
-@verb(app, "demo", "paredown demo", "paredown demo --budget 50% --evaluations 3", panel=SHOW)
+@verb(app, "demo", "paredown demo", "paredown demo --budget 45% --seed 3", panel=SHOW)
 def demo(
-    budget: DefaultBudget = None,
-    evaluations: Annotated[int, typer.Option(min=0, help="Number of short trials to choose the plan by.")] = 4,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of a short trial; the last two trainings have twice as many.")] = 40,
-    prior: Annotated[str | None, option("The prior, by name or file.")] = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder for plan.json, picked.json and report.html.")
-    ] = Path("demo"),
+    budget: Annotated[str, typer.Option("--budget", help=SIZES, metavar="SIZE", callback=check_size)] = "50%",
+    steps: Annotated[int, typer.Option(min=4, help="Steps of each of the six trainings.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="The first of three seeds.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder for plan.json and report.html.")] = Path(
+        "demo"
+    ),
     is_json: JsonOption = False,
 ) -> None:
-    """Train a small ResNet on digits in 40 % of its memory: plan, trials, pick, training, report. A few minutes on two cores."""
-    begun, shown, budget = time.perf_counter(), DemoOutput(is_quiet=is_json), budget or BUDGET
-    with spinner("starting torch"):
+    """Train a small ResNet on digits in half of its memory, and compare with the baseline. About a minute on two cores."""
+    begun = time.perf_counter()
+    with live_screen("demo", counted=PROGRESS) as screen, ExitStack() as sessions:
+        screen.tell([f"{NETWORK}: tracing a training step ..."])
         import torch
 
         from paredown.cli.subject import find_any_task, of_task
 
-        torch.set_num_threads(1)  # small tensors gain nothing from a second thread, and busy cores slow it down
+        torch.set_num_threads(1)  # small tensors gain nothing from a second thread, and step times are those of one
         task = find_any_task(f"{TASK},steps={steps}")
         subject = of_task(task, "cpu")
-    out.mkdir(parents=True, exist_ok=True)
-    _footprint(shown, subject.trace(), budget)
-    picked = _picked(shown, task, budget, evaluations, prior)
-    if picked.plan is None:
-        say(picked.reason)
-        raise typer.Exit(Exit.DOES_NOT_FIT)
-    runs = _trained(shown, task, picked)
-    files = _written(subject, picked, runs, out)
-    result = DemoResult(picked, runs[0], runs[1], time.perf_counter() - begun)
+        out.mkdir(parents=True, exist_ok=True)
+        fit = _fit(screen, subject, budget, seed)
+        pairs = [_trained(screen, task, fit, first, seed, sessions) for first in range(seed, seed + NUM_SEEDS)]
+        result = DemoResult.of(fit, pairs)
+        files = _written(subject, result, pairs[-1][1].loop.session, out)
+    result = replace(result, seconds=time.perf_counter() - begun)
     if is_json:
         emit({**result.to_json(), "files": files})
-    else:
+    elif result.is_done:
         tell(*result.in_words(files))
+    if not result.is_done:
+        say(" ".join(f"{trial.status.value}: {trial.reason}." for trial in result.trials if trial.error is None))
+        raise typer.Exit(Exit.ENDED_BADLY)
 
 
-@dataclass(frozen=True)
-class DemoOutput:
-    """Prints the parts of the demo; with `is_quiet`, for --json, it prints nothing."""
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """The step that does not fit the budget and the plan that does, each with its peak: measured where that is known, else predicted."""
 
-    is_quiet: bool
+    subject: Subject
+    full_bytes: int
+    budget_bytes: int
+    plan: Plan
+    plan_bytes: int
 
-    def tell(self, title: str, lines: Sequence[str]) -> None:
-        """Print a title and lines."""
-        if not self.is_quiet:
-            tell(heading(title), *lines, "")
+    def bars(self) -> list[str]:
+        """Return bars of what the memory is made of at the peak, without the plan and with it."""
+        from paredown.plan.plan import Plan
 
+        rows = [self._row(BASELINE, Plan(), self.full_bytes), self._row(PLAN, self.plan, self.plan_bytes)]
+        return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
-def _footprint(shown: DemoOutput, trace: Trace, budget: str) -> None:
-    """Print the predicted bytes of one step by role."""
-    from paredown.plan.footprint import footprint
-    from paredown.sizes import parse_bytes, say_bytes
+    def _row(self, name: str, plan: Plan, nbytes: int) -> PlanRow:
+        """Predicted bytes by role; what was measured beyond them is the workspace of convolutions."""
+        from paredown.plan.footprint import footprint
 
-    foot = footprint(trace)
-    roles = {role.value: size for role, size in foot.by_role.items()}
-    rows = [(role, say_bytes(roles[role]), f"{roles[role] / foot.peak_bytes:.0%}") for role in SHOWN_ROLES if role in roles]
-    allowed = parse_bytes(budget, whole=foot.peak_bytes)
-    lines = [f"  {line}" for line in table(("stored", "bytes", "of the peak"), rows)]
-    last = f"Predicted peak {say_bytes(foot.peak_bytes)}; the budget is {budget} of it, {say_bytes(allowed)}."
-    shown.tell("1. One training step of a small ResNet on 128 digits, traced without running it", [*lines, last])
+        foot = footprint(self.subject.trace(plan), plan)
+        parts = {role.value: size for role, size in foot.at_peak.items()}
+        workspace = foot.workspace_bytes + max(0, nbytes - foot.peak_bytes)
+        fits = nbytes <= self.budget_bytes
+        return PlanRow(name, nbytes, foot.low_bytes, foot.high_bytes, fits, at_peak=parts, workspace_bytes=workspace)
 
+    def story(self) -> list[str]:
+        """Return what does not fit, the bars, and the plan."""
+        needs = f"takes {say_bytes(self.full_bytes)}, and the budget is {say_bytes(self.budget_bytes)}"
+        first = _wrapped(f"{NETWORK}. A training step {needs}: it does not fit.")
+        return [*first, "", *self.bars(), "", *_row("Plan", self.in_words())]
 
-def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior: str | None) -> Picked:
-    """Pick a plan from the prior and a few trials, and print trials and frontier."""
-    from paredown.cli.pick_verbs import front
-    from paredown.study.pick.pick import pick
-    from paredown.study.report.studies import study_of_pick
+    def in_words(self) -> str:
+        """Return what the plan does, in a sentence."""
+        from paredown.formats.format import Format
+        from paredown.plan.explanation import explain_slots
 
-    with progress_bar("2. short trials") as report:
-        picked = pick(task, budget, evaluations, prior=prior, device="cpu", progress=report)
-    labels = {point.plan.key: point.label for point in picked.frontier.points}
-    trials = [
-        (
-            labels.get(trial.plan.key, "a plan"),
-            f"{trial.error:.4f}" if trial.error is not None else trial.status.value,
-            f"{trial.seconds or 0:.1f}",
-        )
-        for trial in picked.trials
-    ]
-    lines = [f"  {line}" for line in table(("plan", "error", "seconds"), trials)] if trials else ["  none"]
-    fitted = f"Fitted to the prior {picked.prior}: {len(picked.frontier.points)} plans have a predicted error. Trials:"
-    shown.tell("2. Plans that fit the budget, and a few short trials", [fitted, *lines])
-    study = study_of_pick(picked)
-    points = [f"  {line}" for line in front(study)]
-    shown.tell(
-        "3. The Pareto front: plans that no other plan is expected to beat in both bytes and error",
-        [*points, *_wrapped(picked.reason)],
-    )
-    return picked
+        slots = explain_slots(self.subject.trace(self.plan), self.plan)
+        found = Counter((row.role.value, int(Format.parse(row.format).bits_per_value)) for row in slots.that("quantized"))
+        texts = [f"{num} {role} tensors in {bits} bits" for (role, bits), num in found.items()]
+        parts = [f"stores {' and '.join(texts)}"] if texts else []
+        parts += [f"recomputes {num} from stored ones in backward"] if (num := len(slots.that("recomputed"))) else []
+        parts += [f"runs {num} layers twice"] if (num := len(self.plan.recompute)) else []
+        return f"{', '.join(parts)}; `assign` chose it for this budget."
 
 
-def _trained(shown: DemoOutput, task: Task, picked: Picked) -> list[TrainingRun]:
-    """Train the baseline and the picked plan from the same seed, and print both."""
+def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Fit:
+    """The budget, of the measured peak of the baseline, and the plan whose peak is within it as measured.
+
+    What the baseline takes beyond its prediction (workspace of convolutions) is expected beyond the plan's prediction too.
+    """
+    from paredown.plan.footprint import peak_of
     from paredown.plan.plan import Plan
+    from paredown.study.tasks.paired_training import Training
 
-    assert picked.plan is not None
-    longer = replace(task, steps=2 * task.steps, name=task.name.replace(f"steps={task.steps}", f"steps={2 * task.steps}"))
-    runs = [TrainingRun(BASELINE, Plan()), TrainingRun(picked.label, picked.plan)]
-    for run in runs:
-        run.train(longer, seed=1, device="cpu", mode="store")
-    lines = [f"  {line}" for line in runs_table(longer.name, runs)[1:]]
-    shown.tell(f"4. {longer.steps} steps of the baseline and under the picked plan, from the same seed", lines)
-    return runs
+    assert subject.task is not None
+    expected = peak_of(subject.trace(), Plan())
+    with ExitStack() as sessions:
+        measured = Training.start(subject.task, Plan(), seed=seed, sessions=sessions).peak_bytes or expected
+    allowed = parse_bytes(budget, whole=measured)
+    if measured <= allowed:
+        raise typer.BadParameter(f"the step takes {say_bytes(measured)} and fits {say_bytes(allowed)}.", param_hint="--budget")
+    screen.bar(MEMORY, measured, allowed, _of(measured, allowed, BASELINE))
+    beyond = max(0, measured - expected)
+    plan = subject.plan_within(str(max(0, allowed - beyond)))
+    fit = Fit(subject, measured, allowed, plan, peak_of(subject.trace(plan), plan) + beyond)
+    screen.tell(fit.story())
+    return fit
 
 
-def _written(subject: Subject, picked: Picked, runs: Sequence[TrainingRun], out: Path) -> dict[str, str]:
-    """Write the plan, the pick and the report; paths of the files by name."""
-    from paredown.cli.inputs import answer_json, write_json
+def _trained(screen: LiveScreen, task: Task, fit: Fit, seed: int, first: int, sessions: ExitStack) -> tuple[Training, Training]:
+    """Train without and with the plan from one seed, a step of each in turn."""
+    from paredown.plan.plan import Plan
+    from paredown.study.tasks.paired_training import Training
+
+    baseline, packed = (Training.start(task, plan, seed=seed, sessions=sessions) for plan in (Plan(), fit.plan))
+    peak, allowed, total = packed.peak_bytes or fit.plan_bytes, fit.budget_bytes, NUM_SEEDS * task.steps
+    screen.bar(MEMORY, peak, allowed, _of(peak, allowed, PLAN))
+    while packed.num_steps_left > 0:
+        losses = baseline.step(), packed.step()
+        done = (seed - first + 1) * task.steps - packed.num_steps_left
+        screen.bar(PROGRESS, done, total, f"seed {seed}, loss {losses[0]:.2f} and {losses[1]:.2f}")
+    return baseline, packed
+
+
+def _written(subject: Subject, result: DemoResult, session: Any, out: Path) -> dict[str, str]:
+    """Write the plan and the report; paths of the files by name."""
     from paredown.cli.report_verbs import with_memory
+    from paredown.plan.plan import Plan
     from paredown.study.report.page import write
     from paredown.study.report.record import Record
-    from paredown.study.report.studies import plans_to_show
 
-    assert picked.plan is not None and subject.task is not None
-    picked.plan.save(out / "plan.json")
-    write_json(out / "picked.json", answer_json(picked))
-    with _session(subject.task, picked) as session:
-        record = Record.of_pick(picked, title="paredown demo: digits in less memory", session=session)
-    record = with_memory(record, subject, plans_to_show(picked))
-    labels = {point.label: point.plan for point in picked.frontier.points}
-    write(record.with_trials([run.trial for run in runs], labels), out / "report.html")
-    return {name: str(out / file) for name, file in (("plan", "plan.json"), ("answer", "picked.json"), ("page", "report.html"))}
+    plans = {BASELINE: Plan(), PLAN: result.fit.plan}
+    record = Record.of_trials("paredown demo: digits in less memory", result.trials, labels=plans).with_session(session)
+    judged = replace(record.studies[0], budget_bytes=result.fit.budget_bytes, picked=PLAN, reason=result.fit.plan.reason)
+    write(with_memory(replace(record, studies=(judged,)), subject, plans), out / "report.html")
+    result.fit.plan.save(out / "plan.json")
+    return {name: str(out / file) for name, file in (("plan", "plan.json"), ("page", "report.html"))}
 
 
-@contextmanager
-def _session(task: Task, picked: Picked) -> Generator[Any]:
-    """A session after one training step, so that its changes are known; None for a plan without rules."""
-    import torch
-
-    from paredown.study.tasks.training import Loop, TrainingSetup
-
-    assert picked.plan is not None
-    setting = TrainingSetup(task, picked.plan, 0, torch.device("cpu"))
-    x, answers = next(task.data.batches(task.batch, seed=0, device=setting.device))
-    model = setting.model()
-    with setting.session(model) as session:
-        loop = Loop(setting, model, session)  # held in a variable: the session asks the live optimizer
-        loop.step(x, answers, task.settings.lr)
-        yield session if picked.plan.rules else None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DemoResult:
-    """The pick, both training runs, and the seconds that all of it took."""
+    """The trials without and with the plan, seed by seed, and the difference of their errors with its standard error."""
 
-    picked: Picked
-    baseline: TrainingRun
-    packed: TrainingRun
-    seconds: float
+    fit: Fit
+    baseline: tuple[Trial, ...]
+    packed: tuple[Trial, ...]
+    difference: float
+    standard_error: float
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(fit: Fit, pairs: Sequence[tuple[Training, Training]]) -> DemoResult:
+        """Judge the trainings on the test digits."""
+        import torch
+
+        from paredown.study.tasks.paired_training import paired_difference
+
+        baseline = [first.trial(first.median_seconds) for first, _ in pairs]
+        packed = [second.trial(first.median_seconds) for first, second in pairs]
+        wrong = [torch.stack([training.wrong() for training in column]) for column in zip(*pairs, strict=True)]
+        peak = max((trial.measured_peak_bytes or fit.plan_bytes) for trial in packed)
+        return DemoResult(replace(fit, plan_bytes=peak), tuple(baseline), tuple(packed), *paired_difference(*wrong))
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All trials."""
+        return *self.baseline, *self.packed
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all trainings ended well."""
+        return all(trial.error is not None for trial in self.trials)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the difference of errors is at most two standard errors."""
+        return abs(self.difference) <= 2 * self.standard_error
+
+    @property
+    def step_seconds(self) -> tuple[float, float]:
+        """The median CPU seconds of a step, without and with the plan."""
+        before, after = (median(trial.step_seconds or 0.0 for trial in trials) for trials in (self.baseline, self.packed))
+        return before, after
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
-        budget = {"budget_bytes": self.picked.budget_bytes, "full_bytes": self.picked.full_bytes, "seconds": self.seconds}
-        runs = {"baseline": self.baseline.trial.to_json(), "with_plan": self.packed.trial.to_json()}
-        return {"task": self.picked.task, "picked": self.picked.label, "reason": self.picked.reason, **budget, **runs}
+        before, after = self.step_seconds
+        return {
+            "task": self.baseline[0].task,
+            "reason": self.fit.plan.reason,
+            "budget_bytes": self.fit.budget_bytes,
+            "full_bytes": self.fit.full_bytes,
+            "peak_bytes": self.fit.plan_bytes,
+            "error_difference": self.difference,
+            "error_difference_standard_error": self.standard_error,
+            "step_ratio": after / before,
+            "seconds": self.seconds,
+            "baseline": [trial.to_json() for trial in self.baseline],
+            "with_plan": [trial.to_json() for trial in self.packed],
+        }
 
     def in_words(self, files: dict[str, str]) -> list[str]:
-        """Lines with the memory saved, its cost in error and time, and commands for one's own model."""
-        lines = [*_wrapped(self._saved()), *_wrapped(self._cost()), ""]
-        lines += [
-            f"The report: {files['page']} (open it in a browser). The plan: {files['plan']}.",
-            "",
-            heading("For your own model"),
-        ]
-        return [*lines, *(f"  {line}".rstrip() for line in ADVICE)]
+        """Return the last screen: what the plan gives and costs in a sentence, the bars, the evidence, and what to do next."""
+        before, after = (1000 * seconds for seconds in self.step_seconds)
+        rows = {
+            "Plan": self.fit.in_words(),
+            "Accuracy": self._accuracy(),
+            "Time": f"a step takes {after:.0f} instead of {before:.0f} ms of CPU time on one core; steps of the two took turns.{_slow()}",
+            "Report": f"{files['page']} (open it in a browser), after {say_seconds(self.seconds)}; the plan is {files['plan']}.",
+            "Next": "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   (does your model fit?)",
+        }
+        lines = [*map(heading, _wrapped(self.headline())), "", *_wrapped(f"{NETWORK}; the {self._peak} of a training step:")]
+        lines += ["", *self.fit.bars(), "", *(line for name, text in rows.items() for line in _row(name, text))]
+        return [*lines, "", heading("For your own model, in Python:"), *(f"  {line}" for line in OWN_MODEL)]
 
-    def _saved(self) -> str:
-        from paredown.sizes import say_bytes
+    @property
+    def _peak(self) -> str:
+        """What peaks are: measured where torch's profiler records memory, else predicted."""
+        return "peak" if all(trial.measured_peak_bytes for trial in self.trials) else "predicted peak"
 
-        before, after = self.baseline.trial.measured_peak_bytes, self.packed.trial.measured_peak_bytes
-        expected, unmodified = self.packed.trial.predicted_peak_bytes, self.baseline.trial.predicted_peak_bytes
-        if not (before and after and expected and unmodified):
-            return "Saved: unknown, since the peak could not be measured here."
-        return (
-            f"Saved: the peak of a step was {say_bytes(after)} instead of {say_bytes(before)}, measured: {1 - after / before:.0%} less, "
-            f"{'within' if after <= self.picked.budget_bytes else 'above'} the budget of {say_bytes(self.picked.budget_bytes)}. "
-            f"Predicted: {say_bytes(expected)} instead of {say_bytes(unmodified)}."
-        )
+    def headline(self) -> str:
+        """Return peak, error and step time with the plan beside the baseline's, in one sentence."""
+        peaks = [f"{nbytes / 2**20:.1f}" for nbytes in (self.fit.plan_bytes, self.fit.full_bytes, self.fit.budget_bytes)]
+        above = "" if self.fit.plan_bytes <= self.fit.budget_bytes else "above the "
+        errors = " instead of ".join(map(_mean_error, (self.packed, self.baseline)))
+        before, after = self.step_seconds
+        memory = f"{self._peak.capitalize()} {peaks[0]} instead of {peaks[1]} MiB ({above}budget {peaks[2]})"
+        return f"{memory}, error {errors}, each step {after / before:.1f}x as long."
 
-    def _cost(self) -> str:
-        before, after = self.baseline.trial, self.packed.trial
-        if before.error is None or after.error is None:
-            return f"Cost: {self.packed.name} ended as {after.status.value}, the baseline as {before.status.value}."
-        slower = (after.seconds or 0.0) / (before.seconds or 1.0)
-        return (
-            f"Cost: {after.error:.1%} of the test digits are misclassified instead of {before.error:.1%} (one seed: a point or two "
-            f"are chance), and the training took {slower:.1f}x as long on one core of a CPU. The demo took {self.seconds:.0f} s."
-        )
+    def _accuracy(self) -> str:
+        verdict = "the same within the noise" if self.is_noise else "not the same, by more than noise"
+        share = f"{100 * self.difference:+.1f} % +- {100 * self.standard_error:.1f}"
+        return f"{verdict}: the errors differ by {share} (+- is a standard error over {NUM_SEEDS} seeds; up to two are noise)."
 
 
-ADVICE = (
-    "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   does it fit?",
-    "paredown plan model.py:make --input 3x224x224 --budget 8GiB       a plan",
-    "paredown pick tasks.py:mine --budget 8GiB --report report.html    after trials",
-    "",
-    "session = paredown.apply(paredown.Plan.load('plan.json'), model)  then train",
-)
+def _mean_error(trials: Sequence[Trial]) -> str:
+    from paredown.study.tasks.trial import standard_error
+
+    errors = [100 * (trial.error or 0.0) for trial in trials]
+    return f"{fmean(errors):.1f} % +- {standard_error(errors) or 0.0:.1f}"
+
+
+def _slow() -> str:
+    """What to install where the CPU quantizes slowly; "" where it is installed."""
+    from paredown.codec.cpu import has_numba
+
+    return "" if has_numba() else " Quantizing is slow without numba: pip install 'paredown[cpu]'."
+
+
+def _of(nbytes: int, allowed: int, what: str) -> str:
+    verdict = "fits" if nbytes <= allowed else "does not fit"
+    return f"{what}: {nbytes / 2**20:.2f} of {say_bytes(allowed)}, {verdict}"
+
+
+def _columns() -> int:
+    return min(get_terminal_size().columns, WIDEST)
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, min(get_terminal_size().columns, WIDEST))
+    return textwrap.wrap(text, _columns())
+
+
+def _row(name: str, text: str) -> list[str]:
+    return textwrap.wrap(f"{name:<{NAME_WIDTH}}{text}", _columns(), subsequent_indent=" " * NAME_WIDTH)

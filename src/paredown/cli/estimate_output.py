@@ -14,6 +14,7 @@ instead of letters, unless NO_COLOR is set; `|` is the budget.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from paredown.plan.explanation import UnpackedSlots
 
 BLOCK, SQUARE = "\u2588", "\u25a0"
-WIDTH = 48  # characters of the longest bar
+WIDTH, SHORTEST = 48, 10  # characters of the longest bar; where columns are few, at least
+BESIDE = 16  # characters of a line beside its name and bar: the size, the mark at the budget, spaces
+ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 WORKSPACE = "workspace"  # of cuBLAS and cuDNN
 # Step time relative to the baseline, measured on one H200 (docs/benchmarks.md). Eager mode: GPT-2, ResNet-50 and ViT, 1.17 to 1.24,
 # 1.23 to 1.27 and 1.13 to 1.23; compiled: these and Llama, 1.08 to 1.13 and 1.08 to 1.18.
@@ -254,29 +257,43 @@ def styled_verdict(text: str) -> str:
     return Styled(f"{colour}{clean(text)}{PLAIN}")
 
 
-def bars(rows: Sequence[PlanRow], allowed: int | None, *, in_colour: bool) -> list[str]:
-    """A bar for each row, to one scale, and the legend of the segments that they have."""
+def bars(rows: Sequence[PlanRow], allowed: int | None, *, in_colour: bool, columns: int | None = None) -> list[str]:
+    """A bar for each row, to one scale, and the legend of the segments that they have; lines have at most `columns` characters."""
     longest = max([row.peak_bytes for row in rows] + ([allowed] if allowed and not all(row.fits for row in rows) else []))
-    mark_at = round(allowed / longest * WIDTH) if allowed is not None and allowed <= longest else None
-    names, segments = [clean(row.plan) for row in rows], [_segments(row, longest) for row in rows]
+    names = [clean(row.plan) for row in rows]
     width = max(map(len, names))
+    length = WIDTH if columns is None else max(SHORTEST, min(WIDTH, columns - width - BESIDE))
+    mark_at = round(allowed / longest * length) if allowed is not None and allowed <= longest else None
+    segments = [_segments(row, length / longest) for row in rows]
     lines = [
-        f"{name:<{width}}  {_bar(parts, mark_at, in_colour=in_colour)}  {_size(row)}"
+        f"{name:<{width}}  {_bar(parts, mark_at, length, in_colour=in_colour)}  {_size(row)}"
         for name, parts, row in zip(names, segments, rows, strict=True)
     ]
     shown = [part for part in SEGMENTS if any(part in parts for parts in segments)]
     legend = [f"{_drawn(part, SQUARE, in_colour=in_colour)} {part.name}" for part in shown]
     legend += [f"| budget {say_bytes(allowed)}"] if allowed is not None and mark_at is not None else []
-    return [Styled(line) for line in (*lines, " " * (width + 2) + ("  " if in_colour else ", ").join(legend))]
+    return [Styled(line) for line in (*lines, *_legend(legend, width + 2, columns, separator="  " if in_colour else ", "))]
 
 
-def _segments(row: PlanRow, longest: int) -> list[Segment]:
-    """The segment of each character of a bar; `longest` bytes have WIDTH characters."""
+def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator: str) -> list[str]:
+    """The parts in as few lines of `columns` characters as hold them, without the separator at the end of a line."""
+    lines: list[str] = []
+    for part in parts:
+        longer = f"{lines[-1]}{separator}{part}" if lines else ""
+        if longer and (columns is None or len(ESCAPE.sub("", longer)) <= columns):
+            lines[-1] = longer
+        else:
+            lines.append(" " * indent + part)
+    return lines
+
+
+def _segments(row: PlanRow, scale: float) -> list[Segment]:
+    """The segment of each character of a bar, which has `scale` characters for a byte."""
     drawn: list[Segment] = []
     parts, total = row.parts_at_peak, 0
     for part in SEGMENTS:
         total += sum(parts.get(key, 0) for key in part.keys)
-        drawn += [part] * (round(total / longest * WIDTH) - len(drawn))
+        drawn += [part] * (round(total * scale) - len(drawn))
     return drawn
 
 
@@ -284,9 +301,9 @@ def _drawn(part: Segment, block: str, *, in_colour: bool) -> str:
     return f"\x1b[{part.colour}m{block}{PLAIN}" if in_colour else part.letter
 
 
-def _bar(parts: Sequence[Segment], mark_at: int | None, *, in_colour: bool) -> str:
-    """The characters of a bar, padded to one width, with a mark at the budget."""
-    cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (WIDTH + 1 - len(parts))]
+def _bar(parts: Sequence[Segment], mark_at: int | None, length: int, *, in_colour: bool) -> str:
+    """The characters of a bar, padded to one length, with a mark at the budget."""
+    cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (length + 1 - len(parts))]
     if mark_at is not None:
         cells.insert(mark_at, "|")
     return "".join(cells)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -103,6 +104,7 @@ def _has_password(argument: str) -> bool:
 Report = Callable[[float, float, str], None]  # (done, total, note)
 PIPE_SECONDS = 10.0  # between lines of progress where stderr is no terminal
 TICK_SECONDS = 0.5
+ECHO = 3  # columns that live bars leave free: a terminal echoes Ctrl-C as ^C, and an echo that wraps would leave a line behind
 
 
 class ProgressLines:
@@ -192,3 +194,46 @@ def spinner(what: str) -> Generator[None]:
 
     with Console(stderr=True).status(f"{escape(what)} ..."):
         yield
+
+
+@dataclass(frozen=True)
+class LiveScreen:
+    """Text with bars below it: `tell(lines)` replaces the text, `bar(name, done, total, note)` sets a bar, red where done exceeds total."""
+
+    tell: Callable[[Sequence[str]], None]
+    bar: Callable[[str, float, float, str], None]
+
+
+@contextmanager
+def live_screen(what: str, *, counted: str) -> Generator[LiveScreen]:
+    """Show text and bars on stderr while the block runs; without a terminal, a line every PIPE_SECONDS for the bar `counted`."""
+    if not sys.stderr.isatty():
+        with progress_lines(what) as report:
+            yield LiveScreen(lambda _: None, lambda name, done, total, note: report(done, total, note) if name == counted else None)
+        return
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    text, bars = [""], dict[str, tuple[float, float, str]]()
+
+    def drawn() -> Group:
+        grid = Grid.grid(padding=(0, 1))
+        grid.width = console.width - ECHO
+        for ratio in (None, 1, 1):
+            grid.add_column(ratio=ratio, no_wrap=True)
+        for name, (done, total, note) in list(bars.items()):
+            colour = "red" if done > total else "green"
+            bar = ProgressBar(total, min(done, total), complete_style=colour, finished_style=colour)
+            grid.add_row(name, bar, Text(clean(f"{done:g} of {total:g}, {note}" if name == counted else note)))
+        return Group(Text.from_ansi(text[0]), grid)
+
+    def tell_above(lines: Sequence[str]) -> None:
+        text[0] = "\n".join((*(line if isinstance(line, Styled) else clean(line) for line in lines), ""))
+
+    # stdout stays a terminal for those who ask it, such as has_colour
+    with Live(get_renderable=drawn, console=console, transient=True, redirect_stdout=False):
+        yield LiveScreen(tell_above, lambda name, done, total, note: bars.update({name: (done, total, note)}))
