@@ -11,6 +11,7 @@ them again; where other programs keep the cores busy a join lasts as long as the
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
-        loops.decode(_memory(loops, parts), _call(loops, out, parts), _bytes(out), numbers, tables)
+        loops.decode(_memory(loops, parts), _call(loops, out, parts), bytes_of(out), numbers, tables)
         return out
     with one_thread(out):
         for r, c in _pieces_of(encoding, *out.shape, device=out.device):
@@ -86,7 +87,7 @@ def largest_finite(x: Tensor) -> Tensor:
     """The largest finite magnitude of (rows, cols) as a float32 scalar tensor; 0 if no value is finite."""
     loops = find_loops(x)
     if loops is not None:
-        return torch.tensor(loops.largest_finite(_bytes(x), _call(loops, x, PackedParts())))
+        return torch.tensor(loops.largest_finite(bytes_of(x), _call(loops, x, PackedParts())))
     largest = torch.zeros((), device=x.device)
     for r, c in pieces(*x.shape, unit=1, size=GPU_PIECE):
         piece = x[r, c].float()
@@ -100,7 +101,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
     loops = find_loops(out)
     if loops is None:
         return out.copy_((reference.random_bits(seed, start, count, device) ^ (1 << 31)) - (1 << 31))
-    loops.random_bits(loops.Call(1, count, 0, np.float32(1), *seed.keys(), start), _array(out.view(torch.uint32)))
+    loops.random_bits(loops.Call(1, count, 0, np.float32(1), *seed.keys(), start), array_of(out.view(torch.uint32)))
     return out
 
 
@@ -110,7 +111,7 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
     if loops is None or x.dtype not in MASKED:
         return False
     bounds = torch.tensor([low, high], dtype=torch.float32 if x.dtype is torch.bool else x.dtype).float().numpy()
-    loops.pack_mask(_bytes(x), MASKED[x.dtype], *bounds, _bytes(out))
+    loops.pack_mask(bytes_of(x), MASKED[x.dtype], *bounds, bytes_of(out))
     return True
 
 
@@ -119,8 +120,8 @@ def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
     loops = find_loops(out)
     if loops is None:
         return False
-    words = (_array(tensor.view(WORDS[out.dtype.itemsize])) for tensor in (inside, outside, out))
-    loops.select(_array(bits), *words)
+    words = (bytes_of(tensor).view(WORDS[out.dtype.itemsize]) for tensor in (inside, outside, out))
+    loops.select(bytes_of(bits), *words)
     return True
 
 
@@ -132,7 +133,7 @@ RULES = (COVER, OCP, GIVEN)
 STORED = {"fp32": 1, "bf16": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASKED = {**DTYPES, torch.bool: 3}
-WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np.uint32, np.uint8))
 
 
@@ -187,8 +188,8 @@ def _run_encode(
 ) -> None:
     numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, encoding.rule)
     seed = encoding.seed if encoding.rounding is Rounding.STOCHASTIC else None
-    words = NO_WORDS if bits is None else _array(bits.contiguous().view(-1).view(torch.uint32))
-    loops.encode(_bytes(x), _call(loops, x, parts, seed), _memory(loops, parts), _bytes(out), numbers, tables, words)
+    words = NO_WORDS if bits is None else bytes_of(bits := bits.contiguous()).view(np.uint32)
+    loops.encode(bytes_of(x), _call(loops, x, parts, seed), _memory(loops, parts), bytes_of(out), numbers, tables, words)
 
 
 def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = None) -> Any:
@@ -199,15 +200,24 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
     """The memory of parts as `loops.Parts`."""
-    return loops.Parts(*map(_bytes, (parts.codes, parts.scales, parts.minimums)))
+    return loops.Parts(*map(bytes_of, (parts.codes, parts.scales, parts.minimums)))
 
 
-def _bytes(x: Tensor | None) -> Any:
-    """The memory of a contiguous tensor."""
-    return NO_BYTES if x is None else _array(x.view(-1).view(torch.uint8))
+def bytes_of(x: Tensor | None) -> Any:
+    """The memory of a contiguous tensor as an array, which is valid for as long as the tensor is; six times as quick as `array_of`."""
+    if x is None or x.nbytes == 0:
+        return NO_BYTES
+    assert x.is_contiguous(), "loops read the memory of contiguous tensors"
+    return np.frombuffer(_buffer(x.nbytes).from_address(x.data_ptr()), np.uint8)
 
 
-def _array(x: Tensor) -> Any:
+@lru_cache(maxsize=4096)
+def _buffer(num_bytes: int) -> Any:
+    """The type of memory of this size."""
+    return ctypes.c_uint8 * num_bytes
+
+
+def array_of(x: Tensor) -> Any:
     """The memory of a tensor as an array. `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls."""
     return np.from_dlpack(x)
 
