@@ -131,9 +131,9 @@ class ValueBounds:
         if rstd is None or saved.tensor is None or not blocks_mix_groups(saved.tensor, rstd.numel(), saved.op):
             return ""
         eps = getattr(node, "_saved_eps", None) or getattr(node, "_saved_epsilon", 0.0)  # cuDNN's name; layer norms have none
-        measure = partial(spread_of_statistics, node._saved_result1, rstd, eps)
-        (spread,) = self._read(saved.name, measure, rstd.is_cuda, forwards)
-        return reason_of_spread(spread)
+        measure = partial(extremes, rstd, node._saved_result1)
+        ranges = self._read(saved.name, measure, rstd.is_cuda, forwards)
+        return reason_of_spread(spread_of_ranges(ranges, eps))
 
     def _read(self, name: str, measure: Callable[[], Tensor], is_cuda: bool, forwards: int) -> list[float]:
         self._last = reading = self._readings.get(name)
@@ -248,6 +248,15 @@ def largest_logit(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     """scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
     rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
     return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
+
+
+def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
+    """[the smallest rstd, the largest, the smallest mean, the largest]: for `spread_of_ranges`, in few operations.
+
+    >>> extremes(torch.tensor([2.0, 1.0]), torch.tensor([0.0, 6.0]))
+    tensor([1., 2., 0., 6.])
+    """
+    return torch.stack([*torch.aminmax(rstd.detach()), *torch.aminmax(mean.detach())]).float()
 
 
 def spread_of_statistics(mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor:
