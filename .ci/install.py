@@ -15,7 +15,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 11)
-COMPILE = "import torch, paredown; paredown.encode(torch.ones(1 << 15), 'int8/64@bf16').decode()"
+COMPILE = """
+import torch, paredown
+paredown.encode(torch.ones(1 << 15), "int8/64@bf16").decode()
+p = torch.nn.Parameter(torch.ones(256, 256))
+optimizer = paredown.optim.AdamW([p], weight=None, moment1="int8/64@bf16", moment2="uint8/64@bf16", gradient="int8/64@bf16")
+p.sum().backward()
+optimizer.step()
+"""
 EXTRAS = "cli,cpu,safetensors,search,test"  # unless others are named on the command line
 
 
@@ -29,7 +36,7 @@ def main() -> None:
     print(f"Installing paredown beside torch {metadata.version('torch')} ...", flush=True)
     install("-e", f"{ROOT}[{sys.argv[1] if len(sys.argv) > 1 else EXTRAS}]", pins=pins_beside_torch(pins))
     if find_spec("numba") is not None:
-        print("Compiling the loops of the CPU codec (once; 15 seconds) ...", flush=True)
+        print("Compiling the loops of codec and optimizers for the CPU (once; half a minute) ...", flush=True)
         subprocess.run([sys.executable, "-c", COMPILE], check=True)
 
 

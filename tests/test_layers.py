@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "codec": (frozenset({"errors", "formats"}), TORCH | {"numba"}),
     "autograd": (frozenset(), frozenset({"torch"})),
     "plan": (BASE | {"formats", "autograd"}, frozenset()),
-    "optim": (BASE | {"formats", "codec"}, TORCH),
+    "optim": (BASE | {"formats", "codec"}, TORCH | {"numba"}),
     "loss": (BASE | {"codec", "autograd", "optim"}, TORCH),
     "session": (STEP | {"codec", "optim", "loss"}, frozenset({"torch"})),
     "predict": (STORE | {"models"}, frozenset({"torch"})),

@@ -1,16 +1,15 @@
-"""Update many parameters together: one kernel launch for all that have the same layout, or plain torch, tensor by tensor.
+"""Update many parameters together: one kernel launch for all that have the same layout; on the CPU, tensor by tensor.
 
     batch = Batch(RULES["adamw"], units, seed=0)
     batch.update([hyper], rows=0, steps=t, gradients=None)       every unit uses row 0 of [hyper] and is at step t
 
 `update_one` updates one tensor immediately; `fold` adds a gradient to a packed accumulator. On CUDA with Triton they use the kernels if
-those cover the formats, and `reference.py` otherwise; the bits are the same.
+those cover the formats, on the CPU compiled loops (`cpu/`), and `reference.py` otherwise; the bits are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from paredown.codec.packed import PackedTensor
-from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
-from paredown.optim import reference
-from paredown.optim.reference import Fold, UpdateLayout, UpdateSlot, UpdateUnit
+from paredown.optim.cpu import updater
+from paredown.optim.cpu.updater import Updater
+from paredown.optim.reference import Fold, UpdateLayout, UpdateUnit
 from paredown.optim.rules import Rule
 
 Hyper = Sequence[float]
@@ -34,11 +33,11 @@ class Batch:
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.seed = rule, list(units), seed
         by_layout: dict[Any, list[int]] = {}
-        self._without_kernel: list[int] = []  # updated by `reference.py`
+        self._without_kernel: list[tuple[int, Updater]] = []
         for i, unit in enumerate(self.units):
             layout = unit.how(rule.name)
             if _kernels_for(unit, layout) is None:
-                self._without_kernel.append(i)
+                self._without_kernel.append((i, Updater(rule, unit)))
             else:
                 by_layout.setdefault((layout, unit.weight.codes.device, _is_aligned(unit)), []).append(i)
         self._groups = [(places, _group(rule, [self.units[i] for i in places], seed)) for places in by_layout.values()]
@@ -61,12 +60,9 @@ class Batch:
             if gradients is not None:
                 group.set_gradients([gradients[i] for i in places])
             group.update(hypers, _at(rows, places), _at(steps, places))
-        for i in self._without_kernel:
+        for i, one in self._without_kernel:
             row, step = (n if isinstance(n, int) else n[i] for n in (rows, steps))
-            unit = (
-                self.units[i] if gradients is None else with_gradient(self.units[i], gradients[i])
-            )  # no reference is kept, so that it is freed after the step
-            reference.update(self.rule, unit, hypers[row], step, self.seed)
+            one.update(hypers[row], step, self.seed, None if gradients is None else gradients[i])
 
 
 def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
@@ -76,7 +72,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
     layout = unit.how(rule.name)
     kernels = _kernels_for(unit, layout)
     if kernels is None:
-        reference.update(rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
+        Updater(rule, unit).update(hyper, step, seed, gradient)
     else:
         kernels.update_one(unit, layout, hyper, step, seed, gradient)
 
@@ -85,7 +81,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
     """Add a gradient to a packed sum in place, by a kernel where there is one for the format."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
-        reference.fold(packed, grad, how)
+        updater.fold(packed, grad, how)
     else:
         kernels.fold(packed, grad, how)
 
@@ -138,8 +134,3 @@ def check_gradient(unit: UpdateUnit, grad: Tensor) -> None:
         f"a new gradient has to be contiguous and of the same dtype and size as the one before ({unit.gradient.format or before.dtype}, "
         f"{before.numel()} values); this one is {grad.dtype}, {grad.numel()} values{'' if grad.is_contiguous() else ', not contiguous'}."
     )
-
-
-def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
-    """The unit with `grad` as its plain gradient."""
-    return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))

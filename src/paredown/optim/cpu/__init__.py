@@ -1,0 +1,1 @@
+"""Updates and folds on the CPU in loops that numba compiles, the same bits as `optim/reference.py`."""
