@@ -26,7 +26,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count
@@ -134,7 +134,7 @@ def _names() -> re.Pattern[str]:
 
 # --- the record ------------------------------------------------------------------------------------------------------
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON; 1 had predicted bytes as those of marks, and bytes by module
 MOST_RUNS = 2000  # trials that are listed
 MOST_CURVES = 200  # training curves that are drawn
 
@@ -211,16 +211,32 @@ class Record:
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
         """This record with the memory of a step under these plans, in the study of `task` (default: the first)."""
-        studies = self.studies or (Study(task or trace.model),)
-        task = task or studies[0].task
-        if task not in (study.task for study in studies):
-            raise ReportError(f"the record has no task {task!r}. There are: {', '.join(study.task for study in studies)}.")
         kept = kept_under(trace, plans)
         written = next((label for label, plan in plans.items() if plan.changes_nothing), "")
         full = next((row.peak_bytes for row in kept if row.label == written), None)
-        return replace(
-            self, studies=tuple(study.with_memory(kept, written, full) if study.task == task else study for study in studies)
-        )
+        return self._with_study(task, trace.model, lambda study: study.with_memory(kept, written, full))
+
+    def with_training(
+        self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, *, task: str = ""
+    ) -> Record:
+        """This record with full trainings of the baseline and a plan, one or more seeds each, in the study of `task` (default: the first).
+
+        The page's first sentence gives their mean errors with standard errors, their largest measured peaks, and the ratio of their median
+        step times. The trials may be of another task than the study, such as one of more steps.
+        """
+        rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
+        if not rows:
+            raise ReportError("with_training was given no trials.")
+        record = self.with_trials(rows, names)
+        return record._with_study(task, rows[0].task, lambda study: study.with_training(rows, names))
+
+    def _with_study(self, task: str, default: str, change: Callable[[Study], Study]) -> Record:
+        """This record with one study changed: that of `task`, or the first one, or a new one of the task `default`."""
+        studies = self.studies or (Study(task or default),)
+        task = task or studies[0].task
+        if task not in (study.task for study in studies):
+            raise ReportError(f"the record has no task {task!r}. There are: {', '.join(study.task for study in studies)}.")
+        return replace(self, studies=tuple(change(study) if study.task == task else study for study in studies))
 
     def with_session(self, session: Session) -> Record:
         """This record with the storage of every slot, changes and guard actions of an open session that ran a step."""
@@ -229,7 +245,8 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value, with all texts scrubbed."""
-        labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
+        labels = [row.label for study in self.studies for row in (*study.marks, *study.trained, *study.kept)]
+        labels += [run.plan for run in self.runs]
         tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
         return {"version": VERSION, **scrub_all(dump_dataclass(self), scrub_names(tasks) | scrub_names(labels))}
 
@@ -237,7 +254,9 @@ class Record:
     def from_json(value: Any) -> Record:
         """The record whose `to_json` is `value`; ReportError if it is not one."""
         names = [row.name for row in fields(Record)]
-        return read_dataclass(Record, object_parts(value, "record", names, ("version", "title"), VERSION, ReportError), "record")
+        return read_dataclass(
+            Record, object_parts(value, "record", names, ("version", "title"), VERSION, ReportError, oldest=2), "record"
+        )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON to a file."""
