@@ -42,8 +42,16 @@ def test_the_first_screen_is_a_sentence_and_a_picture_in_plain_words(browser: An
     shown = "".join(map(tab.text, ("header", "#step", "#frontier"))).lower()
     assert [word for word in ("posterior", "prior", "interval", "pareto", "deviation") if word in shown] == []
     tab.page.click("#statistics summary")
-    assert "posterior mean of the error" in tab.text("#statistics")
+    assert "intervals are one standard error" in tab.text("#statistics")
     tab.close()
+
+
+def test_the_statistics_of_a_pick_are_one_click_away(tab: Tab) -> None:
+    words = ("posterior", "prior", "interval", "pareto", "deviation")
+    shown = "".join(map(tab.text, ("header", "#step", "#frontier"))).lower()
+    assert [word for word in words if word in shown] == []
+    tab.page.click("#statistics summary")
+    assert "posterior mean of the error" in tab.text("#statistics")
 
 
 def test_memory_over_a_step_has_predicted_lines_measured_peaks_and_the_budget(browser: Any, tmp_path: Path) -> None:
@@ -59,7 +67,7 @@ def test_memory_over_a_step_has_predicted_lines_measured_peaks_and_the_budget(br
     texts = (tab.page.text_content("#step-chart") or "").replace("\u00a0", " ")
     for kind, label in (("before", "baseline"), ("after", "low")):
         row = next(row for row in study.kept if row.label == label)
-        mark = next(mark for mark in study.trained if mark.label == label)
+        mark = next(mark for mark in study.marks if mark.label == label)
         top, _ = tab.page.locator(f"#step-chart .outline.{kind}").evaluate(tops)
         assert at(top) == pytest.approx(row.peak_bytes, abs=3 * per_pixel)
         top, bottom = tab.page.locator(f"#step-chart .peak.{kind}").evaluate(tops)

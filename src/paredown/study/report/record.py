@@ -26,7 +26,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count
@@ -46,9 +46,9 @@ from paredown.study.report.studies import (
     Study,
     kept_under,
     plans_to_show,
-    run_of,
     study_of_pick,
     study_of_trials,
+    thin,
 )
 from paredown.study.sweeps.plan_labels import Labels
 from paredown.study.tasks.trial import Trial
@@ -211,32 +211,16 @@ class Record:
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
         """This record with the memory of a step under these plans, in the study of `task` (default: the first)."""
-        kept = kept_under(trace, plans)
-        written = next((label for label, plan in plans.items() if plan.changes_nothing), "")
-        full = next((row.peak_bytes for row in kept if row.label == written), None)
-        return self._with_study(task, trace.model, lambda study: study.with_memory(kept, written, full))
-
-    def with_training(
-        self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, *, task: str = ""
-    ) -> Record:
-        """This record with full trainings of the baseline and a plan, one or more seeds each, in the study of `task` (default: the first).
-
-        The page's first sentence gives their mean errors with standard errors, their largest measured peaks, and the ratio of their median
-        step times. The trials may be of another task than the study, such as one of more steps.
-        """
-        rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
-        if not rows:
-            raise ReportError("with_training was given no trials.")
-        record = self.with_trials(rows, names)
-        return record._with_study(task, rows[0].task, lambda study: study.with_training(rows, names))
-
-    def _with_study(self, task: str, default: str, change: Callable[[Study], Study]) -> Record:
-        """This record with one study changed: that of `task`, or the first one, or a new one of the task `default`."""
-        studies = self.studies or (Study(task or default),)
+        studies = self.studies or (Study(task or trace.model),)
         task = task or studies[0].task
         if task not in (study.task for study in studies):
             raise ReportError(f"the record has no task {task!r}. There are: {', '.join(study.task for study in studies)}.")
-        return replace(self, studies=tuple(change(study) if study.task == task else study for study in studies))
+        kept = kept_under(trace, plans)
+        written = next((label for label, plan in plans.items() if plan.changes_nothing), "")
+        full = next((row.peak_bytes for row in kept if row.label == written), None)
+        return replace(
+            self, studies=tuple(study.with_memory(kept, written, full) if study.task == task else study for study in studies)
+        )
 
     def with_session(self, session: Session) -> Record:
         """This record with the storage of every slot, changes and guard actions of an open session that ran a step."""
@@ -245,8 +229,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value, with all texts scrubbed."""
-        labels = [row.label for study in self.studies for row in (*study.marks, *study.trained, *study.kept)]
-        labels += [run.plan for run in self.runs]
+        labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
         tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
         return {"version": VERSION, **scrub_all(dump_dataclass(self), scrub_names(tasks) | scrub_names(labels))}
 
@@ -291,6 +274,27 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
         runs.append(run_of(trial, label, has_curve=label not in labels and len(labels) < most))
         labels |= {label} if runs[-1].curve else set()
     return runs
+
+
+def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
+    """A trial as a row of the report, with its curve if `has_curve`."""
+    return ReportedTrial(
+        trial.task,
+        label,
+        trial.seed,
+        trial.status.value,
+        error=trial.error,
+        loss=trial.loss,
+        predicted_bytes=trial.predicted_peak_bytes,
+        measured_bytes=trial.measured_peak_bytes,
+        seconds=trial.seconds,
+        step_seconds=trial.step_seconds,
+        step_ratio=trial.step_ratio,
+        reason=trial.reason,
+        device=trial.device,
+        commit=trial.commit,
+        curve=thin(trial.curve) if has_curve else (),
+    )
 
 
 def _joined(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:

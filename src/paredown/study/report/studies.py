@@ -26,7 +26,10 @@ from paredown.study.sweeps.plan_labels import BASELINE, Labels
 from paredown.study.tasks.trial import Status, Trial, standard_error
 
 NINE_OF_TEN = "Intervals: the mean error is inside with a probability of 90 %."
-SEEDS = "Errors are means over seeds; intervals are one standard error of the mean to each side, and one seed has none."
+SEEDS = (
+    "Errors are means over seeds; intervals are one standard error of the mean to each side, and one seed has none. "
+    "A plan is as accurate as the baseline where its interval is not above the baseline's."
+)
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,10 @@ class Study:
     picks: tuple[BudgetPick, ...] = ()  # by rising bytes
     kept: tuple[MemoryUse, ...] = ()
     notes: tuple[str, ...] = ()
-    trained: tuple[PlanMark, ...] = ()  # the baseline and other plans after full trainings, each with one or more seeds
 
     def __post_init__(self) -> None:
         labels = [mark.label for mark in self.marks]
-        if any(len({mark.label for mark in marks}) < len(marks) for marks in (self.marks, self.trained)):
+        if len(set(labels)) < len(labels):
             raise ReportError(f"task {self.task!r}: two plans have the same label; give each plan its own.")
         for label in (pick.label for pick in self.picks):
             if label not in labels:
@@ -116,7 +118,10 @@ class Study:
         """Return what the picked plan gives and what it costs, in one sentence; without a pick, what the plans span."""
         baseline, plan = self.compared()
         if baseline is not None and plan is not None:
-            return f"{'; '.join(say_comparison(baseline, plan, self.budget_bytes, self.metric))}."
+            said = f"{'; '.join(say_comparison(baseline, plan, self.budget_bytes, self.metric))}."
+            if self.picked or not self.marks:
+                return said
+            return f"{plan.label} is the smallest plan as accurate as the baseline: {said[0].lower()}{said[1:]}"
         if self.reason and self.budget_bytes is not None:
             return self.reason
         known = [mark for pick in self.picks for mark in self.marks if mark.label == pick.label]
@@ -126,19 +131,22 @@ class Study:
         return f"{len(self.marks)} plans, from {' to '.join(ends)}." if len(known) > 1 else f"The best plan needs {ends[0]}."
 
     def compared(self) -> tuple[PlanMark | None, PlanMark | None]:
-        """Return the baseline and the plan that the report is about, from the same source: full trainings, trials, or predictions."""
-        label = self.picked or (min(self.kept, key=lambda row: row.peak_bytes).label if self.kept and not self.marks else "")
-        for marks in (self.trained, self.marks, tuple(PlanMark(row.label, row.peak_bytes) for row in self.kept)):
+        """Return the baseline and the plan that the report is about, both of trials, or both of predictions."""
+        kept = [PlanMark(row.label, row.peak_bytes) for row in self.kept]
+        rows = kept if not self.marks else [] if self.budget_bytes is not None else self._as_accurate()
+        label = self.picked or min(((row.nbytes, row.label) for row in rows), default=(0, ""))[1]
+        for marks in (self.marks, kept):
             found = {mark.label: mark for mark in marks}
             if label != self.written and {label, self.written} <= set(found):
                 return found[self.written], found[label]
         return None, None
 
-    def with_training(self, trials: Sequence[Trial], labels: Labels) -> Study:
-        """This study with full trainings of the baseline and other plans."""
-        found = study_of_trials(trials[0].task, trials, labels)
-        metric = self.metric if self.marks else found.metric
-        return replace(self, trained=found.marks, metric=metric, written=self.written or found.written)
+    def _as_accurate(self) -> list[PlanMark]:
+        """The plans of less memory than the baseline whose intervals of error overlap with its own, or are lower."""
+        own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
+        most = None if own is None else own.error if own.high is None else own.high
+        known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
+        return [mark for mark, least in known if least is not None and most is not None and least <= most]
 
     def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
         """This study with further footprints, and with label and peak of the baseline if it had none."""
@@ -421,27 +429,6 @@ def _say_seeds(num: int, standard: float | None, metric: str) -> str:
         return "one seed: no standard error" if num else ""
     size = f"{100 * standard:.2f} points" if metric == "error" else f"{standard:.4g}"
     return f"mean of {num} seeds, standard error {size}"
-
-
-def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
-    """A trial as a row of the report, with its curve if `has_curve`."""
-    return ReportedTrial(
-        trial.task,
-        label,
-        trial.seed,
-        trial.status.value,
-        error=trial.error,
-        loss=trial.loss,
-        predicted_bytes=trial.predicted_peak_bytes,
-        measured_bytes=trial.measured_peak_bytes,
-        seconds=trial.seconds,
-        step_seconds=trial.step_seconds,
-        step_ratio=trial.step_ratio,
-        reason=trial.reason,
-        device=trial.device,
-        commit=trial.commit,
-        curve=thin(trial.curve) if has_curve else (),
-    )
 
 
 def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[tuple[int, float], ...]:

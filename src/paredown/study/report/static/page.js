@@ -91,8 +91,7 @@ function drawFrontierSection(record, study, label) {
   back.textContent = study.budget_bytes === null ? "no budget" : "requested budget";
   document.getElementById("less").disabled = !study.picks.length || budget !== null && (label === null || label === study.picks[0][1]);
   document.getElementById("more").disabled = budget === null || !study.picks.some(([nbytes]) => nbytes > budget);
-  const isShort = study.trained.length && runsOf(record, study).some((run) => run.task !== study.task);
-  fill("frontier-caption", `Each mark is a plan: left is less memory, down is less ${study.metric}.${isShort ? ` The ${study.metric}s are those of short trials, by which the plan was picked.` : ""} ${sayEdge(study)}`);
+  fill("frontier-caption", `Each mark is a plan: left is less memory, down is less ${study.metric}. ${sayEdge(study)}`);
   fill("frontier-legend", frontierLegend(study));
   fill("frontier-chart", drawFrontier(study, budget, label, wide("frontier-chart"), moveTo));
   const lines = sayChoice(study, budget, label), words = document.getElementById("words");
@@ -274,7 +273,7 @@ function showSection(section, isShown) {
 // What the numbers of the first sentence are, and where they come from.
 function sayFine(record, study) {
   if (!study) return "";
-  const seeds = Math.max(0, ...study.trained.map((mark) => mark.num_trials)), devices = [...new Set(record.runs.map((run) => run.device).filter(Boolean))];
+  const seeds = hasPosterior(study) ? 0 : markOf(study, study.picked)?.num_trials ?? 0, devices = [...new Set(record.runs.map((run) => run.device).filter(Boolean))];
   const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0), num = Math.max(finished, record.runs.length);
   return [
     study.picked ? `Plan: ${study.picked}.` : "",

@@ -11,8 +11,7 @@ function stepRows(study, label) {
   return [first, plan === first ? null : plan].filter(Boolean);
 }
 
-// The measured peak of a plan: of full trainings, or else of trials; null where there is none.
-function measuredPeak(study, label) { return [...study.trained, ...study.marks].find((mark) => mark.label === label && mark.measured_bytes !== null)?.measured_bytes ?? null; }
+function measuredPeak(study, label) { return markOf(study, label)?.measured_bytes ?? null; }
 
 // The corners of a line over the step, (x, y), and the corner of its peak.
 function cornersOf(row, x, y) {
@@ -40,7 +39,7 @@ function drawStep(study, label, budget, width) {
   const largest = Math.max(...rows.flatMap((row) => [row.peak_bytes, measuredPeak(study, row.label) ?? 0]));
   const most = 1.06 * (budget !== null && budget < MOST_SCALE * largest ? Math.max(largest, budget) : largest);
   const x = (share) => AREA.left + share * (width - AREA.left - AREA.right), y = (nbytes) => height - AREA.bottom - (nbytes / most) * (height - AREA.top - AREA.bottom);
-  const calls = rows.map((row) => (row.label === study.written ? "baseline" : "with the plan"));
+  const calls = rows.map((row) => (row.label === study.written ? "baseline" : row.label === study.picked ? "with the plan" : cut(`with ${row.label}`, 0.35 * width)));
   const said = rows.map((row, i) => `${calls[i]}: ${sayPeak(study, row).join(", ")}`).join("; ");
   const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", class: "chart", "aria-label": `Memory over one training step. ${said}.${budget !== null ? ` The budget is ${bytes(budget)}.` : ""}` });
   for (const tick of byteTicks({ low: 0, high: most, isLog: false }, height / 60)) {
