@@ -116,6 +116,11 @@ def test_a_peak_above_the_budget_or_the_baseline_is_in_the_first_sentence(extra:
     study = Record.of_trials("t", trials, labels={label: ROWS[label][0] for label in ("baseline", "low")}).studies[0]
     first, _, _ = replace(study, budget_bytes=picked().budget_bytes, picked="low").summary().partition(";")
     assert said in first and ("above" in first) == bool(said)
+    points = [replace(point, measured_bytes=None) if point.label == "baseline" else point for point in picked().frontier.points]
+    points = [replace(point, measured_bytes=point.predicted_bytes + extra) if point.label == "low" else point for point in points]
+    found = replace(picked(), frontier=replace(picked().frontier, points=tuple(points)))
+    first, _, _ = Record.of_pick(found).studies[0].summary().partition(";")
+    assert said in first and (", measured" in first) == bool(said), "where the baseline was not measured too"
 
 
 def test_without_trials_of_both_plans_the_first_sentence_says_what_is_predicted() -> None:

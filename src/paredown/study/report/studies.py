@@ -246,8 +246,9 @@ def say_comparison(baseline: PlanMark, plan: PlanMark, budget_bytes: int | None,
     after, before = (mark.nbytes if is_measured else mark.predicted_bytes or mark.nbytes for mark in (plan, baseline))
     texts = [say_bytes(after).split(), say_bytes(before).split()]
     ends = [f"{texts[0][0]} instead of" if texts[0][1] == texts[1][1] else f"{' '.join(texts[0])} instead of", " ".join(texts[1])]
-    faults = [f", above the budget of {say_bytes(budget_bytes)}"] if budget_bytes is not None and after > budget_bytes else []
-    faults += [", more than the baseline"] if after > before else []
+    faults = [f", above the budget of {say_bytes(budget_bytes)}"] if budget_bytes is not None and plan.nbytes > budget_bytes else []
+    faults += [", more than the baseline"] if plan.nbytes > baseline.nbytes else []
+    faults[:0] = [f", measured {say_bytes(plan.nbytes)}"] if faults and plan.nbytes != after else []
     yield f"{'Peak memory' if is_measured else 'Predicted peak memory'} {' '.join(ends)}{''.join(faults)}"
     if plan.error is not None and baseline.error is not None:
         yield f"{metric} {say_error(plan, metric)} instead of {say_error(baseline, metric)}"

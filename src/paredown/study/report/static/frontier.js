@@ -42,11 +42,14 @@ function bytesRange(study) {
 // Whether errors are posterior means; without a posterior they are means of trials.
 function hasPosterior(study) { return study.marks.some((mark) => mark.error !== null && mark.error !== mark.measured); }
 
+// The errors of the chart, with the intervals of the baseline and the picked plan; never so few that noise fills it.
 function errorRange(study) {
-  const { top } = rangeOf(study), known = study.marks.filter((mark) => mark.error !== null && mark.error <= top).map((mark) => mark.error);
+  const { top } = rangeOf(study), isOwn = (mark) => mark.label === study.picked || mark.label === study.written, isRate = study.metric === "error";
+  const known = study.marks.filter((mark) => mark.error !== null && mark.error <= top).flatMap((mark) => (isOwn(mark) ? [mark.error, mark.low ?? mark.error, Math.min(top, mark.high ?? mark.error)] : [mark.error]));
   if (!known.length) return [0, 1];
-  const low = Math.min(...known), high = Math.max(...known), pad = 0.12 * (high - low || Math.abs(high) || 1);
-  return [study.metric === "error" ? Math.max(0, low - 2 * pad) : low - pad, high + pad];
+  const low = Math.min(...known), high = Math.max(...known), span = Math.max(high - low, (isRate ? 0.5 : 0.1) * Math.abs(high)) || 1;
+  const middle = (low + high) / 2, pad = 0.62 * span;
+  return [isRate ? Math.max(0, middle - pad) : middle - pad, middle + pad];
 }
 
 function frontierFrame(study, width) {

@@ -278,7 +278,7 @@ function sayFine(record, study) {
   return [
     study.picked ? `Plan: ${study.picked}.` : "",
     study.budget_bytes !== null ? `Budget: ${bytes(study.budget_bytes)}${shareOf(study, study.budget_bytes)}.` : "",
-    seeds > 1 ? `Errors are means of ${seeds} runs ± standard error.` : seeds ? "One run each." : num ? `${plural(num, "trial")}.` : "",
+    seeds > 1 ? `${study.metric === "error" ? "Errors are shares of wrong answers," : "Losses are"} means of ${seeds} runs ± standard error.` : seeds ? "One run each." : num ? `${plural(num, "trial")}.` : "",
     devices.length ? `Measured on ${devices.join(", ")}.` : "",
     record.studies.length > 1 ? `${record.studies.length} tasks.` : "",
   ].filter(Boolean).join(" ");
