@@ -201,7 +201,7 @@ function sayBetter(study, mark, budget) {
 function sayStatistics(study, budget, label) {
   const mark = markOf(study, label), lines = [study.band];
   if (mark && mark.error !== null) {
-    lines.push(`${quoted(calledOf(study, label))}: ${meanName(study)} ${sayError(mark.error, study.metric)}${sayInterval(study, mark)}; ${mark.measured === null ? "it was not tried" : `${sayError(mark.measured, study.metric)} measured in ${plural(mark.num_trials, "trial")}`}.`);
+    lines.push(`${quoted(calledOf(study, label))}: ${meanName(study)} ${sayError(mark.error, study.metric)}${sayInterval(study, mark)}; ${mark.measured === null ? "it was not tried" : mark.measured === mark.error ? plural(mark.num_trials, "trial") : `${sayError(mark.measured, study.metric)} measured in ${plural(mark.num_trials, "trial")}`}.`);
     const written = markOf(study, study.written);
     if (written && written !== mark && written.error !== null) lines.push(`The ${meanName(study)} of the baseline is ${sayError(written.error, study.metric)}${sayInterval(study, written)}${doOverlap(mark, written) ? "; the intervals overlap" : ""}.`);
     if (mark.note) lines.push(`Note: ${mark.note}.`);

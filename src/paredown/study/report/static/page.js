@@ -276,7 +276,6 @@ function sayFine(record, study) {
   const seeds = hasPosterior(study) ? 0 : markOf(study, study.picked)?.num_trials ?? 0, devices = [...new Set(record.runs.map((run) => run.device).filter(Boolean))];
   const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0), num = Math.max(finished, record.runs.length);
   return [
-    study.picked ? `Plan: ${study.picked}.` : "",
     study.budget_bytes !== null ? `Budget: ${bytes(study.budget_bytes)}${shareOf(study, study.budget_bytes)}.` : "",
     seeds > 1 ? `${study.metric === "error" ? "Errors are shares of wrong answers," : "Losses are"} means of ${seeds} runs ± standard error.` : seeds ? "One run each." : num ? `${plural(num, "trial")}.` : "",
     devices.length ? `Measured on ${devices.join(", ")}.` : "",
