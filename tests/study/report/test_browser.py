@@ -142,6 +142,9 @@ def test_every_section_is_there(tab: Tab) -> None:
     expected = ["Memory over one training step", "Memory against error", "Memory at the peak", "Slots", "Trials", "Training curves"]
     assert names == [*expected, "Guard actions", "Asked and given", "Provenance"]
     assert tab.page.locator("nav a").count() == len(names)
+    tab.page.click("#contents summary")
+    tab.page.click("nav a >> nth=3")
+    assert tab.page.evaluate("location.hash") == "#slots" and not tab.page.locator("#nav").is_visible()
     assert "abc123" in tab.text("#made")
     assert "its error rose" in tab.text("#guards")
     assert "the caller holds it" in tab.text("#given")

@@ -50,6 +50,21 @@ def test_marks_stand_at_the_errors_that_plans_are_picked_by_and_filled_ones_were
     tab.close()
 
 
+def test_the_axes_fit_the_plans_that_matter_and_the_others_are_counted_at_the_edge(browser: Any, tmp_path: Path) -> None:
+    errors = {"baseline": 0.05, "activations8": 0.05, "activations4": 0.06, "low": 0.9}
+    trials = [trial(label, seed, error=error + 0.001 * seed) for label, error in errors.items() for seed in (0, 1)]
+    trials += [trial("lpmm", error=0.06, measured_peak_bytes=2**30)]
+    labels = {label: ROWS[label][0] for label in ROWS}
+    tab = opened(browser, Record.of_trials("t", trials, labels=labels), tmp_path)
+    ticks = [text for text in tab.page.locator("#frontier-chart text").all_text_contents() if text.endswith(" %")]
+    assert max(float(tick.removesuffix(" %")) for tick in ticks) < 20, "one bad plan does not squeeze the others"
+    assert "At the edge: 1 plan with more error than the chart shows, 1 plan with more memory." in tab.text("#frontier-caption")
+    assert tab.page.locator("#frontier-chart [data-label] path.dot").count() == 2
+    chart, far = (tab.page.locator(name).bounding_box() for name in ("#frontier-chart svg", '[data-label="lpmm"] .dot'))
+    assert chart["x"] < far["x"] < chart["x"] + chart["width"]
+    tab.close()
+
+
 def test_the_legend_of_trials_has_no_posterior(browser: Any, tmp_path: Path) -> None:
     tab = opened(browser, Record.of_trials("t", [trial("baseline"), trial("lpmm")]), tmp_path)
     assert "tried in trials" in tab.text("#frontier-legend")

@@ -34,10 +34,7 @@ def test_the_picture_was_made_from_this_page_and_its_record(tool: ModuleType) ->
     assert found is not None, "the picture has no hash"
     data = tool.DATA.read_text(encoding="utf-8")
     assert found[1].decode() == tool.made_from(data), "the page changed: run .ci/picture.py, or make picture for new numbers"
-    assert tool.made_from(
-        data.replace("budget_bytes", "budget_bytes ", 1).replace("budget_bytes ", "budget_bytes")
-    ) == tool.made_from(data)
-    assert tool.made_from(data.rstrip() + "\n\n") != tool.made_from(data)
+    assert tool.made_from(data.replace('"budget_bytes": ', '"budget_bytes": 1', 1)) != tool.made_from(data)
 
 
 def test_the_picture_shows_the_network_of_the_demo() -> None:
@@ -54,4 +51,4 @@ def test_what_is_kept_for_the_picture_has_the_first_screen(tool: ModuleType) -> 
     assert study.summary() == full.summary()
     assert [(row.label, row.phases) for row in study.kept] == [(row.label, row.phases) for row in full.kept]
     assert (study.budget_bytes, kept.runs[0].device) == (full.budget_bytes, trained().runs[0].device)
-    assert "reason" not in str(kept.runs[0].curve) and not study.kept[0].slots
+    assert not kept.runs[0].curve and not study.kept[0].slots

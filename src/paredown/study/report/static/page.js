@@ -325,6 +325,7 @@ function setUpLive(address) {
 
 document.body.prepend(textures());
 setUpTips();
+document.getElementById("nav").addEventListener("click", () => { document.getElementById("contents").open = false; });
 setUpTheme();
 document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; state.shown = null; drawAll(); });
 document.getElementById("foot").append(document.body.dataset.live ? "Served by paredown on this machine, read-only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
