@@ -1,4 +1,5 @@
 # make demo        a small ResNet trains on digits in half of its memory, beside the baseline; about a minute; writes demo/report.html
+# make picture     README's picture of that report, of a new run of the demo; `.ci/picture.py` alone draws the last numbers again
 # make activations a training step of the baseline and in 8, 4 and 2 bits: what it stores, and what that costs
 # make optimizers  a small training in float32, bf16 and 8 bits: bytes, accuracy, and why rounding matters
 # make formats     what formats do to a real tensor: a table, and demo/formats.svg
@@ -16,10 +17,14 @@ READY := $(VENV)/ready
 # Bytecode is kept: pip compiles nothing (a third of the time of the set-up), and tests start over a hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo activations optimizers formats test test-all check docs setup clean
+.PHONY: demo picture activations optimizers formats test test-all check docs setup clean
 
 demo: $(READY)
 	$(BIN)/paredown demo
+
+picture: demo
+	$(BIN)/python .ci/browser.py
+	$(BIN)/python .ci/picture.py demo/report.html
 
 activations: $(READY)
 	$(BIN)/python examples/activations.py

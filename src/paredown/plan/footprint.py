@@ -197,6 +197,13 @@ class Footprint:
             sums[".".join(parts[:depth]) if depth is not None else interval.module] += interval.nbytes
         return dict(sums.most_common())
 
+    def by_tick(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the bytes after each operation of forward, backward and the optimizer's step; the largest of them is `peak_bytes`."""
+        allocator, step = DEVICES[self.trace.device], planned_step(step_under(self.trace, self.plan), self.plan)
+        rounded = (i._replace(nbytes=allocator.rounded(i.nbytes)) for i in self._held)
+        totals = [nbytes + self.workspace_bytes for nbytes in _bytes_by_tick(rounded, step.length)[: step.length + 1]]
+        return totals[: step.backward_at], totals[step.backward_at : step.length], totals[step.length :]
+
     def places_at_peak(self) -> dict[tuple[str, Role], int]:
         """Bytes at the peak by (module, role), the largest first; summed over modules they are `at_peak`."""
         sums: Counter[tuple[str, Role]] = Counter()
@@ -438,13 +445,17 @@ def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
     """
+    totals = _bytes_by_tick(held, length)
+    peak = max(totals)
+    return totals.index(peak), peak
+
+
+def _bytes_by_tick(held: Iterable[Interval], length: int) -> list[int]:
     change = [0] * (length + 3)
     for interval in held:
         change[interval.birth] += interval.nbytes
         change[interval.death + 1] -= interval.nbytes
-    totals = list(accumulate(change))
-    peak = max(totals)
-    return totals.index(peak), peak
+    return list(accumulate(change))
 
 
 def _cell(slot: Slot, storage: SlotStorage | None) -> str:

@@ -88,3 +88,18 @@ def record(task: str = "blobs", title: str = "") -> Record:
         ),
         notes=("made for tests",),
     )
+
+
+def trained() -> Record:
+    """Trainings of the baseline and of a plan within a budget, three seeds each, with the memory of a step."""
+    errors = {"baseline": (0.020, 0.022, 0.021), "low": (0.023, 0.021, 0.025)}
+    plans = {label: ROWS[label][0] for label in errors}
+    times = {"baseline": 0.010, "low": 0.016}
+    trials = [
+        trial(label, seed, error=error, step_seconds=times[label])
+        for label, of_label in errors.items()
+        for seed, error in enumerate(of_label)
+    ]
+    made = Record.of_trials("trained", trials, labels=plans)
+    study = replace(made.studies[0], budget_bytes=picked().budget_bytes, picked="low", reason="assigned")
+    return replace(made, studies=(study,)).with_footprints(trace(), plans)

@@ -8,34 +8,120 @@ from typing import Any
 
 import pytest
 
-from paredown.sizes import say_bytes
+from paredown import Plan
+from paredown.sizes import parse_bytes, say_bytes
 from paredown.study.report.page import write
 from paredown.study.report.record import Record
 from paredown.study.tasks.trial import Status
-from tests.study.report.made import HOSTILE, picked, record, trace, trial
+from tests.study.report.made import HOSTILE, ROWS, picked, record, trace, trained, trial
 from tests.study.report.tabs import Tab, opened
 
 sync_api = pytest.importorskip("playwright.sync_api")
+SIZES = ("B", "KiB", "MiB")
 
 
 def test_the_page_shows_what_was_picked_and_why(tab: Tab) -> None:
     found = picked()
     assert tab.picked() == found.label == "low"
+    assert f"Within {say_bytes(found.budget_bytes)} (50 % of the baseline): “low”, predicted peak" in tab.text("#words")
+    assert "about 3.1 %" in tab.text("#words")
+    statistics = tab.page.text_content("#statistics-said") or ""
+    assert found.reason in statistics
+    assert "May be as good: “lpmm”" in statistics
+    assert "it was not tried" in statistics
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_first_screen_is_a_sentence_and_a_picture_in_plain_words(browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
+    made = trained()
+    tab = opened(browser, made, tmp_path, viewport={"width": size[0], "height": size[1]})
+    assert tab.text("#lead") == made.studies[0].summary()
+    assert "\u00b1" in tab.text("#lead") and "standard error" in tab.text("#fine")
+    chart = tab.page.locator("#step-chart svg").bounding_box()
+    assert chart["y"] + chart["height"] <= size[1], "the picture is on the first screen"
+    shown = "".join(map(tab.text, ("header", "#step", "#frontier"))).lower()
+    assert [word for word in ("posterior", "prior", "interval", "pareto", "deviation") if word in shown] == []
+    tab.page.click("#statistics summary")
+    assert "intervals are one standard error" in tab.text("#statistics")
+    tab.close()
+
+
+def test_the_statistics_of_a_pick_are_one_click_away(tab: Tab) -> None:
+    words = ("posterior", "prior", "interval", "pareto", "deviation")
+    shown = "".join(map(tab.text, ("header", "#step", "#frontier"))).lower()
+    assert [word for word in words if word in shown] == []
+    tab.page.click("#statistics summary")
+    assert "posterior mean of the error" in tab.text("#statistics")
+
+
+def test_memory_over_a_step_has_predicted_lines_measured_peaks_and_the_budget(browser: Any, tmp_path: Path) -> None:
+    made = trained()
+    study, tab = made.studies[0], opened(browser, made, tmp_path)
+    lines = tab.page.locator("#step-chart line.grid")
+    ticks = [text for text in tab.page.locator("#step-chart text.soft").all_text_contents() if text.split("\u00a0")[-1] in SIZES]
+    heights = [lines.nth(i).bounding_box()["y"] for i in range(lines.count())]
+    sizes = [parse_bytes(text.replace("\u00a0", " ")) for text in ticks[: len(heights)]]
+    per_pixel = (sizes[-1] - sizes[0]) / (heights[0] - heights[-1])
+    at = lambda y: sizes[0] + (heights[0] - y) * per_pixel  # noqa: E731
+    tops = "n => { const b = n.getBoundingClientRect(); return [b.top, b.bottom]; }"
+    texts = (tab.page.text_content("#step-chart") or "").replace("\u00a0", " ")
+    for kind, label in (("before", "baseline"), ("after", "low")):
+        row = next(row for row in study.kept if row.label == label)
+        mark = next(mark for mark in study.marks if mark.label == label)
+        top, _ = tab.page.locator(f"#step-chart .outline.{kind}").evaluate(tops)
+        assert at(top) == pytest.approx(row.peak_bytes, abs=3 * per_pixel)
+        top, bottom = tab.page.locator(f"#step-chart .peak.{kind}").evaluate(tops)
+        assert at((top + bottom) / 2) == pytest.approx(mark.measured_bytes, abs=3 * per_pixel)
+        assert f"peak {say_bytes(mark.measured_bytes)}" in texts
+        assert f"predicted: {say_bytes(row.peak_bytes)}" in texts
+    top, _ = tab.page.locator("#step-chart line.budget").evaluate(tops)
+    assert at(top) == pytest.approx(study.budget_bytes, abs=3 * per_pixel)
+    assert say_bytes(study.budget_bytes) in (tab.page.get_attribute("#step-chart svg", "aria-label") or "").replace("\u00a0", " ")
+    tab.close()
+
+
+def test_a_page_without_a_budget_invents_none(browser: Any, tmp_path: Path) -> None:
+    made = Record.of_trials("t", [trial("baseline"), trial("lpmm")]).with_footprints(trace(), {"baseline": Plan()})
+    tab = opened(browser, made, tmp_path)
+    assert tab.picked() == "" and tab.text("#budget-said") == "none given"
+    assert tab.page.locator("line.budget, text:has-text('budget')").count() == 0
+    tab.page.press("#budget", "ArrowLeft")
+    assert tab.page.locator("#frontier-chart line.budget").count() == 1, "the reader's own"
+    tab.page.click("#asked")
+    assert tab.page.locator("line.budget").count() == 0
+    tab.close()
+
+
+def test_plans_that_beat_the_picked_one_are_not_on_the_line_and_the_page_says_why(browser: Any, tmp_path: Path) -> None:
+    found = picked(share=0.9)
+    points = {point.label: replace(point, measured=point.mean, num_trials=1, step_ratio=2.0) for point in found.frontier.points}
+    own = points["activations8"]
+    close = {"mean": own.mean - 0.0001, "predicted_bytes": own.predicted_bytes - 10, "measured_bytes": own.predicted_bytes - 10}
+    others = [
+        replace(own, label="slower", step_ratio=3.0, **close),
+        replace(own, label="untried", plan=ROWS["low"][0], num_trials=0, measured=None, **close),
+        replace(own, label="chance", **close),
+        replace(own, label="no better", predicted_bytes=own.predicted_bytes - 10, measured_bytes=None, mean=own.mean + 0.001),
+    ]
+    frontier = replace(found.frontier, points=(*points.values(), *others))
+    made = Record.of_pick(replace(found, frontier=frontier, plan=own.plan, label=own.label))
+    tab, on_front = opened(browser, made, tmp_path), {mark.label for mark in made.studies[0].marks if mark.on_front}
+    assert "activations8" in on_front and not on_front & {"slower", "untried", "chance"}
     words = tab.text("#words")
-    assert f"Within {say_bytes(found.budget_bytes)} (50 % of the baseline) use “low”" in words
-    assert found.reason in words
-    assert "May be as good: “lpmm”" in words
-    assert "not measured" in words
+    assert "3 plans with less memory and less error are not taken" in words
+    assert "“slower” has slower steps, 3.0x against 2.0x" in words
+    assert "“untried” was not tried, its error is only predicted" in words
+    assert "“chance” differs by less than chance does" in words
+    assert "no better" not in words
+    tab.close()
 
 
 def test_a_measured_peak_above_the_budget_is_said(tab: Tab) -> None:
     tab.page.press("#budget", "PageUp")
     assert tab.picked() == "activations8"
-    assert "The measured peak is 4.00 KiB above this budget." in tab.text("#words")
-    assert "above the budget" in tab.text("#figures")
+    assert "Its measured peak is 4.00 KiB above this budget." in tab.text("#words")
     tab.page.press("#budget", "ArrowRight")
     assert "above" not in tab.text("#words")
-    assert "within the budget" in tab.text("#figures")
 
 
 def test_a_difference_within_the_bands_is_called_so(tab: Tab) -> None:
@@ -45,8 +131,7 @@ def test_a_difference_within_the_bands_is_called_so(tab: Tab) -> None:
         mark = marks[label]
         is_overlapping = mark.low <= written.high and written.low <= mark.high
         assert tab.picked() == label
-        assert ("the intervals overlap" in tab.text("#words")) == is_overlapping
-        assert ("the intervals overlap" in tab.text("#figures")) == is_overlapping
+        assert ("the intervals overlap" in (tab.page.text_content("#statistics-said") or "")) == is_overlapping
         tab.page.press("#budget", "PageUp")
 
 
@@ -54,9 +139,12 @@ def test_every_section_is_there(tab: Tab) -> None:
     names = [
         tab.page.locator("section:visible h2").nth(i).inner_text() for i in range(tab.page.locator("section:visible h2").count())
     ]
-    expected = ["Memory and error", "Memory at the peak", "Slots", "Trials", "Training curves"]
+    expected = ["Memory over one training step", "Memory against error", "Memory at the peak", "Slots", "Trials", "Training curves"]
     assert names == [*expected, "Guard actions", "Asked and given", "Provenance"]
     assert tab.page.locator("nav a").count() == len(names)
+    tab.page.click("#contents summary")
+    tab.page.click("nav a >> nth=3")
+    assert tab.page.evaluate("location.hash") == "#slots" and not tab.page.locator("#nav").is_visible()
     assert "abc123" in tab.text("#made")
     assert "its error rose" in tab.text("#guards")
     assert "the caller holds it" in tab.text("#given")
@@ -69,7 +157,7 @@ def test_keys_move_the_budget_and_the_pick(tab: Tab) -> None:
     assert tab.text("#budget-said") != before
     tab.page.keyboard.press("End")
     assert tab.picked() == "baseline"
-    assert "nothing is packed" in tab.text("#words")
+    assert "“baseline”" in tab.text("#words")
     tab.page.keyboard.press("Home")
     assert tab.picked() == ""
     assert "No plan fits" in tab.text("#words")
@@ -85,6 +173,7 @@ def test_keys_move_the_budget_and_the_pick(tab: Tab) -> None:
 
 
 def test_the_mouse_moves_the_budget_and_the_pick(tab: Tab) -> None:
+    tab.page.locator("#budget").scroll_into_view_if_needed()
     box = tab.page.locator("#budget").bounding_box()
     y = box["y"] + box["height"] / 2
     tab.page.mouse.move(box["x"] + 0.2 * box["width"], y)
@@ -120,24 +209,22 @@ def test_the_slots_are_those_of_the_picked_plan(tab: Tab) -> None:
     assert all("2.2" in rows.nth(i).inner_text() and "activation" in rows.nth(i).inner_text() for i in range(rows.count()))
 
 
-def test_memory_of_two_plans_is_drawn_to_one_scale(tab: Tab) -> None:
-    study = record().studies[0]
-    kept = {row.label: row.peak_bytes for row in study.kept}
-    maps = tab.page.locator("#memory-maps svg")
-    areas = [
-        maps.nth(i).evaluate(
-            "n => [...n.querySelectorAll('.tile')].reduce((s, r) => s + r.width.baseVal.value * r.height.baseVal.value, 0)"
+def test_bars_are_drawn_to_one_scale(tab: Tab) -> None:
+    kept = {row.label: row.peak_bytes for row in record().studies[0].kept}
+    widths = {
+        label: tab.page.locator(f'[data-key^="bar:{label}:"]').evaluate_all(
+            "nodes => nodes.reduce((sum, n) => sum + n.width.baseVal.value, 0)"
         )
-        for i in range(2)
-    ]
-    assert areas[1] / areas[0] == pytest.approx(kept["low"] / kept["baseline"], rel=0.01)
+        for label in ("low", "baseline")
+    }
+    assert widths["low"] / widths["baseline"] == pytest.approx(kept["low"] / kept["baseline"], rel=0.01)
     assert tab.page.locator("#memory-bars text", has_text="low, picked").count() == 1
 
 
 def test_any_plan_can_be_compared_with_the_baseline(tab: Tab) -> None:
     tab.page.select_option("#memory-plan", "activations8")
     assert "Under activations8:" in tab.text("#slots-caption")
-    assert tab.page.locator("#memory-maps figcaption").nth(1).inner_text().startswith("activations8")
+    assert say_bytes(record().studies[0].kept[-1].peak_bytes) in tab.text("#memory-bars")
     assert tab.picked() == "low", "looking at a plan does not pick it"
     tab.page.press("#budget", "End")
     assert tab.page.input_value("#memory-plan") == "baseline", "the budget leads again"
@@ -189,14 +276,13 @@ def test_the_slider_shows_step_times(browser: Any, tmp_path: Path) -> None:
     ]
     frontier = replace(picked().frontier, points=(*rows, points["baseline"]))
     tab = opened(browser, Record.of_pick(replace(picked(), frontier=frontier)), tmp_path)
-    assert tab.text("#budget-said").endswith("; step time 1.23x the baseline's, 12.3 ms")
-    assert "step time 1.23x the baseline's, 12.3 ms (measured)" in tab.text("#words") and "1.23x" in tab.text("#figures")
+    assert (tab.page.get_attribute("#budget", "aria-valuetext") or "").endswith("low; step time 1.23x the baseline's, 12.3\u00a0ms")
+    assert "each step 1.2x as long" in tab.text("#words")
     tab.page.press("#budget", "PageUp")
     assert (tab.page.get_attribute("#budget", "aria-valuetext") or "").endswith("activations8; step time 1.50x the baseline's")
-    assert "(as on prior tasks)" in tab.text("#words")
+    assert "each step about 1.5x as long" in tab.text("#words")
     tab.page.press("#budget", "PageUp")
-    assert tab.picked() == "baseline" and "step time" not in tab.text("#budget-said")
-    assert "its step time was not measured" in tab.text("#words")
+    assert tab.picked() == "baseline" and "each step" not in tab.text("#words")
     tab.close()
 
 
@@ -311,8 +397,9 @@ def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
                 if num == 2:
                     assert tab.page.evaluate("document.activeElement.textContent") == "seed", "focus stays in a table"
                     assert tab.page.locator("#trials-rows th[aria-sort=ascending]").inner_text().startswith("seed")
+                    assert tab.text("#budget-said") == "none given"
                     tab.page.focus("#budget")
-                    tab.page.keyboard.press("End")
+                    tab.page.keyboard.press("ArrowLeft")
                     chosen = tab.text("#budget-said").split(",")[0]
             assert tab.text("#budget-said").split(",")[0] == chosen, "what the reader chose is kept"
             assert tab.page.evaluate("document.activeElement.id") == "budget"
@@ -320,5 +407,5 @@ def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
             assert tab.page.title() == "Sweep s"
             assert "finished (UTC)" in tab.text("#trials-rows thead") and "saurus" not in tab.page.content()
             assert {row.split("\t")[-2] for row in tab.text("#trials-rows tbody").splitlines()} == {"host 1", "host 2"}
-            assert "Note: mean of 2 seeds, standard error 0.50 points." in tab.text("#words")
+            assert "Note: mean of 2 seeds, standard error 0.50 points." in (tab.page.text_content("#statistics-said") or "")
             tab.close()

@@ -33,31 +33,42 @@ def error_at(tab: Tab, y: float) -> float:
     return values[0] + (y - heights[0]) * (values[-1] - values[0]) / (heights[-1] - heights[0])
 
 
-def test_filled_marks_stand_at_measured_errors_and_diamonds_at_posterior_means(browser: Any, tmp_path: Path) -> None:
+def test_marks_stand_at_the_errors_that_plans_are_picked_by_and_filled_ones_were_tried(browser: Any, tmp_path: Path) -> None:
     measured = {"baseline": 0.027, "activations8": 0.017, "lpmm": ROWS["lpmm"][1]}
     tab = opened(browser, record_of(**measured), tmp_path)
     middle = "n => { const box = n.getBoundingClientRect(); return box.top + box.height / 2; }"
     for label, (_, mean, _, _) in ROWS.items():
         group = tab.page.locator(f'[data-label="{label}"]')
-        error = error_at(tab, group.locator("circle.dot").evaluate(middle))
-        assert error == pytest.approx(measured.get(label, mean), abs=1e-4)
+        assert error_at(tab, group.locator("circle.dot").evaluate(middle)) == pytest.approx(mean, abs=1e-4)
         assert group.locator("circle.filled").count() == (label in measured)
-        is_apart = measured.get(label, mean) != mean
-        assert group.locator(".mean").count() == is_apart
-        if is_apart:
-            assert error_at(tab, group.locator(".mean").evaluate(middle)) == pytest.approx(mean, abs=1e-4)
-    legend = tab.text("#frontier-legend")
-    assert all(name in legend for name in ("measured error", "posterior mean of a measured plan", "predicted error, not measured"))
+    assert all(name in tab.text("#frontier-legend") for name in ("tried in trials", "predicted from other tasks, not tried"))
     tab.page.press("#budget", "End")
-    assert "error 2.70 %, measured in 1 trial (posterior mean 2.00 %, between 1.84 % and 2.16 %)" in tab.text("#words")
+    statistics = tab.page.text_content("#statistics-said").replace("\u00a0", " ")
+    assert "posterior mean of the error 2.00 %, between 1.84 % and 2.16 %; 2.70 % measured in 1 trial" in statistics, (
+        "the two are apart"
+    )
+    tab.close()
+
+
+def test_the_axes_fit_the_plans_that_matter_and_the_others_are_counted_at_the_edge(browser: Any, tmp_path: Path) -> None:
+    errors = {"baseline": 0.05, "activations8": 0.05, "activations4": 0.06, "low": 0.9}
+    trials = [trial(label, seed, error=error + 0.001 * seed) for label, error in errors.items() for seed in (0, 1)]
+    trials += [trial("lpmm", error=0.06, measured_peak_bytes=2**30)]
+    labels = {label: ROWS[label][0] for label in ROWS}
+    tab = opened(browser, Record.of_trials("t", trials, labels=labels), tmp_path)
+    ticks = [text for text in tab.page.locator("#frontier-chart text").all_text_contents() if text.endswith(" %")]
+    assert max(float(tick.removesuffix(" %")) for tick in ticks) < 20, "one bad plan does not squeeze the others"
+    assert "At the edge: 1 plan with more error than the chart shows, 1 plan with more memory." in tab.text("#frontier-caption")
+    assert tab.page.locator("#frontier-chart [data-label] path.dot").count() == 2
+    chart, far = (tab.page.locator(name).bounding_box() for name in ("#frontier-chart svg", '[data-label="lpmm"] .dot'))
+    assert chart["x"] < far["x"] < chart["x"] + chart["width"]
     tab.close()
 
 
 def test_the_legend_of_trials_has_no_posterior(browser: Any, tmp_path: Path) -> None:
     tab = opened(browser, Record.of_trials("t", [trial("baseline"), trial("lpmm")]), tmp_path)
-    assert "measured error" in tab.text("#frontier-legend")
+    assert "tried in trials" in tab.text("#frontier-legend")
     assert "posterior" not in tab.page.content().partition('<script type="application/json"')[0]
-    assert tab.page.locator("#frontier-chart .mean").count() == 0
     tab.close()
 
 
@@ -80,7 +91,7 @@ def test_labels_cover_no_marks(browser: Any, tmp_path: Path, width: int) -> None
     for key in ("End", "PageDown", "PageDown", "PageDown"):
         tab.page.press("#budget", key)
         texts = labels.evaluate_all(box_of)
-        marks = tab.page.locator("#frontier-chart :is(.dot, .mean, .ring, .whisker)").evaluate_all(box_of)
+        marks = tab.page.locator("#frontier-chart :is(.dot, .ring)").evaluate_all(box_of)
         assert len(marks) > len(crowded().studies[0].marks)
         assert len(texts) == len({tab.picked(), "baseline"})
         chart = tab.page.locator("#frontier-chart").bounding_box()
@@ -140,7 +151,7 @@ def test_marks_have_tooltips_for_the_keyboard(tab: Tab) -> None:
 def test_marks_have_tooltips_for_touch(browser: Any, tmp_path: Path) -> None:
     tab = opened(browser, record(), tmp_path, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     tip = tab.page.locator("[role=tooltip]")
-    for selector, text in (('[data-label="lpmm"] .dot', "2.40 % in 1 trial"), ("#memory-maps .tile >> nth=0", "at the peak")):
+    for selector, text in (('[data-label="lpmm"] .dot', "2.40 % in 1 trial"), ("#memory-bars .tile >> nth=0", "at the peak")):
         tab.page.locator(selector).tap()
         sync_api.expect(tip).to_contain_text(text)
         box = tip.bounding_box()
@@ -189,7 +200,7 @@ def test_a_phone_shows_every_column_of_every_table(browser: Any, tmp_path: Path)
     row = tab.page.locator("#plans-rows tr:has(th:text-is('lpmm')) td:visible")
     shown = row.evaluate_all("nodes => nodes.map((n) => [getComputedStyle(n, '::before').content.slice(1, -1), n.innerText])")
     shown = {name: text.replace("\u00a0", " ") for name, text in shown}
-    assert shown["predicted peak"] == say_bytes(mark.nbytes)
+    assert shown["predicted peak"] == say_bytes(mark.predicted_bytes or 0) != shown["measured peak"] == say_bytes(mark.nbytes)
     assert shown["measured error"] == "2.40 %"
     assert {"interval", "trials", "Pareto front"} < set(shown)
     tab.page.locator("#plans-rows th button", has_text="predicted peak").tap()

@@ -21,10 +21,10 @@ from paredown.errors import ReportError
 from paredown.plan.explanation import explain_slots
 from paredown.study.report.page import render
 from paredown.study.report.record import MOST_CURVES, MOST_RUNS, Record, scrub, scrub_all
-from paredown.study.report.studies import BudgetPick, PlanMark, Study, choose
+from paredown.study.report.studies import MOST_POINTS, BudgetPick, PlanMark, Study, choose, with_front
 from paredown.study.sweeps.plan_labels import Labels
 from paredown.study.tasks.trial import Status
-from tests.study.report.made import ROWS, picked, record, trace, trial
+from tests.study.report.made import ROWS, picked, record, trace, trained, trial
 
 PATHS = (
     "/home/wilma/nets/net.py",
@@ -81,10 +81,101 @@ def test_memory_is_that_of_the_footprint_and_adds_up() -> None:
     for row in study.kept:
         foot = footprint(trace(), ROWS[row.label][0])
         assert row.peak_bytes == foot.peak_bytes == sum(row.by_role.values())
-        for role in row.by_role:
-            assert row.by_role[role] == sum(place.nbytes for place in row.places if place.role == role)
         told = explain_slots(trace(), ROWS[row.label][0])
         assert [(slot.slot, slot.format, slot.why) for slot in row.slots] == [(fate.slot, fate.format, fate.why) for fate in told]
+
+
+def test_memory_over_the_step_has_the_peak_and_the_bytes_of_each_phase() -> None:
+    for row in record().studies[0].kept:
+        phases = footprint(trace(), ROWS[row.label][0]).by_tick()
+        assert max(map(max, phases)) == max(map(max, row.phases)) == row.peak_bytes
+        for ticks, shown in zip(phases, row.phases, strict=True):
+            assert max(ticks) == max(shown) and 0 < len(shown) <= MOST_POINTS
+            assert set(shown) <= set(ticks)
+
+
+def test_the_first_sentence_has_means_over_seeds_and_their_standard_errors() -> None:
+    study = trained().studies[0]
+    before, after = (footprint(trace(), ROWS[label][0]).peak_bytes + 4096 for label in ("baseline", "low"))
+    spread = 100 * np.std([0.023, 0.021, 0.025], ddof=1) / np.sqrt(3)
+    assert study.summary() == (
+        f"Peak memory {after / 2**20:.2f} instead of {before / 2**20:.2f} MiB; "
+        f"error 2.3 % \u00b1 {spread:.1f} instead of 2.1 % \u00b1 0.1; each step 1.6x as long."
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [(0, ""), (400_000, ", above the budget of"), (4_500_000, ", above the budget of 3.58 MiB, more than the baseline")],
+)
+def test_a_peak_above_the_budget_or_the_baseline_is_in_the_first_sentence(extra: int, said: str) -> None:
+    trials = [
+        trial("baseline"),
+        trial("low", error=0.02, measured_peak_bytes=footprint(trace(), ROWS["low"][0]).peak_bytes + extra),
+    ]
+    study = Record.of_trials("t", trials, labels={label: ROWS[label][0] for label in ("baseline", "low")}).studies[0]
+    first, _, _ = replace(study, budget_bytes=picked().budget_bytes, picked="low").summary().partition(";")
+    assert said in first and ("above" in first) == bool(said)
+    points = [replace(point, measured_bytes=None) if point.label == "baseline" else point for point in picked().frontier.points]
+    points = [replace(point, measured_bytes=point.predicted_bytes + extra) if point.label == "low" else point for point in points]
+    found = replace(picked(), frontier=replace(picked().frontier, points=tuple(points)))
+    first, _, _ = Record.of_pick(found).studies[0].summary().partition(";")
+    assert said in first and (", measured" in first) == bool(said), "where the baseline was not measured too"
+
+
+def test_without_trials_of_both_plans_the_first_sentence_says_what_is_predicted() -> None:
+    low, full = (footprint(trace(), ROWS[label][0]).peak_bytes for label in ("low", "baseline"))
+    said = Record.of_pick(picked()).studies[0].summary()
+    assert said == (
+        f"Predicted peak memory {low / 2**20:.2f} instead of {full / 2**20:.2f} MiB; error about 3.1 % instead of about 2.0 %."
+    )
+    nothing = replace(picked(), plan=None, label="", reason="no plan fits 1 B.")
+    assert Record.of_pick(nothing).studies[0].summary() == "no plan fits 1 B."
+    assert (
+        Record.of_trials("t", [trial("lpmm", status=Status.DIVERGED, error=None)]).studies[0].summary()
+        == "No plan has finished a trial."
+    )
+    failed = [trial("baseline"), trial("low", status=Status.DIVERGED, error=None)]
+    study = Record.of_trials("t", failed, labels={label: ROWS[label][0] for label in ("baseline", "low")}).studies[0]
+    assert "no error is known: 1 of 1 diverged" in replace(study, picked="low").summary()
+
+
+def test_the_first_sentence_of_trials_without_a_budget_is_about_the_smallest_plan_that_is_as_accurate() -> None:
+    errors = {"baseline": (0.10, 0.12), "activations8": (0.11, 0.14), "lpmm": (0.09, 0.10), "low": (0.20, 0.21)}
+    trials = [trial(label, seed, error=error) for label, both in errors.items() for seed, error in enumerate(both)]
+    labels = {label: ROWS[label][0] for label in errors}
+    study = Record.of_trials("t", trials, labels=labels).studies[0]
+    sizes = {mark.label: mark.nbytes for mark in study.marks}
+    smaller = min(("activations8", "lpmm"), key=lambda label: sizes[label])
+    assert sizes["low"] < sizes[smaller] < sizes["baseline"]
+    assert study.summary().startswith(f"{smaller} is the smallest plan as accurate as the baseline: peak memory ")
+    worse = Record.of_trials(
+        "t", [row for row in trials if row.error is None or row.plan.changes_nothing or row.error >= 0.2], labels=labels
+    )
+    assert worse.studies[0].summary().startswith("2 plans, from ")
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 9), st.booleans()), max_size=10), st.integers(0, 9))
+def test_the_line_of_the_chart_falls_goes_through_the_pick_and_has_nothing_that_beats_it(
+    rows: list[tuple[int, int | None, bool]], own: int
+) -> None:
+    marks = [PlanMark(str(i), nbytes, error) for i, (nbytes, error, _) in enumerate(rows)]
+    picks = [BudgetPick(nbytes, str(i)) for i, (nbytes, _, is_pick) in enumerate(rows) if is_pick]
+    picked = str(own) if own < len(rows) and rows[own][1] is not None else ""
+    line = [(mark.nbytes, mark.error, mark.label) for mark in with_front(marks, picks, picked) if mark.on_front]
+    errors = [error for _, error, _ in line]
+    assert errors == sorted(set(errors), reverse=True)
+    assert not picked or picked in {label for _, _, label in line}
+    assert {label for _, _, label in line} <= {picked, *(pick.label for pick in picks)}
+
+
+def test_no_plan_above_the_baseline_is_chosen_for_any_budget() -> None:
+    marks = [PlanMark("a", 5, 0.5), PlanMark("base", 10, 0.3), PlanMark("lucky", 11, 0.2)]
+    assert [pick.label for pick in choose(marks, "base")] == ["a", "base"]
+    trials = [trial("baseline", error=0.3), trial("lpmm", error=0.2, measured_peak_bytes=2**30)]
+    study = Record.of_trials("t", trials).studies[0]
+    assert [pick.label for pick in study.picks] == ["baseline"] and study.budget_bytes is None
+    assert study.marks[-1].nbytes == 2**30, "compared as measured, where that is more than predicted"
 
 
 def test_trials_become_means_with_their_standard_error_and_what_went_wrong() -> None:
@@ -240,7 +331,6 @@ def changed(value: Any, path: tuple[Any, ...], new: Any, how: str) -> Any:
 
 SMALL = Record.of_trials("t", [trial("lpmm"), trial("baseline")]).with_footprints(trace(), {"lpmm": Plan.preset("lpmm")}).to_json()
 SMALL["studies"][0]["kept"][0]["slots"] = SMALL["studies"][0]["kept"][0]["slots"][:2]
-SMALL["studies"][0]["kept"][0]["places"] = SMALL["studies"][0]["kept"][0]["places"][:2]
 PLACES = places(SMALL)
 
 
@@ -274,11 +364,12 @@ def test_a_file_that_is_none_is_a_sentence(data: bytes, cut: int, tmp_path_facto
     [
         (b"[" * 100_000, "not JSON"),
         (b'{"version": 99, "title": "t"}', "Update paredown"),
+        (b'{"version": 1, "title": "t"}', "Write it again"),
         (b'{"version": true, "title": "t"}', "version"),
-        (b'{"version": 1, "title": "t", "studies": [{"task": "a", "picks": [[1, "b"]]}]}', "'b' is picked"),
-        (b'{"version": 1, "title": "t", "runs": [{}]}', "task is missing"),
-        (b'{"version": 1, "title": "t", "commit": NaN}', "text is needed"),
-        (b'{"version": 1, "title": "\\ud800", "extra": 1}', "'extra' is unknown"),
+        (b'{"version": 2, "title": "t", "studies": [{"task": "a", "picks": [[1, "b"]]}]}', "'b' is picked"),
+        (b'{"version": 2, "title": "t", "runs": [{}]}', "task is missing"),
+        (b'{"version": 2, "title": "t", "commit": NaN}', "text is needed"),
+        (b'{"version": 2, "title": "\\ud800", "extra": 1}', "'extra' is unknown"),
     ],
 )
 def test_what_is_wrong_is_said(content: bytes, said: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from paredown.errors import ParedownError, ReportError
 from paredown.plan.plan import Plan
+from paredown.study.report.page import drawn
 from paredown.study.report.record import Record
 from paredown.study.report.server import MOST_STREAMS, FileSource, RecordSource, Server, WatchedSource, open_source, serve
 from tests.study.report.made import record, trial
@@ -151,7 +152,7 @@ def test_a_new_record_is_sent(server: Server, tmp_path: Path) -> None:
     stream = events(server)
     assert next(stream)[1]["title"] == record().title
     replace(record(), title="another").save(tmp_path / "record.json")
-    assert next(stream) == ("record", replace(record(), title="another").to_json())
+    assert next(stream) == ("record", drawn(replace(record(), title="another")))
 
 
 def test_trouble_is_said_and_passes(server: Server, tmp_path: Path) -> None:

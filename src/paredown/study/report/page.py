@@ -23,11 +23,11 @@ from typing import Any
 from paredown.errors import ReportError
 from paredown.serial import save_text
 from paredown.sizes import say_bytes
-from paredown.study.report.record import Record
+from paredown.study.report.record import Record, scrub
 from paredown.study.tasks.trial import say_step
 from paredown.tables import Table
 
-SCRIPTS = ("words.js", "tips.js", "labels.js", "frontier.js", "memory.js", "tables.js", "curves.js", "page.js")
+SCRIPTS = ("words.js", "tips.js", "labels.js", "frontier.js", "memory.js", "step.js", "tables.js", "curves.js", "page.js")
 MARKER = re.compile(r"\{\{(\w+)\}\}")
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
@@ -35,7 +35,7 @@ PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
 
 def render(record: Record, *, live: str = "") -> str:
     """The HTML page of a record; `live` is the path of the event stream of a served page."""
-    value = record.to_json()
+    value = drawn(record)
     parts = {
         "policy": escape(policy(is_live=bool(live))),
         "title": escape(value["title"]),
@@ -46,6 +46,11 @@ def render(record: Record, *, live: str = "") -> str:
         "script": script(),
     }
     return MARKER.sub(lambda match: parts[match[1]], asset("page.html"))
+
+
+def drawn(record: Record) -> dict[str, Any]:
+    """The JSON of a record with the first sentence about each study, as the script of the page reads it."""
+    return {**record.to_json(), "summaries": [scrub(study.summary()) for study in record.studies]}
 
 
 def write(record: Record, path: str | os.PathLike[str]) -> None:
@@ -94,8 +99,8 @@ def asset(name: str) -> str:
 def in_plain(value: dict[str, Any]) -> str:
     """Tables of the plans for browsers without JavaScript; `value` is the JSON of the record."""
     parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
-    for study in value["studies"]:
-        parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(study['reason'])}</p>")
+    for study, summary in zip(value["studies"], value["summaries"], strict=True):
+        parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(summary)}</p><p>{escape(study['reason'])}</p>")
         parts.append(_plain_table(study).to_html() if study["marks"] else "")
     return "".join(parts)
 

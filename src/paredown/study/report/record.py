@@ -46,9 +46,9 @@ from paredown.study.report.studies import (
     Study,
     kept_under,
     plans_to_show,
-    run_of,
     study_of_pick,
     study_of_trials,
+    thin,
 )
 from paredown.study.sweeps.plan_labels import Labels
 from paredown.study.tasks.trial import Trial
@@ -134,7 +134,7 @@ def _names() -> re.Pattern[str]:
 
 # --- the record ------------------------------------------------------------------------------------------------------
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON; 1 had predicted bytes as those of marks, and bytes by module
 MOST_RUNS = 2000  # trials that are listed
 MOST_CURVES = 200  # training curves that are drawn
 
@@ -237,7 +237,9 @@ class Record:
     def from_json(value: Any) -> Record:
         """The record whose `to_json` is `value`; ReportError if it is not one."""
         names = [row.name for row in fields(Record)]
-        return read_dataclass(Record, object_parts(value, "record", names, ("version", "title"), VERSION, ReportError), "record")
+        return read_dataclass(
+            Record, object_parts(value, "record", names, ("version", "title"), VERSION, ReportError, oldest=2), "record"
+        )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON to a file."""
@@ -272,6 +274,27 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
         runs.append(run_of(trial, label, has_curve=label not in labels and len(labels) < most))
         labels |= {label} if runs[-1].curve else set()
     return runs
+
+
+def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
+    """A trial as a row of the report, with its curve if `has_curve`."""
+    return ReportedTrial(
+        trial.task,
+        label,
+        trial.seed,
+        trial.status.value,
+        error=trial.error,
+        loss=trial.loss,
+        predicted_bytes=trial.predicted_peak_bytes,
+        measured_bytes=trial.measured_peak_bytes,
+        seconds=trial.seconds,
+        step_seconds=trial.step_seconds,
+        step_ratio=trial.step_ratio,
+        reason=trial.reason,
+        device=trial.device,
+        commit=trial.commit,
+        curve=thin(trial.curve) if has_curve else (),
+    )
 
 
 def _joined(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from paredown.errors import ParedownError, ReportError
-from paredown.study.report.page import policy, render
+from paredown.study.report.page import drawn, policy, render
 from paredown.study.report.record import Record, scrub
 
 PATIENCE_SECONDS = 2.0  # a store that is busy for longer is reported on the page
@@ -138,7 +138,7 @@ class WatchedSource:
         """(kind, JSON) of the current event: the record, or the error of reading it."""
         with self._changed:
             if self._event is None or self._event[0] != self.number:  # serialized once for all open pages
-                value = ("trouble", scrub(self.trouble)) if self.trouble else ("record", self.record.to_json())
+                value = ("trouble", scrub(self.trouble)) if self.trouble else ("record", drawn(self.record))
                 self._event = self.number, (value[0], json.dumps(value[1], allow_nan=False))
             return self._event[1]
 

@@ -10,8 +10,8 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from paredown.errors import ParedownError, ReportError, StoreError
-from paredown.study.report.record import Record
-from paredown.study.report.studies import ReportedProgress, run_of
+from paredown.study.report.record import Record, run_of
+from paredown.study.report.studies import ReportedProgress
 from paredown.study.sweeps.export import rows
 from paredown.study.sweeps.plan_labels import Labels, distinct_labels
 from paredown.study.sweeps.status import SweepCounts, count

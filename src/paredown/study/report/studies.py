@@ -4,13 +4,13 @@
     ReportedTrial     a trial, with the label of its plan instead of the plan
     ReportedProgress  numbers of waiting, running and finished trials of a sweep
 
-ModuleBytes, SlotRow and BudgetPick are NamedTuples, which are lists in JSON, since a record has many of them.
+SlotRow and BudgetPick are NamedTuples, which are lists in JSON, since a record has many of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -26,15 +26,18 @@ from paredown.study.sweeps.plan_labels import BASELINE, Labels
 from paredown.study.tasks.trial import Status, Trial, standard_error
 
 NINE_OF_TEN = "Intervals: the mean error is inside with a probability of 90 %."
-SEEDS = "Errors are means over seeds; intervals are one standard error of the mean to each side, and one seed has none."
+SEEDS = (
+    "Errors are means over seeds; intervals are one standard error of the mean to each side, and one seed has none. "
+    "A plan is as accurate as the baseline where its interval is not above the baseline's."
+)
 
 
 @dataclass(frozen=True)
 class PlanMark:
-    """A plan on the chart: the bytes compared with a budget, and the mean error over runs; error None: no run of it finished."""
+    """A plan on the chart: its peak, measured or else predicted, and its mean error over runs; error None: no run of it finished."""
 
     label: str
-    nbytes: int
+    nbytes: int  # what a budget is compared with
     error: float | None = None
     low: float | None = None  # the interval of `error`
     high: float | None = None
@@ -44,7 +47,7 @@ class PlanMark:
     on_front: bool = False
     note: str = ""
     words: tuple[str, ...] = ()  # the plan as text, a line for each rule
-    predicted_bytes: int | None = None  # set if it differs from `nbytes` because trials took more than predicted
+    predicted_bytes: int | None = None  # set if it differs from `nbytes`
     step_seconds: float | None = None  # median step time
     step_ratio: float | None = None  # in times of the unmodified step's
     step_source: str = ""  # "measured", "predicted" or "prior"
@@ -55,14 +58,6 @@ class BudgetPick(NamedTuple):
 
     nbytes: int
     label: str
-
-
-class ModuleBytes(NamedTuple):
-    """Bytes that a module stores in a role at the peak."""
-
-    module: str
-    role: str
-    nbytes: int
 
 
 class SlotRow(NamedTuple):
@@ -79,21 +74,21 @@ class SlotRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of a step under a plan: bytes at the peak by role and by module, and every slot."""
+    """Memory of a step under a plan: bytes at the peak by role, bytes over the step, and every slot."""
 
     label: str
     peak_bytes: int
     low_bytes: int
     high_bytes: int
+    phases: tuple[tuple[int, ...], ...] = ()  # bytes during forward, backward and the optimizer's step, MOST_POINTS of each
     by_role: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
-    places: tuple[ModuleBytes, ...] = ()
     slots: tuple[SlotRow, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Study:
-    """The results of one task. `written`: the label of the baseline; `full_bytes`: its peak memory."""
+    """The results of one task. `written`: the label of the baseline; `full_bytes`: its predicted peak memory."""
 
     task: str
     metric: str = "error"
@@ -118,6 +113,40 @@ class Study:
                 raise ReportError(f"task {self.task!r}: {label!r} is picked, but it is none of the {len(labels)} plans of `marks`.")
         if list(self.picks) != sorted(self.picks, key=lambda pick: pick.nbytes):
             raise ReportError(f"task {self.task!r}: `picks` must be sorted by rising bytes; these are not.")
+
+    def summary(self) -> str:
+        """Return what the picked plan gives and what it costs, in one sentence; without a pick, what the plans span."""
+        baseline, plan = self.compared()
+        if baseline is not None and plan is not None:
+            said = f"{'; '.join(say_comparison(baseline, plan, self.budget_bytes, self.metric))}."
+            if self.picked or not self.marks:
+                return said
+            return f"{plan.label} is the smallest plan as accurate as the baseline: {said[0].lower()}{said[1:]}"
+        if self.reason and self.budget_bytes is not None:
+            return self.reason
+        known = [mark for pick in self.picks for mark in self.marks if mark.label == pick.label]
+        if not known:
+            return "No plan has finished a trial." if self.marks else ""
+        ends = [f"{say_bytes(mark.nbytes)} with {self.metric} {say_error(mark, self.metric)}" for mark in (known[0], known[-1])]
+        return f"{len(self.marks)} plans, from {' to '.join(ends)}." if len(known) > 1 else f"The best plan needs {ends[0]}."
+
+    def compared(self) -> tuple[PlanMark | None, PlanMark | None]:
+        """Return the baseline and the plan that the report is about, both of trials, or both of predictions."""
+        kept = [PlanMark(row.label, row.peak_bytes) for row in self.kept]
+        rows = kept if not self.marks else [] if self.budget_bytes is not None else self._as_accurate()
+        label = self.picked or min(((row.nbytes, row.label) for row in rows), default=(0, ""))[1]
+        for marks in (self.marks, kept):
+            found = {mark.label: mark for mark in marks}
+            if label != self.written and {label, self.written} <= set(found):
+                return found[self.written], found[label]
+        return None, None
+
+    def _as_accurate(self) -> list[PlanMark]:
+        """The plans of less memory than the baseline whose intervals of error overlap with its own, or are lower."""
+        own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
+        most = None if own is None else own.error if own.high is None else own.high
+        known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
+        return [mark for mark, least in known if least is not None and most is not None and least <= most]
 
     def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
         """This study with further footprints, and with label and peak of the baseline if it had none."""
@@ -158,15 +187,16 @@ class ReportedProgress:
     by_status: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
 
 
-def choose(marks: Iterable[PlanMark]) -> tuple[BudgetPick, ...]:
-    """The best plan for each budget: the least error, among equals the fewest bytes.
+def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ...]:
+    """The best plan for each budget: the least error, among equals the fewest bytes; none above the baseline of the label `written`.
 
     >>> choose([PlanMark("a", 10, 0.5), PlanMark("b", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 5)])
     (BudgetPick(nbytes=10, label='a'), BudgetPick(nbytes=30, label='c'))
     """
     picks: list[BudgetPick] = []
     least = float("inf")
-    known = [(mark.nbytes, mark.error, mark.label) for mark in marks if mark.error is not None]
+    most = next((mark.nbytes for mark in marks if mark.label == written), float("inf"))
+    known = [(mark.nbytes, mark.error, mark.label) for mark in marks if mark.error is not None and mark.nbytes <= most]
     for nbytes, error, label in sorted(known):
         if error < least:
             picks.append(BudgetPick(nbytes, label))
@@ -174,7 +204,76 @@ def choose(marks: Iterable[PlanMark]) -> tuple[BudgetPick, ...]:
     return tuple(picks)
 
 
+def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
+    """Return the marks with `on_front` set on the line that the page draws: errors fall along it, and `picked` is one of its plans.
+
+    A plan with less memory and less error than `picked` is not on it; the page says beside it why it was not picked.
+
+    >>> marks = [PlanMark("a", 10, 0.5), PlanMark("quicker", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 40, 0.6)]
+    >>> picks = [BudgetPick(mark.nbytes, mark.label) for mark in marks]
+    >>> [mark.label for mark in with_front(marks, picks) if mark.on_front]
+    ['a', 'c']
+    >>> [mark.label for mark in with_front(marks, picks, "quicker") if mark.on_front]
+    ['quicker', 'c']
+    """
+    all_marks = tuple(sorted(marks, key=lambda mark: (mark.nbytes, mark.label)))
+    names = {picked, *(pick.label for pick in picks)}
+    known = [(mark.nbytes, mark.error, mark.label) for mark in all_marks if mark.label in names and mark.error is not None]
+    own = next((row for row in known if row[2] == picked), None)
+    line: list[tuple[int, float, str]] = []
+    for row in known:
+        beats = own is not None and row != own and row[0] <= own[0] and row[1] <= own[1]
+        if not beats and (not line or row[1] < line[-1][1]):
+            line.append(row)
+    front = {row[2] for row in line}
+    return tuple(replace(mark, on_front=mark.label in front) for mark in all_marks)
+
+
 MOST_LINES = 40  # lines of a plan on a page
+
+
+def say_comparison(baseline: PlanMark, plan: PlanMark, budget_bytes: int | None, metric: str) -> Iterator[str]:
+    """Yield peak, error and step time of a plan beside the baseline's; "about" where a number is predicted.
+
+    >>> before = PlanMark("baseline", 20000, 0.044, measured=0.044, measured_bytes=20000, step_seconds=0.1)
+    >>> after = PlanMark("small", 9000, 0.046, measured=0.046, measured_bytes=9000, step_seconds=0.16)
+    >>> list(say_comparison(before, after, 8000, "error"))[0]
+    'Peak memory 8.79 instead of 19.53 KiB, above the budget of 7.81 KiB'
+    >>> list(say_comparison(before, after, None, "error"))[1:]
+    ['error 4.6 % instead of 4.4 %', 'each step 1.6x as long']
+    """
+    is_measured = baseline.measured_bytes is not None and plan.measured_bytes is not None
+    after, before = (mark.nbytes if is_measured else mark.predicted_bytes or mark.nbytes for mark in (plan, baseline))
+    texts = [say_bytes(after).split(), say_bytes(before).split()]
+    ends = [f"{texts[0][0]} instead of" if texts[0][1] == texts[1][1] else f"{' '.join(texts[0])} instead of", " ".join(texts[1])]
+    faults = [f", above the budget of {say_bytes(budget_bytes)}"] if budget_bytes is not None and plan.nbytes > budget_bytes else []
+    faults += [", more than the baseline"] if plan.nbytes > baseline.nbytes else []
+    faults[:0] = [f", measured {say_bytes(plan.nbytes)}"] if faults and plan.nbytes != after else []
+    yield f"{'Peak memory' if is_measured else 'Predicted peak memory'} {' '.join(ends)}{''.join(faults)}"
+    if plan.error is not None and baseline.error is not None:
+        yield f"{metric} {say_error(plan, metric)} instead of {say_error(baseline, metric)}"
+    elif plan.error is None and plan.num_trials + bool(plan.note):
+        yield f"no {metric} is known: {plan.note}" if plan.note else f"its {metric} is not known"
+    seconds = plan.step_seconds / baseline.step_seconds if plan.step_seconds and baseline.step_seconds else plan.step_ratio
+    if seconds is not None:
+        yield f"each step {'' if plan.step_source in ('', 'measured') else 'about '}{seconds:.1f}x as long"
+
+
+def say_error(mark: PlanMark, metric: str) -> str:
+    """Return the mean error with its standard error, or without one where it is not a mean of several runs.
+
+    >>> say_error(PlanMark("a", 1, 0.046, 0.041, 0.051, measured=0.046, num_trials=3), "error")
+    '4.6 % \u00b1 0.5'
+    >>> say_error(PlanMark("a", 1, 0.046, 0.041, 0.051), "error"), say_error(PlanMark("a", 1, 3.2, measured=3.2), "loss")
+    ('about 4.6 %', '3.200')
+    """
+    if mark.error is None:
+        return "unknown"
+    about, unit = "" if mark.error == mark.measured else "about ", " %" if metric == "error" else ""
+    text = (lambda value: f"{100 * value:.1f}") if metric == "error" else (lambda value: f"{value:.3f}")
+    has_spread = not about and mark.low is not None and mark.num_trials > 1
+    spread = f" \u00b1 {text(mark.error - (mark.low or 0.0))}" if has_spread else ""
+    return f"{about}{text(mark.error)}{unit}{spread}"
 
 
 def in_words(plan: Plan) -> tuple[str, ...]:
@@ -200,17 +299,18 @@ def study_of_pick(picked: Picked) -> Study:
     steps = sorted({point.needs for point in frontier.points if point.trains})
     picks = [BudgetPick(nbytes, frontier.best(nbytes).label) for nbytes in steps]
     kept = tuple(pick for i, pick in enumerate(picks) if i == 0 or pick.label != picks[i - 1].label)
+    label = picked.label if picked.plan is not None else ""
     return Study(
         picked.task,
         metric=frontier.metric,
         written=written,
         full_bytes=picked.full_bytes,
         budget_bytes=picked.budget_bytes,
-        picked=picked.label if picked.plan is not None else "",
+        picked=label,
         reason=picked.reason,
         ties=picked.ties,
         band=NINE_OF_TEN,
-        marks=marks,
+        marks=with_front(marks, kept, label),
         picks=kept,
         notes=(*picked.notes, *_prior_note(picked)),
     )
@@ -223,19 +323,19 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
     texts = [notes.get(point.source, "")] if point.trains else [failure]
     if point.measured_bytes is None and point.needs > point.predicted_bytes:
         texts.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
+    nbytes = point.needs if point.measured_bytes is None else point.measured_bytes
     return PlanMark(
         point.label,
-        point.needs,
+        nbytes,
         error=point.mean if point.trains else None,
         low=max(0.0, point.mean - half) if point.trains else None,
         high=point.mean + half if point.trains else None,
         measured=point.measured,
         measured_bytes=point.measured_bytes,
         num_trials=num_trials,
-        on_front=point.on_front,
         note="; ".join(filter(None, texts)),
         words=in_words(point.plan),
-        predicted_bytes=point.predicted_bytes if point.needs > point.predicted_bytes else None,
+        predicted_bytes=point.predicted_bytes if nbytes != point.predicted_bytes else None,
         step_seconds=point.step_seconds,
         step_ratio=point.step_ratio,
         step_source=point.step_source,
@@ -259,13 +359,10 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
         "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"
     )  # a trial has no field for its metric; error rates are at most 1
     marks = [mark for label, runs in by_label.items() if (mark := _measured(label, runs, metric)) is not None]
-    picks = choose(marks)
-    front = {pick.label for pick in picks}
-    on_front = (replace(mark, on_front=mark.label in front) for mark in marks)
-    marks = tuple(sorted(on_front, key=lambda mark: (mark.nbytes, mark.label)))
     written = next((labels.of(trial.plan, task) for trial in trials if trial.plan.changes_nothing), "")
     full = next((mark.nbytes for mark in marks if mark.label == written), None)
-    return Study(task, metric=metric, written=written, full_bytes=full, band=SEEDS, marks=marks, picks=picks)
+    picks = choose(marks, written)
+    return Study(task, metric=metric, written=written, full_bytes=full, band=SEEDS, marks=with_front(marks, picks), picks=picks)
 
 
 def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
@@ -278,9 +375,10 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
     mean, half = fmean(errors) if errors else None, standard_error(errors)
     ended = {status.value: sum(trial.status is status for trial in trials) for status in Status if status is not Status.DONE}
     others = ", ".join(f"{num} of {len(trials)} {status.replace('_', ' ')}" for status, num in ended.items() if num)
+    nbytes = max(measured or sizes)
     return PlanMark(
         label,
-        max(sizes or measured),
+        nbytes,
         error=mean,
         low=None if mean is None or half is None else mean - half,
         high=None if mean is None or half is None else mean + half,
@@ -289,6 +387,7 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
         num_trials=len(errors),
         note="; ".join(filter(None, (_say_seeds(len(errors), half, metric), others))),
         words=in_words(trials[0].plan),
+        predicted_bytes=max(sizes) if sizes and max(sizes) != nbytes else None,
         **_step_time(trials),
     )
 
@@ -333,36 +432,19 @@ def _say_seeds(num: int, standard: float | None, metric: str) -> str:
     return f"mean of {num} seeds, standard error {size}"
 
 
-def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
-    """A trial as a row of the report, with its curve if `has_curve`."""
-    return ReportedTrial(
-        trial.task,
-        label,
-        trial.seed,
-        trial.status.value,
-        error=trial.error,
-        loss=trial.loss,
-        predicted_bytes=trial.predicted_peak_bytes,
-        measured_bytes=trial.measured_peak_bytes,
-        seconds=trial.seconds,
-        step_seconds=trial.step_seconds,
-        step_ratio=trial.step_ratio,
-        reason=trial.reason,
-        device=trial.device,
-        commit=trial.commit,
-        curve=thin(trial.curve) if has_curve else (),
-    )
-
-
 def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[tuple[int, float], ...]:
     """A curve of at most `most` points, each the mean of consecutive points, rounded to four digits.
 
     >>> thin([(1, 4.0), (2, 2.0), (3, 1.0), (4, 0.123456)], 2)
     ((2, 3.0), (4, 0.5617))
     """
-    width = -(-len(curve) // most) or 1
-    groups = [curve[i : i + width] for i in range(0, len(curve), width)]
-    return tuple((group[-1][0], float(f"{fmean(loss for _, loss in group):.4g}")) for group in groups)
+    return tuple((group[-1][0], float(f"{fmean(loss for _, loss in group):.4g}")) for group in parts_of(curve, most))
+
+
+def parts_of(values: Sequence[Any], most: int = MOST_POINTS) -> list[Sequence[Any]]:
+    """Return consecutive parts of the values, of the same length but for the last one, and at most `most`."""
+    width = -(-len(values) // most) or 1
+    return [values[i : i + width] for i in range(0, len(values), width)]
 
 
 def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
@@ -379,8 +461,8 @@ def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
         foot.peak_bytes,
         foot.low_bytes,
         foot.high_bytes,
+        phases=tuple(tuple(max(part) for part in parts_of(phase)) for phase in foot.by_tick()),
         by_role=by_role,
-        places=tuple(ModuleBytes(module, role.value, nbytes) for (module, role), nbytes in foot.places_at_peak().items()),
         slots=tuple(
             SlotRow(row.slot, row.role.value, row.baseline_bytes, row.nbytes, row.format, row.what, row.why)
             for row in explain_slots(trace, plan)

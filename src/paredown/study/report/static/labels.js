@@ -11,10 +11,7 @@ function doTouch(a, b) { return a.left <= b.right && b.left <= a.right && a.top 
 function nearestOf(area, at) { return [Math.max(area.left, Math.min(area.right, at.x)), Math.max(area.top, Math.min(area.bottom, at.y))]; }
 
 function marksOf(place, isPicked) {
-  const boxes = [around(place.x, place.y, (isPicked ? 11 : place.size) + 3)];
-  if (place.mean !== null) boxes.push(around(place.x, place.mean, 7));
-  if (place.whisker) boxes.push(box(Math.min(...place.whisker), place.y - 5, Math.max(...place.whisker) + 2, place.y + 5));
-  return boxes;
+  return [around(place.x, place.y, (isPicked ? 11 : place.size) + 3)];
 }
 
 function linesOf(place) { return place.band ? [box(place.x - 4, place.band[0], place.x + 4, place.band[1])] : []; }

@@ -8,19 +8,14 @@ function studyNow() {
 
 function labelNow(study) { return study.marks.length ? pickAt(study, state.budget) : study.picked || null; }
 
-function firstBudget(study) {
-  if (study.budget_bytes !== null) return study.budget_bytes;
-  const sizes = study.picks.map(([nbytes]) => nbytes);
-  return sizes.length ? sizes[Math.floor((sizes.length - 1) / 2)] : study.full_bytes;
-}
-
 function wide(id) { const node = document.getElementById(id); return Math.max(240, Math.floor(node ? node.clientWidth : 600)); }
 
 // --- sections ---------------------------------------------------------------------------------------------------------
 
 const SECTIONS = [
   { id: "progress", name: "Progress", has: (record) => record.progress.length > 0, build: buildProgress, draw: drawProgress },
-  { id: "frontier", name: "Memory and error", has: (record, study) => study && study.marks.length > 0, build: buildFrontier, draw: drawFrontierSection },
+  { id: "step", name: "Memory over one training step", has: (record, study) => study && hasSteps(study), build: buildStep, draw: drawStepSection },
+  { id: "frontier", name: "Memory against error", has: (record, study) => study && study.marks.length > 0, build: buildFrontier, draw: drawFrontierSection },
   { id: "memory", name: "Memory at the peak", has: (record, study) => study && study.kept.length > 0, build: buildMemory, draw: drawMemory },
   { id: "slots", name: "Slots", has: (record, study) => study && study.kept.some((row) => row.slots.length), build: buildSlots, draw: drawSlots },
   { id: "trials", name: "Trials", has: (record, study) => runsOf(record, study).length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
@@ -45,6 +40,13 @@ function drawProgress(record) {
   }));
 }
 
+function buildStep() { return [el("div", { id: "step-chart" }), el("ul", { class: "legend", id: "step-legend" })]; }
+
+function drawStepSection(record, study, label) {
+  fill("step-chart", drawStep(study, label, state.budget, wide("step-chart")));
+  fill("step-legend", stepLegend(study, stepRows(study, label)));
+}
+
 function buildFrontier() {
   const slider = el("input", { type: "range", id: "budget", min: 0, max: 400, step: 1, "aria-describedby": "budget-hint" });
   slider.addEventListener("input", () => moveTo(budgetAt(studyNow(), Number(slider.value) / 400)));
@@ -54,13 +56,13 @@ function buildFrontier() {
   });
   return [
     el("p", { class: "caption", id: "frontier-caption" }),
-    el("dl", { class: "figures", id: "figures" }),
-    el("ul", { class: "legend", id: "frontier-legend" }),
     el("div", { id: "frontier-chart" }),
+    el("ul", { class: "legend", id: "frontier-legend" }),
     el("div", { class: "slider" }, el("label", { for: "budget" }, "Budget: ", el("output", { id: "budget-said", for: "budget" })), slider,
       el("div", { class: "steps" }, el("button", { type: "button", id: "less", onclick: () => stepPlan(-1) }, "← less memory"), el("button", { type: "button", id: "more", onclick: () => stepPlan(1) }, "less error →"),
-        el("button", { type: "button", id: "asked", onclick: () => moveTo(firstBudget(studyNow())) }, "requested budget"), el("span", { class: "hint", id: "budget-hint" }, "Arrow keys move the budget, Page Up and Page Down go to the next plan."))),
+        el("button", { type: "button", id: "asked", onclick: () => moveTo(studyNow().budget_bytes) }), el("span", { class: "hint", id: "budget-hint" }, "Arrow keys move the budget, Page Up and Page Down go to the next plan."))),
     el("div", { class: "words", id: "words", role: "status", "aria-live": "polite" }),
+    el("details", { id: "statistics" }, el("summary", {}, "The statistics, and why this plan"), el("div", { id: "statistics-said" })),
     el("details", { id: "rules" }, el("summary", {}, "The plan, rule by rule"), el("ul", { id: "rules-list" })),
     el("details", { id: "plans" }, el("summary", {}, "All plans as a table"), el("div", { id: "plans-table" })),
   ];
@@ -68,67 +70,48 @@ function buildFrontier() {
 
 function budgetAt(study, share) { const [low, high, isLog] = bytesRange(study); return Math.round(scale(low, high, 0, 1, isLog).back(share)); }
 
-function moveTo(budget) { state.budget = budget; state.asked = true; state.shown = null; drawAll(); }
+function moveTo(budget) { state.budget = budget; state.asked = budget !== studyNow().budget_bytes; state.shown = null; drawAll(); }
 
 function stepPlan(direction) {
-  const study = studyNow(), sizes = study.picks.map(([nbytes]) => nbytes);
-  const next = direction > 0 ? sizes.find((nbytes) => nbytes > state.budget) : [...sizes].reverse().find((nbytes) => nbytes < (sizes.filter((n) => n <= state.budget).pop() ?? -1));
+  const study = studyNow(), sizes = study.picks.map(([nbytes]) => nbytes), budget = state.budget ?? Infinity;
+  const next = direction > 0 ? sizes.find((nbytes) => nbytes > budget) : [...sizes].reverse().find((nbytes) => nbytes < (state.budget === null ? Infinity : sizes.filter((n) => n <= budget).pop() ?? -1));
   if (next !== undefined) moveTo(next);
 }
 
 function drawFrontierSection(record, study, label) {
-  const [low, high, isLog] = bytesRange(study), slider = document.getElementById("budget");
-  const said = `${bytes(state.budget)}${study.full_bytes ? `, ${percent(state.budget / study.full_bytes)} of the baseline` : ""}`;
-  if (document.activeElement !== slider || Math.abs(budgetAt(study, Number(slider.value) / 400) - state.budget) > 1) slider.value = String(Math.round(400 * scale(low, high, 0, 1, isLog).share(state.budget)));
+  const [low, high, isLog] = bytesRange(study), slider = document.getElementById("budget"), { budget } = state;
+  const said = budget === null ? "none given" : `${bytes(budget)}${study.full_bytes ? `, ${percent(budget / study.full_bytes)} of the baseline` : ""}`;
+  if (budget === null) slider.value = "400";
+  else if (document.activeElement !== slider || Math.abs(budgetAt(study, Number(slider.value) / 400) - budget) > 1) slider.value = String(Math.round(400 * scale(low, high, 0, 1, isLog).share(budget)));
   const shown = markOf(study, label), time = shown && shown.step_source ? `; step time ${sayStep(shown)}` : "";
-  slider.setAttribute("aria-valuetext", `${said}; ${label === null ? "no plan fits" : label}${time}`);
-  document.getElementById("budget-said").textContent = said + time;
-  document.getElementById("asked").hidden = study.budget_bytes === null || state.budget === study.budget_bytes;
-  document.getElementById("less").disabled = !study.picks.length || label === null || label === study.picks[0][1];
-  document.getElementById("more").disabled = !study.picks.some(([nbytes]) => nbytes > state.budget);
-  fill("frontier-caption", `${study.task}. Each mark is a plan; further left is less memory, further down is less error. ${study.band}`);
-  fill("figures", figures(study, label));
-  fill("frontier-legend", frontierLegend(study, markOf(study, label)));
-  fill("frontier-chart", drawFrontier(study, state.budget, label, wide("frontier-chart"), moveTo));
-  const lines = sayPick(study, state.budget, label), words = document.getElementById("words");
+  slider.setAttribute("aria-valuetext", budget === null ? said : `${said}; ${label === null ? "no plan fits" : label}${time}`);
+  document.getElementById("budget-said").textContent = said;
+  const back = document.getElementById("asked");
+  back.hidden = budget === study.budget_bytes;
+  back.textContent = study.budget_bytes === null ? "no budget" : "requested budget";
+  document.getElementById("less").disabled = !study.picks.length || budget !== null && (label === null || label === study.picks[0][1]);
+  document.getElementById("more").disabled = budget === null || !study.picks.some(([nbytes]) => nbytes > budget);
+  fill("frontier-caption", `Each mark is a plan: left is less memory, down is less ${study.metric}. ${sayEdge(study)}`);
+  fill("frontier-legend", frontierLegend(study));
+  fill("frontier-chart", drawFrontier(study, budget, label, wide("frontier-chart"), moveTo));
+  const lines = sayChoice(study, budget, label), words = document.getElementById("words");
   if (words.textContent !== lines.join("")) words.replaceChildren(...lines.map((line) => el("p", {}, line)));
+  fill("statistics-said", sayStatistics(study, budget, label).map((line) => el("p", {}, line)));
   const mark = markOf(study, label);
   document.getElementById("rules").hidden = !mark || !mark.words.length;
   fill("rules-list", (mark ? mark.words : []).map((line) => el("li", {}, line)));
   fill("plans-table", plansTable(study, label));
 }
 
-function figures(study, label) {
-  const mark = markOf(study, label), figure = (name, value, small) => el("div", {}, el("dt", {}, name), el("dd", {}, value, small ? el("small", {}, small) : null));
-  if (!mark) return [figure("plan", "no plan fits", `${bytes(state.budget)} is below what any plan needs`)];
-  const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(predictedOf(mark)), study.full_bytes ? `${percent(predictedOf(mark) / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
-  if (mark.measured_bytes !== null) rows.push(figure("peak memory, measured", bytes(mark.measured_bytes), mark.measured_bytes > state.budget ? "above the budget" : "within the budget"));
-  const isApart = mark.measured !== null && mark.error !== mark.measured, error = (value) => sayError(value, study.metric);
-  const interval = mark.low !== null && mark.high > mark.low ? `${error(mark.low)} to ${error(mark.high)}` : "";
-  rows.push(figure(`${study.metric}, ${mark.measured !== null ? "measured" : "predicted"}`, error(shownError(mark)), isApart ? "" : interval));
-  if (isApart) rows.push(figure(`${study.metric}, posterior mean`, error(mark.error), interval));
-  if (mark.step_source) rows.push(figure(`step time, ${TIMED[mark.step_source]}`, shortStep(mark), mark.step_ratio !== null ? `the baseline's${mark.step_seconds !== null ? `, ${milliseconds(mark.step_seconds)}` : ""}` : ""));
-  if (written && written !== mark && written.error !== null && mark.error !== null) {
-    const { value: d, isMeasured } = differenceOf(mark, written);
-    rows.push(figure(`against the baseline, ${isMeasured ? "measured" : "posterior means"}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the intervals overlap" : ""));
-  }
-  return rows;
-}
-
-function frontierLegend(study, picked) {
-  const draw = (...inner) => svg("svg", { width: 26, height: 16, "aria-hidden": "true" }, inner);
-  const { marks } = study, isMeasured = (mark) => mark.error !== null && mark.measured !== null, isBayesian = hasPosterior(study);
-  const dot = (kind) => svg("circle", { cx: 13, cy: 8, r: 5, class: kind });
-  const rows = [
-    marks.some(isMeasured) && [`measured ${study.metric}`, dot("dot filled")],
-    marks.some((mark) => isMeasured(mark) && mark.error !== mark.measured) && ["posterior mean of a measured plan", svg("path", { d: "M13,3.5l4.5,4.5l-4.5,4.5l-4.5,-4.5z", class: "mean" })],
-    marks.some((mark) => mark.error !== null && mark.measured === null) && [`predicted ${study.metric}, not measured`, dot("dot")],
-    [isBayesian ? `least posterior mean within each budget${marks.some((mark) => mark.step_source) ? ", or the quickest plan as accurate" : ""}` : "best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })],
-    marks.some((mark) => mark.low !== null && mark.high > mark.low) && [isBayesian ? "interval of the posterior mean" : "interval of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band" })],
-    picked && picked.measured_bytes !== null && ["from the predicted to the measured peak, of the picked plan", svg("path", { d: "M2,8H22m0,-4v8", class: "band" })],
+function frontierLegend(study) {
+  const { marks } = study, isTried = (mark) => mark.error !== null && mark.measured !== null, dot = (kind) => svg("circle", { cx: 13, cy: 8, r: 5, class: kind });
+  return [
+    marks.some(isTried) && ["tried in trials", dot("dot filled")],
+    marks.some((mark) => mark.error !== null && mark.measured === null) && ["predicted from other tasks, not tried", dot("dot")],
+    marks.some((mark) => mark.on_front) && ["the plan to pick for each amount of memory", svg("path", { d: "M0,4H13V12H26", class: "front" })],
+    marks.some((mark) => mark.label === (study.picked || study.written) && mark.low !== null && mark.high > mark.low) && [`where the ${study.metric} is likely`, svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band" })],
     marks.some((mark) => mark.error === null) && ["no run finished", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })],
-  ].filter(Boolean);
-  return rows.map(([name, inner]) => el("li", {}, draw(inner), name));
+  ].filter(Boolean).map(legendRow);
 }
 
 function plansTable(study, label) {
@@ -152,7 +135,7 @@ function buildMemory() {
   plan.addEventListener("change", () => { state.shown = plan.value; drawAll(); });
   return [el("p", { class: "caption" }, "Bytes of live tensors at the moment of peak memory, predicted from the trace of the step."), el("div", { class: "words", id: "memory-words" }), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
     el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the baseline with"), plan),
-    el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("h3", {}, "By module"), el("p", { class: "caption" }, "Areas are bytes, on one scale; the dashed frame is the larger of the two."), el("div", { class: "maps", id: "memory-maps" }), el("div", { id: "memory-notes" })];
+    el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("div", { id: "memory-notes" })];
 }
 
 function drawMemory(record, study, label) {
@@ -165,7 +148,6 @@ function drawMemory(record, study, label) {
   select.value = shown;
   fill("memory-bars", drawBars(study, order, study.marks.length || study.budget_bytes ? state.budget : null, label, shown, width));
   fill("memory-table", rolesTable(study, order));
-  fill("memory-maps", drawMaps(study, order, shown, width));
   fill("memory-notes", [...new Set(order.flatMap((row) => row.notes))].slice(0, 10).map((note) => el("p", { class: "hint" }, `Note: ${note}`)));
 }
 
@@ -263,15 +245,17 @@ function drawMade(record, study) {
 function drawAll() {
   const held = heldFocus();
   const { record } = state, study = studyNow();
-  if (study && (!state.asked || state.budget === null)) state.budget = firstBudget(study);
+  if (!state.asked) state.budget = study ? study.budget_bytes : null;
   document.title = record.title;
   fill("title", record.title);
-  fill("lead", sayLead(record, study));
+  fill("lead", tied(study ? record.summaries[record.studies.indexOf(study)] : "No results yet."));
+  fill("fine", sayFine(record, study));
   drawChooser(record, study);
   const label = study ? labelNow(study) : null, shown = SECTIONS.filter((section) => section.has(record, study));
   for (const section of SECTIONS) showSection(section, shown.includes(section));
   for (const section of shown) section.draw(record, study, label);
   const links = shown.map((section) => section.id).join(" "), nav = document.getElementById("nav");
+  document.getElementById("contents").hidden = !shown.length;
   if (nav.dataset.links !== links) { nav.dataset.links = links; nav.replaceChildren(...shown.map((section) => el("a", { href: `#${section.id}` }, section.name))); }
   restoreFocus(held);
 }
@@ -286,11 +270,17 @@ function showSection(section, isShown) {
   if (node) node.hidden = !isShown;
 }
 
-function sayLead(record, study) {
-  if (!study) return "No results yet.";
-  const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0);
-  const trials = plural(Math.max(finished, record.runs.length), "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
-  return `${plans}${record.runs.length ? `, ${trials}` : ""}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
+// What the numbers of the first sentence are, and where they come from.
+function sayFine(record, study) {
+  if (!study) return "";
+  const seeds = hasPosterior(study) ? 0 : markOf(study, study.picked)?.num_trials ?? 0, devices = [...new Set(record.runs.map((run) => run.device).filter(Boolean))];
+  const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0), num = Math.max(finished, record.runs.length);
+  return [
+    study.budget_bytes !== null ? `Budget: ${bytes(study.budget_bytes)}${shareOf(study, study.budget_bytes)}.` : "",
+    seeds > 1 ? `${study.metric === "error" ? "Errors are shares of wrong answers," : "Losses are"} means of ${seeds} runs ± standard error.` : seeds ? "One run each." : num ? `${plural(num, "trial")}.` : "",
+    devices.length ? `Measured on ${devices.join(", ")}.` : "",
+    record.studies.length > 1 ? `${record.studies.length} tasks.` : "",
+  ].filter(Boolean).join(" ");
 }
 
 function drawChooser(record, study) {
@@ -335,6 +325,7 @@ function setUpLive(address) {
 
 document.body.prepend(textures());
 setUpTips();
+document.getElementById("nav").addEventListener("click", () => { document.getElementById("contents").open = false; });
 setUpTheme();
 document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; state.shown = null; drawAll(); });
 document.getElementById("foot").append(document.body.dataset.live ? "Served by paredown on this machine, read-only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");

@@ -12,14 +12,9 @@ function bytes(count, digits = 2) {
 function percent(share, digits = 0) { return `${(100 * share).toFixed(digits)}${NARROW}%`; }
 
 // An error in the units of its metric: error rates in percent, losses as plain numbers.
-function sayError(value, metric) {
+function sayError(value, metric, digits = 2) {
   if (value === null || value === undefined) return "–";
-  return metric === "error" ? percent(value, 2) : short(value);
-}
-
-function sayDifference(difference, metric) {
-  if (metric === "error") return `${Math.abs(100 * difference).toFixed(2)} points`;
-  return short(Math.abs(difference));
+  return metric === "error" ? percent(value, digits) : short(value);
 }
 
 function short(value) {
@@ -45,6 +40,9 @@ function shortStep(row) { return row.step_ratio !== null ? `${row.step_ratio.toF
 const TIMED = { measured: "measured", predicted: "predicted", prior: "as on prior tasks" };
 
 function milliseconds(value) { return `${Number((1000 * value).toPrecision(3))}${NARROW}ms`; }
+
+// A text whose lines do not break between a number and its unit.
+function tied(text) { return text.replace(/ (?=%|\u00b1|[KMGTP]?i?B\b)/g, NARROW).replaceAll("\u00b1 ", `\u00b1${NARROW}`); }
 
 function plural(count, word) { return `${count} ${word}${count === 1 ? "" : "s"}`; }
 
