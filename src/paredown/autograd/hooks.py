@@ -1,9 +1,9 @@
 """Hooks on modules that do nothing in copies of a model, and hooks on the steps of all optimizers that do not keep their owner alive.
 
 `Hook` is registered on modules, and `num_running` tells calls that run from those that an interrupt ended. `register_weakly` is for
-optimizers: torch iterates over their hooks while it calls them, and raises a RuntimeError if one is removed meanwhile. The garbage collector
-may free an owner at any moment, in the middle of a step too: a finalizer must not remove a hook. The hook of an owner that is gone does
-nothing, and is removed before the next hook is registered.
+optimizers: torch iterates over their hooks while it calls them, and raises a RuntimeError if one is removed meanwhile. The garbage
+collector may free an owner at any moment, in the middle of a step too: a finalizer must not remove a hook. The hook of an owner that is
+gone does nothing, and is removed before the next hook is registered.
 """
 
 # pyright: reportPrivateUsage=false
