@@ -337,6 +337,15 @@ def test_a_plan_that_matches_nothing_says_so() -> None:
     assert all(row.slot != "frozen=*" for row in session.changes)
 
 
+def test_a_session_with_nothing_large_to_pack_says_so() -> None:
+    net = nn.Linear(8, 8)
+    with apply(activations(INT8), net) as session:
+        net(torch.randn(4, 8)).sum().backward()
+        (row,) = session.changes
+        assert row.slot == "the model" and "no forward pass saved a tensor for backward that is large enough" in row.reason
+        assert "Nothing is stored" in str(session.summary()) and "as requested: 1 row" in str(session.summary())
+
+
 def test_rules_that_no_pass_has_matched_so_far_are_named() -> None:
     net = coder()
     session = apply(Plan().set("activation=encoder.*", INT8).set("activation=decoder.*", INT8), net)

@@ -75,6 +75,19 @@ def test_torch_optim_over_packed_weights_warns_once(options: dict[str, bool], is
     assert relative(plain[0].weight.detach() - before, before) < 0.01
 
 
+def test_a_step_that_changes_nothing_is_not_judged() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with pare.apply(pare.Plan.uniform(weight=LPMM), net) as session:
+        backward(net)
+        optimizer.step()  # the first step of a warm-up
+        assert not rows_about(session, "updates of weights")
+        optimizer.param_groups[0]["lr"] = 1e-3
+        backward(net)
+        with pytest.warns(UserWarning, match=r"is off by [1-9]\S* %"):
+            optimizer.step()
+
+
 def subtract(p: Any) -> None:
     with torch.no_grad():
         p -= 1e-4 * p.grad

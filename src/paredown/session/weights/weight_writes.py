@@ -49,10 +49,12 @@ FOREIGN = (
 )
 WRITTEN = (
     "{} is trained and stored in {}, and an update was written into it ({:.2g} of the norm of the values): new values are rounded to "
-    "nearest, and the update is off by {:.2g} %. Update it by an optimizer of paredown.optim, which rounds stochastically, or leave "
-    "trained weights unmodified: plan.set('weight', None)."
+    "nearest, and the update is off by {:.2g} %. Update it by an optimizer of paredown.optim without tier='full', which rounds "
+    "stochastically, or leave trained weights unmodified: plan.set('weight', None)."
 )
-WRITTEN_ROW = "{} was written, and rounding to nearest made the update off by {:.2g} %: use an optimizer of paredown.optim"
+WRITTEN_ROW = (
+    "{} was written, and rounding to nearest made the update off by {:.2g} %: updates of paredown.optim round stochastically"
+)
 FOREIGN_ROW = "{} rounds updates to nearest, off by {:.2g} % in its first step: use {}, which rounds stochastically"
 
 
@@ -117,7 +119,7 @@ class WeightWrites:
             return None
         size, error = weight.update_errors(values)
         if parameter.requires_grad and self._stepping is not None:
-            self._stepping.append((name, weight, error))
+            self._stepping += [(name, weight, error)] if size else []
             return None
         if not (0 < size < LARGEST_UPDATE and error > LEAST_ERROR):
             return None
@@ -152,8 +154,9 @@ class WeightWrites:
             return
         updates, self._stepping = self._stepping, None
         weights = self._updated_by(optimizer)
-        updates += [(self._names[w], w, w.update_errors(values)[1]) for w in weights if (values := w.unencoded()) is not None]
-        if not updates:  # no parameter had a gradient
+        written = [(w, w.update_errors(values)) for w in weights if (values := w.unencoded()) is not None]
+        updates += [(self._names[w], w, error) for w, (size, error) in written if size]
+        if not updates:  # no parameter had a gradient, or the learning rate was zero, as it is when a warm-up begins
             return
         name, weight, error = max(updates, key=lambda update: update[2])
         kind, formats = type(optimizer), ", ".join(dict.fromkeys(str(weight.format) for weight in weights))
