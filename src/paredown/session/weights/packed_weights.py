@@ -249,6 +249,9 @@ class Weights:
 
     def _register_hooks_of(self, module: nn.Module, weights: list[Weight]) -> None:
         place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            for weight in place.weights():  # now: autograd numbers the node that finding one creates, and `Watch` reads the numbers
+                _accumulator(weight, place.accumulators)
         hook = Hook(partial(self._enter, place))
         for weight in weights:
             self._hooks.setdefault(weight, []).append(hook)
