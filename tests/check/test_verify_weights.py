@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import paredown as pare
+from paredown.check.verification import expected_error
+from paredown.formats.rounding import Rounding
 from paredown.optim import packed_weight
 from tests.session.test_weights_outside import rounded as rounded_to_lpmm
 
@@ -76,3 +79,33 @@ def test_values_below_the_range_of_a_float_are_a_row() -> None:
     assert not net[0].weight.any()
     assert [change.slot for change in session.changes] == ["weight=0.weight"]
     session.close()
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "relu": (lambda: nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 64)), (96,)),
+    "pooling": (lambda: nn.Sequential(nn.Conv2d(8, 64, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(64 * 4, 64)), (8, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("text", ["bf16", LPMM])
+def test_rounded_weights_that_move_values_across_zero_are_within_the_bound(name: str, text: str) -> None:
+    """Weights with an error e change the gradient of such a network by about the square root of e; random errors do so too."""
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    net, batch = make(), (torch.randn(256, *shape), torch.randn(256, 64))
+    format = pare.Format.parse(text)
+    found = pare.verify(net, batch, pare.Plan.uniform(weight=format), loss=mse_loss)
+    assert found.verdict == "within the format's bound"
+    error = max(row.error for row in found.rows)
+    assert error > 2 * expected_error(format, Rounding.NEAREST_EVEN), "more than the weights themselves are off"
+    assert 1.2 * error < found.tolerance < 6 * error and "random errors of weights" in found.reason
+
+
+def test_nothing_to_compare_is_said() -> None:
+    net = network()
+    found = pare.verify(net, BATCH, pare.Plan.uniform(frozen=NF4), loss=mse_loss)
+    assert found.ok and any("nothing of this step is stored packed" in note for note in found.notes)
+    assert not pare.verify(net, BATCH, pare.Plan(), loss=mse_loss).notes
+    zero = pare.verify(net, BATCH, pare.Plan.uniform(activation="int8/64@bf16"), loss=lambda y, target: 0 * mse_loss(y, target))
+    assert any("all gradients of this batch are zero" in note for note in zero.notes)

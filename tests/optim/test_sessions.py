@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import paredown
 from paredown import Plan
 from paredown.errors import OptimError
-from paredown.optim import SGD, AdamW
+from paredown.optim import SGD, AdamW, Lion
 from tests.optim.test_optimizers import TIERS, losses, network
 
 
@@ -109,3 +109,20 @@ def test_a_weight_that_the_session_leaves_plain_is_updated_in_place() -> None:
     model.weight.sum().backward()
     optimizer.step()
     assert (before - model.weight.detach()).float().mean().item() == pytest.approx(0.5, rel=0.01)
+
+
+def test_moments_that_the_plan_asks_for_and_an_optimizer_stores_otherwise_are_rows() -> None:
+    def moments(optimizer: type, **options: Any) -> dict[str, str]:
+        model = nn.Linear(128, 64)
+        with paredown.apply(Plan.preset("lpmm"), model) as session:
+            made = optimizer(model.parameters(), lr=0.1, **options)
+            model(torch.ones(1, 128)).sum().backward()
+            made.step()
+            return {row.slot: row.given for row in session.changes if row.slot.startswith("moment")}
+
+    assert not moments(AdamW) and not moments(Lion) and not moments(SGD, momentum=0.9)
+    assert moments(AdamW, moment1=None, moment2="uint4/64@bf16+bf16") == {
+        "moment1=weight": "unmodified",
+        "moment2=weight": "uint4/64@bf16+bf16",
+    }
+    assert moments(SGD) == {"moment1": "nothing", "moment2": "nothing"}

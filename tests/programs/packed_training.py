@@ -3,8 +3,7 @@
 Before every step a plain model gets the decoded weights (and the buffers) of the packed one. Then both run the same step:
 
     losses, gradients of inputs and of small parameters     the same bits. Where the plan packs activations in 8 bits, the plain model has
-                                                            a session that packs activations alone; gradients that are not the same bits
-                                                            are as near as judging.py asks
+                                                            a session that packs activations alone
     gradients that are packed                               within one step of the format for every backward: a step is 1/127 of a block's
                                                             largest value, and stochastic rounding moves a value by up to one
     weights and moments after AdamW                         within one step of their formats of AdamW's definition in float64, from the
@@ -31,8 +30,8 @@ from tests.programs.running import NO_NOISE, NUM_STEPS, Values, end_backward, fo
 BLOCK, SCALES = 64, 1.02
 TIERS = ("lpmm", "lpmm4", "half", "safe")
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
-EXACT, INT8 = "fp32", "int8/64@bf16"
 ROUNDED = ROUNDED_INT8.floor  # of gradients under two sessions that pack activations in 8 bits, as in judging.py
+EXACT, INT8 = "fp32", "int8/64@bf16"
 
 
 def plan_of(number: int) -> Plan:
@@ -48,14 +47,13 @@ def faults_of_packed_training(program: Program) -> list[str]:
         return []  # a program of functions alone
     session = apply(plan_of(program.number), model, seed=program.number)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    faults: list[str] = []
+    faults, plain = list[str](), build(program)
+    if program.number % 2:  # open during all steps: what a later pass stores may depend on what an earlier one has found
+        apply(Plan.uniform(activation=INT8), plain, seed=program.number)
     for step in range(NUM_STEPS):
-        plain = build(program)
         plain.load_state_dict(model.state_dict())
-        beside = apply(Plan.uniform(activation=INT8), plain, seed=program.number) if program.number % 2 else None
+        plain.zero_grad()
         found, expected = stepped(program, model, step), stepped(program, plain, step)
-        if beside is not None:
-            beside.close()
         wrong = [*gradient_faults(program, found, expected), *update_faults(model, optimizer, session.plan)]
         faults += [f"step {step}: {fault}" for fault in wrong]
         optimizer.zero_grad()
@@ -106,6 +104,12 @@ def num_sums(program: Program) -> int:
     return (1 + program.options.retains_graph) * (1 + sum("reentrant" in line.operation for line in program.lines))
 
 
+def num_uses(program: Program, name: str) -> int:
+    """How often the forward passes of a step use the module of a parameter, or the parameter; 1 for inputs of the program."""
+    place = name.split(".")[1] if "." in name else ""
+    return program.options.num_forwards * (str(program).count(f"self.{place}") - 1) if place else 1
+
+
 def largest_in_blocks(values: Tensor) -> Tensor:
     """For each value the largest magnitude of its block: 64 values along a row, the last of which may be short."""
     rows = values.reshape(values.shape[0], -1).abs()
@@ -117,7 +121,6 @@ def gradient_faults(program: Program, found: Step, expected: Step) -> list[str]:
     """The losses and gradients that are not those of the plain model."""
     faults = ["the loss is not the same bit for bit"] if not torch.equal(torch.stack(found[0]), torch.stack(expected[0])) else []
     faults += [f"{name} is in one of them only" for name in found[1].keys() ^ expected[1].keys()]
-    largest = max(float(g.float().square().mean().sqrt()) for g in expected[1].values())
     for name in found[1].keys() & expected[1].keys():
         mine, theirs = found[1][name].float(), expected[1][name].float()
         if torch.equal(mine, theirs):
@@ -126,16 +129,15 @@ def gradient_faults(program: Program, found: Step, expected: Step) -> list[str]:
         allowed = SCALES * expected[2][name] / 127 if is_packed else torch.zeros(())
         if is_packed and found[1][name].dtype is torch.bfloat16:  # the plain sum is rounded, and so is what is decoded
             allowed = allowed + program.options.num_accumulated * 2.0**-8 * (theirs.abs() + allowed)
-        if program.options.structure == THREADS and program.options.dtype != "float32":
-            # Programs 130, 146 and 210 differ by one bit of bfloat16 under packed weights alone, always by the same one; 130 and 210 in
-            # float32 by one bit of that, 146 by none. That fits sums in another order; why the order changes is not known.
-            allowed = allowed + 2.0**-7 * theirs.abs().max()
-        if (
-            program.number % 2
-        ):  # of the first 120, 99 and 105 differ in 8 bits (with exact activations they do not); why is not known
-            allowed = allowed + ROUNDED * theirs.square().mean().sqrt().clamp(min=largest / 10)
-            mine, theirs = (mine - theirs).square().mean().sqrt(), torch.zeros(())
-            allowed = allowed.mean()
+        if program.options.dtype != "float32" and (uses := num_uses(program, name)) > 1:
+            # Autograd adds gradients of several uses in bfloat16, in the order of its nodes, and packed weights have nodes of their own.
+            # Under autocast they are added in float32, since each call of a module casts a packed weight anew (session/weights).
+            allowed = allowed + uses * 2.0**-8 * theirs.abs().max()
+        if program.number % 2 and program.options.structure == THREADS:
+            # Of two threads the one that saves a tensor first decides how it is stored: 105 differs from itself, without packed weights
+            # too, in one run of five. The sum of its errors is judged then.
+            mean = theirs.square().mean().sqrt()
+            mine, theirs, allowed = (mine - theirs).square().mean().sqrt(), torch.zeros(()), allowed.mean() + ROUNDED * mean
         off = float(((mine - theirs).abs() - allowed).max())
         faults += [f"the gradient of {name} is {off:.3g} beyond what is allowed"] if not off <= 0 else []
     return faults

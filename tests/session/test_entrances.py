@@ -104,6 +104,35 @@ def test_a_module_that_raises_ends_its_pass() -> None:
     assert not net.encoder._forward_hooks_always_called
 
 
+@pytest.mark.parametrize("through_model", [True, False])
+@pytest.mark.parametrize("num_before", [0, 4])  # the pass is read, or repeats earlier ones
+def test_an_interrupted_step_is_over_in_the_next_one(num_before: int, through_model: bool) -> None:
+    """torch calls no hook after a KeyboardInterrupt, as in a notebook whose cell is stopped and run again."""
+    net = coder()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def forward() -> Tensor:
+        return net(batch(0)) if through_model else net.decoder(net.encoder(batch(0)))
+
+    with apply(activations("int4/64@bf16"), net) as session:
+        for _ in range(num_before):
+            forward().square().mean().backward()
+        handle = net.encoder[3].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            forward()
+        handle.remove()
+        bytes_of_steps, before = list[int](), session.forwards
+        for _ in range(4):
+            loss = forward().square().mean()
+            bytes_of_steps.append(session.stored_bytes)
+            loss.backward()
+            assert session.stored_bytes == 0 and not session._watch._passes
+        assert len(set(bytes_of_steps)) == 1 and session.forwards - before == (4 if through_model else 8)
+    assert not net.encoder._forward_hooks_always_called
+
+
 def test_calls_without_gradients_are_no_passes() -> None:
     net = coder()
     with apply(activations(INT8), net) as session, torch.no_grad():
@@ -306,6 +335,15 @@ def test_a_plan_that_matches_nothing_says_so() -> None:
     net.encoder.requires_grad_(False)
     session = apply(Plan.preset("frozen4"), net)
     assert all(row.slot != "frozen=*" for row in session.changes)
+
+
+def test_a_session_with_nothing_large_to_pack_says_so() -> None:
+    net = nn.Linear(8, 8)
+    with apply(activations(INT8), net) as session:
+        net(torch.randn(4, 8)).sum().backward()
+        (row,) = session.changes
+        assert row.slot == "the model" and "no forward pass saved a tensor for backward that is large enough" in row.reason
+        assert "Nothing is stored" in str(session.summary()) and "as requested: 1 row" in str(session.summary())
 
 
 def test_rules_that_no_pass_has_matched_so_far_are_named() -> None:

@@ -85,6 +85,15 @@ def test_keywords_of_optimizers_are_checked_by_the_same_rule() -> None:
             AdamW(network().parameters(), **{role: "int8"})
 
 
+def test_optimizers_update_no_weights_in_8_bit_floats_without_a_scale() -> None:
+    text = "weight=e4m3fn has no scale: optimizers update weights in .* Give weight='e4m3fn/64@bf16'"
+    with pytest.raises(OptimError, match=text):
+        AdamW(network().parameters(), weight="e4m3fn")
+    net = network()
+    with pare.apply(pare.Plan.uniform(weight="e4m3fn"), net), pytest.raises(OptimError, match=f"0.weight: {text}"):
+        AdamW(net.parameters())
+
+
 def test_levels_of_assign_are_checked() -> None:
     trace = pare.trace_step(network(), (torch.zeros(64, 96), torch.zeros(64, 64)), loss=nn.functional.mse_loss)
     with pytest.raises(PlanError, match=r"levels: int4 has no scale.*write int4/64@bf16"):

@@ -75,6 +75,47 @@ def test_torch_optim_over_packed_weights_warns_once(options: dict[str, bool], is
     assert relative(plain[0].weight.detach() - before, before) < 0.01
 
 
+def test_a_step_that_changes_nothing_is_not_judged() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with pare.apply(pare.Plan.uniform(weight=LPMM), net) as session:
+        backward(net)
+        optimizer.step()  # the first step of a warm-up
+        assert not rows_about(session, "updates of weights")
+        optimizer.param_groups[0]["lr"] = 1e-3
+        backward(net)
+        with pytest.warns(UserWarning, match=r"is off by [1-9]\S* %"):
+            optimizer.step()
+
+
+def subtract(p: Any) -> None:
+    with torch.no_grad():
+        p -= 1e-4 * p.grad
+
+
+def subtract_data(p: Any) -> None:
+    p.data -= 1e-4 * p.grad.data
+
+
+@pytest.mark.parametrize("update", [subtract, subtract_data])
+def test_a_loop_that_writes_updates_itself_warns_once(update: Callable[[Any], None]) -> None:
+    net = network()
+    with pare.apply(pare.Plan.uniform(weight=LPMM), net) as session:
+        before = net[0].weight.detach().clone()
+        with pytest.warns(
+            UserWarning, match=r"0.weight is trained and stored in int8/64@e8m0, and an update was written"
+        ) as warned:
+            for _ in range(3):
+                backward(net)
+                for p in net.parameters():
+                    update(p)
+                    p.grad = None
+            net(torch.randn(2, 128))
+        assert len(warned) == 1 and torch.equal(net[0].weight, before), "every update was lost"
+        (row,) = rows_about(session, "updates of weights")
+        assert percentage(row) == percentage(str(warned[0].message)) == pytest.approx(100)
+
+
 def test_the_percentage_is_that_of_the_values() -> None:
     net = network()
     with pare.apply(pare.Plan.uniform(weight=INT8).set("weight=2.weight", None), net):

@@ -77,6 +77,27 @@ def test_loading_a_state(assign: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), saved.values(), strict=True))
 
 
+def test_steps_through_modules_pack_what_was_loaded_and_what_an_interrupt_left() -> None:
+    """Code that calls net.body alone runs no hook of the model itself."""
+    net = nn.Module()
+    net.body = mlp()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with apply(PLAN, net) as session:
+        nbytes = session.weight_bytes
+        net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+        weighted(net.body(rows(97))).backward()
+        assert session.weight_bytes == nbytes and parameter_bytes(net) < FEW
+        handle = net.body[2].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            net.body(rows(97))
+        handle.remove()
+        weighted(net.body(rows(97))).backward()
+        assert parameter_bytes(net) < FEW
+
+
 def test_a_parameter_that_was_replaced_is_a_row() -> None:
     net = mlp()
     session = apply(PLAN, net)

@@ -1,14 +1,16 @@
 """Hooks on modules that do nothing in copies of a model, and hooks on the steps of all optimizers that do not keep their owner alive.
 
-`Hook` is registered on modules. `register_weakly` is for optimizers: torch iterates over their hooks while it calls them, and raises a
-RuntimeError if one is removed meanwhile. The garbage collector may free an owner at any moment, in the middle of a step too: a finalizer
-must not remove a hook. The hook of an owner that is gone does nothing, and is removed before the next hook is registered.
+`Hook` is registered on modules, and `num_running` tells calls that run from those that an interrupt ended. `register_weakly` is for
+optimizers: torch iterates over their hooks while it calls them, and raises a RuntimeError if one is removed meanwhile. The garbage
+collector may free an owner at any moment, in the middle of a step too: a finalizer must not remove a hook. The hook of an owner that is
+gone does nothing, and is removed before the next hook is registered.
 """
 
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -23,6 +25,7 @@ from torch.optim import Optimizer
 Owner = TypeVar("Owner")
 compiler = torch.compiler
 is_dynamo_compiling = compiler.is_dynamo_compiling  # True while Dynamo traces, which replaces the call
+CALL = nn.Module._call_impl.__code__  # of every call of a module that has hooks
 
 
 class Hook:
@@ -45,6 +48,18 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, ()
+
+
+def num_running(module: nn.Module) -> int:
+    """Return how many calls of `module` run in this thread.
+
+    torch calls no forward hook after a KeyboardInterrupt: what a pre-hook began has no end then. Only the frames of Python tell.
+    """
+    frame, count = sys._getframe(), 0
+    while frame is not None:
+        count += frame.f_code is CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return count
 
 
 class HookPlace:

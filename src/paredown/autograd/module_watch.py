@@ -41,7 +41,7 @@ from paredown.autograd.graph import (
     tensors_in,
 )
 from paredown.autograd.graph_parts import KnownParts, needs_of
-from paredown.autograd.hooks import Hook, HookPlace, patched_attributes
+from paredown.autograd.hooks import Hook, HookPlace, num_running, patched_attributes
 from paredown.autograd.pass_chains import Between, PassChain
 from paredown.autograd.repeated_passes import Receiver, Replays
 from paredown.autograd.saved_reports import SavedReports
@@ -184,6 +184,7 @@ class Watch(SavedReports):
     # --- hooks ---
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._end_interrupted(module)
         if not torch.is_grad_enabled() or self._current() is not None or not self._on_begin():
             return
         self._begin_pass(module, (args, kwargs))
@@ -256,14 +257,23 @@ class Watch(SavedReports):
         if current.recording is not None and output is not None and not (self._passes or self.passed_over or self._unfollowed):
             self.replays.record(current, output, self._hook_places)
 
+    def _end_interrupted(self, called: nn.Module) -> None:
+        """End the pass of this thread if an interrupt ended it: `called` is called, and what the pass entered through does not run."""
+        current = self._current()
+        entrance = self.model if current is None or current.entrance is None else current.entrance
+        if current is None or current.is_branch or num_running(entrance) > (entrance is called):
+            return
+        if current.entrance in self._hook_places:
+            self._hook_places[entrance][1].call_always(entrance, is_on=False)
+        self._end_pass(current, None)
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         current: Pass | None = getattr(self._running, "current", None)
-        if current is None or current.over is not None or current.saves is not None or current.replay is not None:
+        is_usual = current is not None and current.over is None and current.saves is None and current.replay is None
+        if current is None or not is_usual or current.entrance is module:
             current = self._pass_of(module, args)
             if current is None:
                 return
-        elif current.entrance is module:
-            current.depth += 1
         if self.collects_small:
             self._note_call(current, module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
@@ -294,6 +304,8 @@ class Watch(SavedReports):
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
         """The pass in which `module` is called: that of this thread or one that begins; None if the module is not followed in it."""
+        if getattr(self._current(), "entrance", None) is module:
+            self._end_interrupted(module)
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
         if current is not None and current.entrance is module:
             current.depth += 1

@@ -358,7 +358,7 @@ class Weight:
         self.is_checked = False  # compare values, since .data may have been written
         is_other = self.keep_changes()
         parameter = self.parameter
-        if is_other and self.is_pinned and parameter is not None and not self.is_released:
+        if is_other and parameter is not None and not self.is_released:
             parameter.data.copy_(self.decode())  # the rounded values, or the next call would see a difference
         return is_other
 

@@ -196,6 +196,11 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
                 f"{name}: {role.value}={format} has one scale for the whole tensor, which is not known before an update. "
                 "Give it a format with block scales only, such as 'int8/64@bf16'."
             )
+    if weight is not None and weight.block is None and str(weight) not in PLAIN_DTYPES:
+        raise OptimError(
+            f"{name}: weight={weight} has no scale: optimizers update weights in {', '.join(PLAIN_DTYPES)} or in a format with a scale. "
+            f"Give weight='{weight}/64@bf16', or leave trained weights unmodified: plan.set('weight', None)."
+        )
 
 
 # --- one parameter ----------------------------------------------------------------------------------------------------

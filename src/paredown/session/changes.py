@@ -34,7 +34,7 @@ Not stored as requested: 1 row of session.changes
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from textwrap import shorten
 from typing import Any
@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from paredown.autograd.operations import CODES
 from paredown.errors import ApplyError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
+from paredown.formats.format import Format
 from paredown.optim.packed_weight import Weight
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, request_of
 from paredown.optim.sharded.local_rows import local
@@ -81,6 +82,8 @@ NO_ROWS = (
 ADDED = "it was added after the plan was applied"
 STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
+NO_MOMENT = "{} has no such moment with these arguments"
+KEYWORDS = "the optimizer was created with a tier or a format of its own for it, which the plan does not change"
 SMALL = "their state is float32 and their gradients are not packed: both are small, and norms and biases are sensitive to rounding"
 REPLICATED = (
     "it is not sharded: several processes average its gradient after backward, DistributedDataParallel in buckets, which are not packed; "
@@ -379,17 +382,28 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
             if formats:
                 yield Change(role.value, ", ".join(formats), UNMODIFIED, NO_OPTIMIZER)
         return
+    yield from _absent_moments([(p, role, str(format)) for _, p, role, format in requested])
     small = {name for name, p, _, _ in requested if is_small(p.shape)}
     if small:
         what = f"{len(small)} parameter{'s' * (len(small) > 1)} of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values"
         yield Change(what, "formats", "float32", SMALL)
     for name, p, role, format in requested:
-        used = None if name in small or not is_made else _used_instead(p, role)
+        used = None if name in small or not is_made else _used_instead(p, role, format)
         if used is not None:
             yield Change(f"{role.value}={name}", str(format), *used)
 
 
-def _used_instead(parameter: Tensor, role: Role) -> tuple[str, str] | None:
+def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[Change]:
+    """The requested moments, where the optimizers have none of them."""
+    owners = {owner for p, _, _ in requested if (owner := owner_of(p)) is not None}
+    used = {role for owner in owners for group in owner.param_groups for role in owner.rule_for(group).roles}
+    formats = {role: format for _, role, format in requested if role in (Role.MOMENT1, Role.MOMENT2)}
+    if owners and not used & formats.keys():
+        names = ", ".join(sorted({type(owner).__name__ for owner in owners}))
+        yield from (Change(role.value, format, "nothing", NO_MOMENT.format(names)) for role, format in formats.items())
+
+
+def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
     """What is stored for one slot of a parameter instead of the requested format, and why; None if the request is met."""
     owner = owner_of(parameter)
     if owner is None:
@@ -397,6 +411,9 @@ def _used_instead(parameter: Tensor, role: Role) -> tuple[str, str] | None:
     entry = owner.entry_of(parameter)
     if entry is not None and request_of(parameter) is None and entry.choices.format(role) is None:
         return UNMODIFIED, ADDED
+    given = entry.choices.format(role) if entry is not None else requested
+    if given != requested and role in owner.rule.roles:
+        return str(given or UNMODIFIED), KEYWORDS
     if role is not Role.GRADIENT or entry is None or entry.gradient is not None:
         return None
     if owner.memory.release:

@@ -64,7 +64,16 @@ from paredown.session.eager.products import ProductLayers
 from paredown.session.measured_runs import MeasuredRuns
 from paredown.session.open_sessions import any_session_of, check_has_none, forget, register
 from paredown.session.signals import GuardFactory
-from paredown.session.unused_plans import NOTHING, UNSEEN, UnseenSteps, does_nothing, scripted_changes, scripted_parts, unused_rules
+from paredown.session.unused_plans import (
+    NOTHING,
+    NOTHING_SAVED,
+    UNSEEN,
+    UnseenSteps,
+    does_nothing,
+    scripted_changes,
+    scripted_parts,
+    unused_rules,
+)
 from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
 from paredown.session.weights.packed_weights import Weights
 from paredown.sizes import say_bytes
@@ -247,6 +256,8 @@ class Session:
             rows.append(Change("the model", "packed activations", UNMODIFIED, COMPILED))
         is_compiled = self._watch.was_compiled or self._compiled is not None
         rows += recompute_changes(self.plan, self._checkpointed.paths if is_compiled else (), is_eager=self._compiled is None)
+        if not rows and self._packs_activations and self._stores_nothing(self._stored_bytes()):
+            rows.append(Change("the model", "packed activations", "nothing", NOTHING_SAVED))
         return Changes(rows)
 
     @property
@@ -289,8 +300,8 @@ class Session:
         sessions on a CPU, the share of packing in the time of the steps is measured (`packing_share`).
         """
         peak, share = peak_memory(self._model(), self.applied, trace), self._activations.packing_time.share
-        stored, has_run = self._stored_bytes(), not self._packs_activations or self.forwards > 0 or self._is_unseen()
-        nothing = NOTHING if self._compiled is None and does_nothing(self.applied, stored, has_run=has_run) else ""
+        stored = self._stored_bytes()
+        nothing = NOTHING if self._stores_nothing(stored) else ""
         return Summary(self._model_name(), self._state(), stored, peak, self.changes, share, nothing)
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,6 +407,10 @@ class Session:
     def _seen_slots(self) -> list[tuple[tuple[str, ...], Role]]:
         seen = self._activations.names | self._watch.small | self._watch.checkpoints.in_second_passes | self._head.slots
         return [((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()
+
+    def _stores_nothing(self, stored: tuple[StoredBytes, ...]) -> bool:
+        has_run = not self._packs_activations or self.forwards > 0 or self._is_unseen()
+        return self._compiled is None and does_nothing(self.applied, stored, has_run=has_run)
 
     def _is_unseen(self) -> bool:
         """Whether parameters have gradients although no forward pass was seen."""

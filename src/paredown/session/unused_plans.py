@@ -29,10 +29,11 @@ NONE_FROZEN = "no parameter is frozen: freeze the base by requires_grad_(False) 
 NONE_TRAINED = "no parameter of the model requires a gradient"
 NO_PARAMETER = "the model has no parameters"
 UNSEEN = (
-    "its parameters have gradients, and no module of it was called: hooks of modules pack what is saved. "
-    "Call the model or its modules as functions, not their forward(), and not a copy of the model"
+    "its parameters have gradients, and no hook of its modules ran, which packs what is saved. Call the model or its modules as functions, "
+    "not their forward(), not a copy of the model, and not what torch.compile compiled before apply (call session.compile() instead)"
 )
 NOTHING = "Nothing is stored in a format of this plan: session.changes has the reasons"
+NOTHING_SAVED = "no forward pass saved a tensor for backward that is large enough to pack and that only backward holds"
 SCRIPTED = "torch.jit.script compiled it, and hooks cannot read what it saves inside: use the module that it was compiled from"
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paredown.autograd.graph import next_number
-from paredown.autograd.hooks import Hook, patched_attributes
+from paredown.autograd.hooks import Hook, num_running, patched_attributes
 from paredown.codec.packed import DEVICES
 from paredown.errors import CodecError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
@@ -249,6 +249,9 @@ class Weights:
 
     def _register_hooks_of(self, module: nn.Module, weights: list[Weight]) -> None:
         place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            for weight in place.weights():  # now: autograd numbers the node that finding one creates, and `Watch` reads the numbers
+                _accumulator(weight, place.accumulators)
         hook = Hook(partial(self._enter, place))
         for weight in weights:
             self._hooks.setdefault(weight, []).append(hook)
@@ -280,6 +283,10 @@ class Weights:
             return calls
 
     def _enter(self, place: PackedModule, module: nn.Module, args: Any) -> None:
+        if any(call.place is place for call in self._calls()) and num_running(module) < 2:
+            self._end_interrupted([call for call in self._calls() if call.place is place])
+        if self._loading:
+            self._pack_loaded()
         call = WeightCall(place, place.weights())
         for weight in call.weights:
             self._unpack(weight, place.accumulators)
@@ -372,17 +379,20 @@ class Weights:
                 weight.keep_changes()
                 self._free(weight, is_hooked)
 
-    # --- hooks of the whole model -------------------------------------------------------------------------------------
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        calls = self._calls()
-        while calls:  # of forward passes of this thread that an exception ended
-            call = calls.pop()
+    def _end_interrupted(self, interrupted: list[WeightCall]) -> None:
+        """End calls of this thread that an exception ended without their forward hooks."""
+        for call in reversed(list(interrupted)):
+            self._calls().remove(call)
             call.end_saves()
             for weight in call.weights:
                 with self._lock:
                     weight.users -= 1
                     self._hold(weight, is_hooked=True)
+
+    # --- hooks of the whole model -------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._end_interrupted(self._calls())
         for weight in list(self._held):
             self.retry(weight)
         if self.shards:

@@ -4,8 +4,8 @@ Weights whose values the format does not suit have a row from the start (`Weight
 
     merges         code writes an update into a packed frozen weight, as PEFT's merge_and_unload() does: the sum is encoded again, and
                    steps of a 4-bit format are larger than most updates. After session.close() the same merge is exact
-    foreign steps  an optimizer that is not of paredown.optim updates packed weights: their new values are rounded to nearest, which
-                   loses every update below half a step of the format
+    foreign steps  an optimizer that is not of paredown.optim updates packed weights, or a loop does that writes p -= lr * p.grad: their
+                   new values are rounded to nearest, which loses every update below half a step of the format
 
 A write is an update where it changes values by less than half of their norm; other writes (initialization) are new values, whose rounding
 error is that of the format. Values that load_state_dict writes are supposed to be encoded, and are not reported.
@@ -46,6 +46,14 @@ FOREIGN = (
     "{} updates {} that {} stored packed, and new values are rounded to nearest: updates of less than half a step of the format are "
     "lost. In this step the update of {}, stored in {}, is off by {:.2g} %. Use {}, which rounds stochastically, or leave trained "
     "weights unmodified: plan.set('weight', None)."
+)
+WRITTEN = (
+    "{} is trained and stored in {}, and an update was written into it ({:.2g} of the norm of the values): new values are rounded to "
+    "nearest, and the update is off by {:.2g} %. Update it by an optimizer of paredown.optim without tier='full', which rounds "
+    "stochastically, or leave trained weights unmodified: plan.set('weight', None)."
+)
+WRITTEN_ROW = (
+    "{} was written, and rounding to nearest made the update off by {:.2g} %: updates of paredown.optim round stochastically"
 )
 FOREIGN_ROW = "{} rounds updates to nearest, off by {:.2g} % in its first step: use {}, which rounds stochastically"
 
@@ -107,18 +115,20 @@ class WeightWrites:
         is_loaded = weight in self._loading and self._loading[weight] in (None, _versions(weight))
         if parameter is None or name is None or is_loaded:
             return None
-        if parameter.requires_grad:
-            if self._stepping is not None and self._foreign is None:
-                self._stepping.append((name, weight, weight.update_errors(values)[1]))
-            return None
-        if name in self._merged:
+        if name in self._merged or (parameter.requires_grad and self._foreign is not None):
             return None
         size, error = weight.update_errors(values)
+        if parameter.requires_grad and self._stepping is not None:
+            self._stepping += [(name, weight, error)] if size else []
+            return None
         if not (0 < size < LARGEST_UPDATE and error > LEAST_ERROR):
             return None
-        format, is_first = str(weight.format), not self._merged
-        self._merged[name] = Change(f"weight={name}", format, f"{format}, rounded twice", MERGED_ROW.format(100 * error))
-        text = MERGED.format(name, format, size, 100 * error)
+        format, is_first = str(weight.format), parameter.requires_grad or not self._merged
+        if parameter.requires_grad:
+            self._foreign = Change("updates of weights", format, "rounded to nearest", WRITTEN_ROW.format(name, 100 * error))
+        else:
+            self._merged[name] = Change(f"weight={name}", format, f"{format}, rounded twice", MERGED_ROW.format(100 * error))
+        text = (WRITTEN if parameter.requires_grad else MERGED).format(name, format, size, 100 * error)
         return (lambda: warnings.warn(text, UserWarning, stacklevel=2)) if is_first else None
 
     # --- foreign steps ------------------------------------------------------------------------------------------------------
@@ -144,8 +154,9 @@ class WeightWrites:
             return
         updates, self._stepping = self._stepping, None
         weights = self._updated_by(optimizer)
-        updates += [(self._names[w], w, w.update_errors(values)[1]) for w in weights if (values := w.unencoded()) is not None]
-        if not updates:  # no parameter had a gradient
+        written = [(w, w.update_errors(values)) for w in weights if (values := w.unencoded()) is not None]
+        updates += [(self._names[w], w, error) for w, (size, error) in written if size]
+        if not updates:  # no parameter had a gradient, or the learning rate was zero, as it is when a warm-up begins
             return
         name, weight, error = max(updates, key=lambda update: update[2])
         kind, formats = type(optimizer), ", ".join(dict.fromkeys(str(weight.format) for weight in weights))
