@@ -1,7 +1,4 @@
 # make demo        the main job: a small ResNet on digits in 40 % of its memory, picked, trained and shown; demo/report.html
-# make activations a training step of the baseline and in 8, 4 and 2 bits: what it stores, and what that costs
-# make optimizers  a small training in float32, bf16 and 8 bits: bytes, accuracy, and why rounding matters
-# make formats     what formats do to a real tensor: a table, and demo/formats.svg
 # make test        set up .venv and run every check; this is all of CI
 # make test-all    the same with a hundred times as many random programs, files and values; takes hours
 # make check       the checks alone
@@ -16,19 +13,10 @@ READY := $(VENV)/ready
 # Bytecode is kept: pip compiles nothing (a third of the time of the set-up), and tests start over a hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo activations optimizers formats test test-all check docs setup clean
+.PHONY: demo test test-all check docs setup clean
 
 demo: $(READY)
 	$(BIN)/paredown demo
-
-activations: $(READY)
-	$(BIN)/python examples/activations.py
-
-optimizers: $(READY)
-	$(BIN)/python examples/optimizers.py
-
-formats: $(READY)
-	$(BIN)/python examples/formats.py
 
 test: $(READY)
 	$(BIN)/python .ci/browser.py
