@@ -24,10 +24,19 @@ from tests.support.processes import needs_gloo, run_on_two
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-TABLES = {"benchmarks.md", "glossary.md", "guarantees.md", "limits.md", "papers.md"}  # pages without code: tests/test_tables.py
+TABLES = {
+    "benchmarks.md",
+    "compatibility.md",
+    "examples/index.md",
+    "glossary.md",
+    "guarantees.md",
+    "limits.md",
+    "papers.md",
+    "sizing.md",
+}  # without code
 HISTORY = {"decisions", "log.md"}
 PAGES = sorted(path.relative_to(ROOT / "docs") for path in (ROOT / "docs").glob("**/*.md"))
-GUIDES = [f"docs/{page.as_posix()}" for page in PAGES if page.parts[0] not in HISTORY and page.name not in TABLES]
+GUIDES = [f"docs/{page.as_posix()}" for page in PAGES if page.parts[0] not in HISTORY and page.as_posix() not in TABLES]
 NEEDS = {
     "README.md": ("transformers",),  # reads a config.json
     "docs/sweeps.md": ("sqlalchemy",),
@@ -38,7 +47,7 @@ NEEDS = {
 BLOCK = re.compile(r"(?:^<!-- requires: paredown\.(\w+) -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```sh\n(paredown .*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-DOOR = re.compile(r"^# (.*)\n((?:[^#\n].*\n)+)", re.MULTILINE)
+DOOR = re.compile(r"^# (.*)\n((?:(?!#).*\n)+)", re.MULTILINE)
 GIVEN = {
     "README.md": """
 import torch; from torch import nn; import paredown as pare
