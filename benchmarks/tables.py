@@ -22,6 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 README = Path(__file__).parent.parent / "README.md"
 PRIORS = Path(__file__).parent.parent / "docs" / "priors.md"
+SIZING = Path(__file__).parent.parent / "docs" / "sizing.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
 WORDS = {
@@ -225,6 +226,17 @@ def compiled_largest() -> str:
         cells.append((*name, *peaks, f"{own['speed']:.0f}", *ratios, row["commit"]))
     head = ("network", "way", "largest batch", "peak, GiB", "limit, GiB", "examples per second", "x eager", "x compiled", "commit")
     return titled("The largest batch whose step peaks below a limit:", head, cells)
+
+
+def sizes() -> str:
+    """Predicted peaks of common models under plans, and the cards whose memory they are within."""
+    (run,) = json.loads((RESULTS / "sizes.json").read_text())
+    cells: list[tuple[str, ...]] = []
+    for row in run["rows"]:
+        fits = ("yes" if row["peak_bytes"] <= nbytes else "" for nbytes in run["cards"].values())
+        cells.append((row["title"], f"`{row['plan']}`", f"{row['peak_bytes'] / GIB:.1f}", *fits))
+    said = f"Predicted at {run['commit']} with torch {run['versions']['torch']}, Transformers {run['versions']['transformers']}:"
+    return titled(said, ("step", "plan", "peak, GiB", *run["cards"]), cells)
 
 
 def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -445,6 +457,7 @@ TABLES: dict[str, Callable[[], str]] = {
     )
 }  # the names that the marks of docs/benchmarks.md have
 README_TABLES: dict[str, Callable[[], str]] = {made.__name__: made for made in (caption, measured, headline)}
+SIZE_TABLES: dict[str, Callable[[], str]] = {"sizes": sizes}
 PRIOR_TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (low_budget_errors, low_budget_regrets, low_budget_shrunken_regrets, state_budget_losses, state_budget_regrets)
@@ -453,7 +466,7 @@ PRIOR_TABLES: dict[str, Callable[[], str]] = {
 
 def filled(page: str) -> str:
     """The page with its tables as the results have them now."""
-    made = {**TABLES, **README_TABLES, **PRIOR_TABLES}
+    made = {**TABLES, **README_TABLES, **PRIOR_TABLES, **SIZE_TABLES}
     return MARKS.sub(lambda mark: f"{mark[1]}{made[mark[2]]()}{mark[3]}", page)
 
 
@@ -462,10 +475,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
-        for page in (PAGE, README, PRIORS):
+        for page in (PAGE, README, PRIORS, SIZING):
             page.write_text(filled(page.read_text()))
     else:
-        print("\n".join(make() for make in (*README_TABLES.values(), *TABLES.values(), *PRIOR_TABLES.values())))
+        print(
+            "\n".join(make() for make in (*README_TABLES.values(), *TABLES.values(), *PRIOR_TABLES.values(), *SIZE_TABLES.values()))
+        )
 
 
 if __name__ == "__main__":
