@@ -19,11 +19,13 @@ if not (find_spec("diffusers") and find_spec("peft")):
     sys.exit("Skipped: this example needs diffusers and PEFT (pip install diffusers peft).")
 
 from diffusers import SD3Transformer2DModel
+from diffusers.utils.logging import set_verbosity_error
 from peft import LoraConfig
 
 SIZES = {"small": ("cpu", 2, 2, 32, 16, 8, 8), "full": ("cuda", 24, 24, 64, 4, 64, 100)}  # device, layers, heads, width of one, ...
 parser = argparse.ArgumentParser()
 parser.add_argument("--size", choices=SIZES, default="small")
+set_verbosity_error()
 device, num_layers, num_heads, head_width, batch_size, side, num_steps = SIZES[parser.parse_known_args()[0].size]
 torch.set_num_threads(1)  # tensors are small
 torch.manual_seed(0)

@@ -69,12 +69,6 @@ def test_a_fine_tune_is_read_back(tmp_path: Path) -> None:
     assert text.endswith("from_pretrained gives the same weights\n")
 
 
-def test_adapters_that_trl_trained_are_read_by_peft_alone(tmp_path: Path) -> None:
-    text = printed("sft", cwd=tmp_path)
-    assert "plan: method" in text and losses(text)[-1] < losses(text)[0]
-    assert text.endswith("PEFT alone loads the same adapters\n")
-
-
 def test_the_base_of_a_diffusion_transformer_is_small(tmp_path: Path) -> None:
     text = printed("diffusion", cwd=tmp_path)
     sizes = re.search(r"weights: ([\d.]+) MiB instead of ([\d.]+)", text)
