@@ -1,8 +1,5 @@
 # make demo        a small ResNet trains on digits in half of its memory, beside the baseline; about a minute; writes demo/report.html
 # make picture     README's picture of that report, of a new run of the demo; `.ci/picture.py` alone draws the last numbers again
-# make activations a training step of the baseline and in 8, 4 and 2 bits: what it stores, and what that costs
-# make optimizers  a small training in float32, bf16 and 8 bits: bytes, accuracy, and why rounding matters
-# make formats     what formats do to a real tensor: a table, and demo/formats.svg
 # make test        set up .venv and run every check; this is all of CI
 # make test-all    the same with a hundred times as many random programs, files and values; takes hours
 # make check       the checks alone
@@ -17,7 +14,7 @@ READY := $(VENV)/ready
 # Bytecode is kept: pip compiles nothing (a third of the time of the set-up), and tests start over a hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo picture activations optimizers formats test test-all check docs setup clean
+.PHONY: demo picture test test-all check docs setup clean
 
 demo: $(READY)
 	$(BIN)/paredown demo
@@ -25,15 +22,6 @@ demo: $(READY)
 picture: demo
 	$(BIN)/python .ci/browser.py
 	$(BIN)/python .ci/picture.py demo/report.html
-
-activations: $(READY)
-	$(BIN)/python examples/activations.py
-
-optimizers: $(READY)
-	$(BIN)/python examples/optimizers.py
-
-formats: $(READY)
-	$(BIN)/python examples/formats.py
 
 test: $(READY)
 	$(BIN)/python .ci/browser.py

@@ -1,6 +1,6 @@
-"""The tables of docs/benchmarks.md, of compiled steps in the README, and of low budgets in docs/priors.md, from results/*.json alone.
+"""The tables and figures of README.md, docs/benchmarks.md, docs/priors.md and docs/sizing.md, from results/*.json alone.
 
-Of each job and way it is the newest row.
+Of each job and way it is the newest row; a ratio compares two rows of one commit.
 
 
 python benchmarks/tables.py             # print them
@@ -22,6 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 README = Path(__file__).parent.parent / "README.md"
 PRIORS = Path(__file__).parent.parent / "docs" / "priors.md"
+SIZING = Path(__file__).parent.parent / "docs" / "sizing.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
 WORDS = {
@@ -29,13 +30,19 @@ WORDS = {
     "by hand": "an eager loop",
     "compiled": "`torch.compile`",
 }  # names in results: names on the page
-NETWORKS = {
-    "resnet50": "ResNet-50, batch 256",
-    "vit_b_16": "ViT-B/16, batch 128",
-    "gpt2": "GPT-2 124M, 16 x 1024 tokens",
-    "llama": "Llama-shaped 0.4B, 8 x 1024 tokens",
-}  # jobs of the README's table
-HEADLINE_WAYS = ("compiled", "int8", "int4")
+# Rows of the README: name, file, field of its jobs, job, way, the way that it is compared with.
+HEADLINE = (
+    ("ResNet-50, batch 256, 8 bits", "compile", "job", "resnet50", "int8", "compiled"),
+    ("the same in 4 bits", "compile", "job", "resnet50", "int4", "compiled"),
+    ("ViT-B/16, batch 128, 4 bits", "compile", "job", "vit_b_16", "int4", "compiled"),
+    ("GPT-2 124M, 16 x 1024 tokens, 4 bits", "language", "job", "gpt2", "compiled-int4", "compiled"),
+    ("BERT-base, 32 x 512 tokens, 8 bits", "zoo", "network", "bert", "int8", "compiled"),
+    ("Qwen3-shaped, 4 x 1024 tokens, 8 bits", "zoo", "network", "qwen3", "int8", "compiled"),
+    ("Llama 8B's widths, 4 layers, all `fp8`", "products", "case", "llama-8b-4-layers", "fp8@all", "compiled"),
+    ("LoRA of Llama 8B, 4096 tokens, nf4 base", "language", "job", "lora", "paredown-nf4", "qlora-double"),
+    ("AdamW over 355M parameters, `lpmm`", "optim", "job", "355M", "AdamW paredown lpmm", "AdamW torch fused bfloat16"),
+)
+CAPTION = "GPT-2 124M, 16 x 1024 tokens, 4 bits"  # the row of HEADLINE whose figures stand below the picture
 HOST = (("kernel_ratio", ".3f"), ("host_us_per_packed", ".0f"), ("empty_op_us", ".1f"))  # of a row: field, how it is written
 FEW_PACKED = 10
 
@@ -122,25 +129,78 @@ def compiled() -> str:
     return titled("Training steps, with ratios to plain `torch.compile` at the same commit:", head, cells)
 
 
+def pair(name: str, field: str, job: str, way: str, base: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of two ways of one job with their commit, the newest that has both; rows without a time do not count."""
+    timed: dict[tuple[str, str], dict[str, Any]] = {}
+    for run in json.loads((RESULTS / f"{name}.json").read_text()):
+        rows = [row for row in run.get("rows", ()) if row.get(field) == job and row["median_seconds"]]
+        timed.update({(run["commit"], row["way"]): {**row, "commit": run["commit"]} for row in rows})
+    commit = next(commit for commit, _ in reversed(timed) if {(commit, way), (commit, base)} <= timed.keys())
+    return timed[commit, way], timed[commit, base]
+
+
 def headline() -> str:
-    """The README's table: peaks and times of compiled steps, plain and packed."""
-    found = {(row["job"], row["way"]): (row, beside.get("compiled")) for row, beside in compiled_rows("steps")}
-    cells = [
-        (name, *(headline_cell(*found.get((job, way), (None, None))) for way in HEADLINE_WAYS))
-        for job, name in NETWORKS.items()
-        if (job, "compiled") in found
-    ]
-    head = ("one H200, bf16 autocast", "`torch.compile`", "`session.compile()`, 8 bits", "`session.compile()`, 4 bits")
-    return titled("Peak memory and time of a training step; in parentheses both as a ratio to plain `torch.compile`:", head, cells)
+    """The README's table: peak memory and time of steps, and how both compare with the step of others."""
+    cells: list[tuple[str, ...]] = []
+    for title, *place in HEADLINE:
+        row, base = pair(*place)
+        ratios = (relative(row, base, name) for name in (memory_field(row), "median_seconds"))
+        cells.append((title, memory_and_time(base), memory_and_time(row), *ratios))
+    return markdown(("one H200, bf16", "without paredown", "with paredown", "memory", "time"), cells)
 
 
-def headline_cell(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str:
-    """Peak and step time of one way."""
-    if row is None:
-        return ""
-    text = f"{row['peak_bytes'] / GIB:.1f} GiB, {1e3 * row['median_seconds']:.1f} ms"
-    ratios = [relative(row, plain, name) for name in ("peak_bytes", "median_seconds")]
-    return text if row["way"] == "compiled" or not all(ratios) else f"{text} ({', '.join(ratios)})"
+def memory_field(row: dict[str, Any]) -> str:
+    """The field with a row's memory: its peak, or bytes per parameter of an optimizer's step, which has none."""
+    return "peak_bytes" if row["peak_bytes"] else "bytes_per_parameter"
+
+
+def memory_and_time(row: dict[str, Any]) -> str:
+    """Peak and milliseconds of a step, or bytes per parameter and milliseconds of an optimizer's."""
+    seconds = 1e3 * row["median_seconds"]
+    if row["peak_bytes"]:
+        return f"{row['peak_bytes'] / GIB:.1f} GiB, {seconds:.{0 if seconds >= 100 else 1}f} ms"
+    return f"{row['bytes_per_parameter']:.1f} bytes each, {seconds:.2f} ms"
+
+
+def caption() -> str:
+    """The sentence below the README's picture."""
+    row, base = pair(*next(place for title, *place in HEADLINE if title == CAPTION))
+    peak, plain = f"{row['peak_bytes'] / GIB:.1f} GiB", f"{base['peak_bytes'] / GIB:.1f}"
+    time = relative(row, base, "median_seconds")
+    return f"*`make demo` writes this. On one H200, GPT-2 trains in {peak} instead of {plain}, each step {time} as long.*\n"
+
+
+def measured() -> str:
+    """The README's sentence about its estimate of an eager step of GPT-2: what the same step took."""
+    rows = newest("session", ("job", "way"))
+    peaks = (rows["gpt2", way]["peak_bytes"] / GIB for way in ("baseline", "int8/64@bf16"))
+    said = "From Hugging Face's `config.json`, without weights or a GPU. One H200 took {:.2f} GiB, and {:.2f} in 8 bits.\n"
+    return said.format(*peaks)
+
+
+def zoo() -> str:
+    """Peaks and times of compiled steps of networks that nothing was tuned for, relative to plain torch.compile."""
+    cells: list[tuple[str, ...]] = []
+    for network, way in newest("zoo", ("network", "way"), having="num_changes"):
+        row, base = pair("zoo", "network", network, way, "compiled")
+        ratios = (relative(row, base, name) for name in ("peak_bytes", "median_seconds"))
+        cells.append(
+            (network, row["kind"], way, *map(memory_and_time, (base, row)), *ratios, str(row["num_changes"]), row["commit"])
+        )
+    head = ("network", "kind", "way", "`torch.compile`", "`session.compile()`", "memory", "time", "rows in `changes`", "commit")
+    return markdown(head, cells)
+
+
+def products() -> str:
+    """Peaks and times of steps whose linear layers multiply 8-bit codes, relative to plain torch.compile in the same run."""
+    cells: list[tuple[str, ...]] = []
+    for run in json.loads((RESULTS / "products.json").read_text()):
+        rows = [row for row in run["rows"] if run["kind"] == "steps" and not row["error"]]
+        plain = {row["case"]: row for row in rows if row["way"] == "compiled"}
+        for row in sorted(rows, key=lambda row: row["case"]):
+            ratios = (relative(row, plain[row["case"]], name) for name in ("peak_bytes", "median_seconds"))
+            cells.append((row["case"], row["way"], memory_and_time(row), *ratios, run["commit"]))
+    return markdown(("case", "way", "peak, time", "memory", "time", "commit"), cells)
 
 
 def compiled_losses() -> str:
@@ -166,6 +226,17 @@ def compiled_largest() -> str:
         cells.append((*name, *peaks, f"{own['speed']:.0f}", *ratios, row["commit"]))
     head = ("network", "way", "largest batch", "peak, GiB", "limit, GiB", "examples per second", "x eager", "x compiled", "commit")
     return titled("The largest batch whose step peaks below a limit:", head, cells)
+
+
+def sizes() -> str:
+    """Predicted peaks of common models under plans, and the cards whose memory they are within."""
+    (run,) = json.loads((RESULTS / "sizes.json").read_text())
+    cells: list[tuple[str, ...]] = []
+    for row in run["rows"]:
+        fits = ("yes" if row["peak_bytes"] <= nbytes else "" for nbytes in run["cards"].values())
+        cells.append((row["title"], f"`{row['plan']}`", f"{row['peak_bytes'] / GIB:.1f}", *fits))
+    said = f"Predicted at {run['commit']} with torch {run['versions']['torch']}, Transformers {run['versions']['transformers']}:"
+    return titled(said, ("step", "plan", "peak, GiB", *run["cards"]), cells)
 
 
 def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -375,6 +446,8 @@ TABLES: dict[str, Callable[[], str]] = {
         compiled,
         compiled_losses,
         compiled_largest,
+        zoo,
+        products,
         language,
         language_losses,
         optimizers,
@@ -383,7 +456,8 @@ TABLES: dict[str, Callable[[], str]] = {
         planning,
     )
 }  # the names that the marks of docs/benchmarks.md have
-README_TABLES: dict[str, Callable[[], str]] = {"headline": headline}
+README_TABLES: dict[str, Callable[[], str]] = {made.__name__: made for made in (caption, measured, headline)}
+SIZE_TABLES: dict[str, Callable[[], str]] = {"sizes": sizes}
 PRIOR_TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (low_budget_errors, low_budget_regrets, low_budget_shrunken_regrets, state_budget_losses, state_budget_regrets)
@@ -392,7 +466,7 @@ PRIOR_TABLES: dict[str, Callable[[], str]] = {
 
 def filled(page: str) -> str:
     """The page with its tables as the results have them now."""
-    made = {**TABLES, **README_TABLES, **PRIOR_TABLES}
+    made = {**TABLES, **README_TABLES, **PRIOR_TABLES, **SIZE_TABLES}
     return MARKS.sub(lambda mark: f"{mark[1]}{made[mark[2]]()}{mark[3]}", page)
 
 
@@ -401,10 +475,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
-        for page in (PAGE, README, PRIORS):
+        for page in (PAGE, README, PRIORS, SIZING):
             page.write_text(filled(page.read_text()))
     else:
-        print("\n".join(make() for make in (*README_TABLES.values(), *TABLES.values(), *PRIOR_TABLES.values())))
+        print(
+            "\n".join(make() for make in (*README_TABLES.values(), *TABLES.values(), *PRIOR_TABLES.values(), *SIZE_TABLES.values()))
+        )
 
 
 if __name__ == "__main__":

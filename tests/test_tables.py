@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import MARKS, PRIOR_TABLES, README_TABLES, TABLES, filled
+from benchmarks.tables import MARKS, PRIOR_TABLES, README_TABLES, SIZE_TABLES, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("benchmarks", "guarantees", "limits", "papers")
@@ -47,7 +47,13 @@ def test_decisions_that_pages_name_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tables"), [("docs/benchmarks.md", TABLES), ("README.md", README_TABLES), ("docs/priors.md", PRIOR_TABLES)]
+    ("name", "tables"),
+    [
+        ("docs/benchmarks.md", TABLES),
+        ("README.md", README_TABLES),
+        ("docs/priors.md", PRIOR_TABLES),
+        ("docs/sizing.md", SIZE_TABLES),
+    ],
 )
 def test_benchmarks_are_those_of_the_results(name: str, tables: dict[str, object]) -> None:
     page = (ROOT / name).read_text(encoding="utf-8")
