@@ -45,8 +45,9 @@ from paredown.study.sweeps.engines.engine import (
     TrialResources,
     cause_of,
     check_run,
-    failed,
+    deadline_of,
     kill_group,
+    late,
     of_error,
     settle,
     without_main,
@@ -57,7 +58,7 @@ from paredown.study.tasks.data import Pair
 from paredown.study.tasks.evaluate import curve_of, deterministic, empty_trial, evaluate, is_out_of_memory, seeded
 from paredown.study.tasks.task import RULES
 from paredown.study.tasks.training import FUSED, TrainingSetup
-from paredown.study.tasks.trial import Status, Trial
+from paredown.study.tasks.trial import Trial
 
 log = logging.getLogger("paredown")
 NUM_LANES = 8
@@ -393,8 +394,7 @@ class GraphsEngine(Engine):
                 message = json.loads(child.pipe.recv_bytes())
                 claim = child.claims[message["key"]][0]
                 if message["event"] == BEGUN:
-                    limit = claim.spec.settings.timeout_seconds
-                    child.claims[claim.key] = (claim, None if limit is None else time.monotonic() + limit)
+                    child.claims[claim.key] = (claim, deadline_of(claim))
                     continue
                 del child.claims[claim.key]
                 if message["event"] == ALONE:
@@ -404,12 +404,12 @@ class GraphsEngine(Engine):
         except (EOFError, OSError):
             child.process.join()
             return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
-        late = [claim for claim, deadline in child.claims.values() if deadline is not None and time.monotonic() >= deadline]
-        for claim in late:
+        now = time.monotonic()
+        overdue = [claim for claim, deadline in child.claims.values() if deadline is not None and now >= deadline]
+        for claim in overdue:
             del child.claims[claim.key]
-            reason = f"no result after {claim.spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-            ended.append(EndedTrial(claim, failed(claim.spec, reason, Status.KILLED)))
-        return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if late else [])]
+            ended.append(late(claim))
+        return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if overdue else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
         """Kill a child; its trials without results, which will run again."""
@@ -419,12 +419,12 @@ class GraphsEngine(Engine):
         child.life.close()
         return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
 
-    def stop(self) -> list[Claim]:
-        """Kill all running trials and return their claims."""
-        dropped = [ended.claim for gpu in list(self._children) for ended in self._drop(gpu, "")]
-        later = list(self._later)
+    def stop(self) -> None:
+        """Kill all running trials."""
+        for gpu in list(self._children):
+            self._drop(gpu, "")
         self._later.clear()
-        return [*dropped, *later, *self._others.stop()]
+        self._others.stop()
 
 
 def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
