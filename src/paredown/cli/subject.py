@@ -110,8 +110,11 @@ class Subject:
         if self.task is None:
             batch, step = resized(self.batch, self.batch_size, batch_size), {"loss": self.loss, "autocast": self.autocast}
             return trace_step(self.model, batch, optimizer=self.optimizer, **step, **where)
-        optimizer = None if self.optimizer == self.task.settings.optimizer else self.optimizer
-        return trace_task(replace(self.task, autocast=self.autocast), plan, batch_size=batch_size, optimizer=optimizer, **where)
+        task = (
+            self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
+        )  # its traces are cached
+        optimizer = None if self.optimizer == task.settings.optimizer else self.optimizer
+        return trace_task(task, plan, batch_size=batch_size, optimizer=optimizer, **where)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
         """The predicted peak under a plan."""
