@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from heatmap import Dots, Map, draw, draw_dots
 from looked import find_twins
 from numpy.typing import NDArray
 
+from paredown.errors import PlanError
 from paredown.plan.plan import Plan
-from paredown.study.papers.peppp_completion import Effects, lost_share, split_variance
 from paredown.study.pick.pareto import undominated
 from paredown.study.pick.prior_collection import row_of
 from paredown.study.pick.prior_data import PriorData
@@ -33,6 +34,66 @@ CROSSED = (PLAIN, "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16") 
 TIER_ORDER = ("full", "half", "lpmm")
 WIDE = ("e4m3", "e4m4", "e5m2", "e5m3")  # low formats of 8 and 9 bits, but for those of 3 exponent bits
 NOISE = 2.0  # deviations of a difference of means beyond which it is called one
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Shares of the variance within tasks, F of plans beyond their levels, its p value, and the standard deviation within levels."""
+
+    levels: float
+    plans: float
+    rest: float
+    f: float
+    p: float
+    deviation: float
+
+
+def split_variance(errors: Array, levels: NDArray[np.intp]) -> Effects:
+    """The variance of complete errors (tasks, plans) split into parts; `levels`: the level of each plan.
+
+    The mean of each task is subtracted. Parts of the variance that is left:
+
+        levels      the means of groups of plans, for each task
+        plans       what plans of a group have in common over all tasks, beyond their group
+        rest        all else: noise, and effects of plans on single tasks
+
+    F = (plans / their degrees of freedom) / (rest / its degrees of freedom): 1 where plans of a group differ by noise alone.
+    """
+    if not np.isfinite(errors).all():
+        raise PlanError(f"errors {errors.shape} have gaps; the split needs complete rows.")
+    num_tasks, num_plans = errors.shape
+    groups = np.unique(levels)
+    if num_tasks < 2 or num_plans == len(groups):
+        given = f"{num_tasks} tasks and {num_plans} plans in {len(groups)} levels"
+        raise PlanError(f"{given} leave nothing to compare: the split needs two tasks, and a level with two plans.")
+    centered = errors - errors.mean(axis=1, keepdims=True)
+    means = np.stack([centered[:, levels == group].mean(axis=1) for group in groups], axis=1)  # (tasks, levels)
+    within = centered - means[:, np.searchsorted(groups, levels)]
+    common = within.mean(axis=0)  # (plans,)
+    total, plans = float((centered**2).sum()), num_tasks * float((common**2).sum())
+    rest = float(((within - common) ** 2).sum())
+    degrees_of_freedom = num_plans - len(groups)
+    f = (plans / degrees_of_freedom) / (rest / (degrees_of_freedom * (num_tasks - 1)))
+    return Effects(
+        levels=1 - (plans + rest) / total,
+        plans=plans / total,
+        rest=rest / total,
+        f=f,
+        p=_p_value(f, degrees_of_freedom, degrees_of_freedom * (num_tasks - 1)),
+        deviation=float(np.sqrt((plans + rest) / (degrees_of_freedom * num_tasks))),
+    )
+
+
+def _p_value(f: float, above: int, below: int) -> float:
+    """Probability of an F value at least this large by chance."""
+    from scipy.special import fdtrc
+
+    return float(fdtrc(above, below, f))
+
+
+def lost_share(errors: Array, full: Array, guess: Array) -> Array:
+    """(error - full) / (guess - full) of each plan, (tasks, plans): 0 is as good as full precision, 1 as bad as random guessing."""
+    return (errors - full[:, None]) / (guess - full)[:, None]
 
 
 def lost(prior: PriorData) -> Array:

@@ -79,7 +79,7 @@ def graphs(task: Task, lanes: int) -> Iterator[float]:
     for number, plan in islice(source, 2 * lanes):
         bench.add(number, make_setting(task, plan, mode="peppp", device=DEVICE))
     while True:
-        for _, trial in bench.turn():
+        for trial in bench.turn().values():
             assert isinstance(trial, pare.Trial), trial
             number, plan = next(source)
             bench.add(number, make_setting(task, plan, mode="peppp", device=DEVICE))

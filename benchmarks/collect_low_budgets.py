@@ -2,7 +2,7 @@
 
     python benchmarks/collect_low_budgets.py plans --to plans.json                    on a CPU: plans of each task, with predicted bytes
     python benchmarks/collect_low_budgets.py run plans.json --to out --seconds 390    on one GPU: trains, one JSON line a trial
-    python benchmarks/collect_low_budgets.py rows out/*.jsonl --to rows.json          rows that `paredown prior make rows.json` reads
+    python benchmarks/collect_low_budgets.py rows out/*.jsonl --to rows.json          rows that `read_rows` reads
 
 Tasks and plans: `--set activations` or `--set state` (low_budget_tasks.py). `run` first trains the weights that tasks start from, and saves
 them in the folder of PAREDOWN_DATA. It tries three learning rates of each task without one at full precision, takes the best, and trains

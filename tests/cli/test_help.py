@@ -37,7 +37,6 @@ VERBS = {
         "demo",
     ),
     *(f"sweep {name}" for name in ("run", "status", "export", "merge")),
-    *(f"prior {name}" for name in ("list", "show", "add", "make", "remove")),
 }
 
 
@@ -128,7 +127,7 @@ def test_help_imports_nothing_heavy() -> None:
 import sys
 from typer.testing import CliRunner
 from paredown.cli import app
-for words in ([], ["estimate"], ["sweep", "run"], ["prior", "show"], ["demo"]):
+for words in ([], ["estimate"], ["sweep", "run"], ["demo"]):
     assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
 heavy = {"torch", "numpy", "scipy", "sqlalchemy", "transformers", "paredown.plan.plan", "paredown.study.report.record"}
 print(sorted(heavy & set(sys.modules)))

@@ -44,7 +44,6 @@ VERB_FILES = (
     "train_verb",
     "report_verbs",
     "sweep_verbs",
-    "prior_verbs",
     "demo_verb",
 )
 EXTRAS = {

@@ -231,14 +231,15 @@ class PlannedStep:
         """The largest batch of each plan whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
         largest: dict[str, int] = {}
         with progress_bar("the largest batch") as progress:
-            for name, plan in self.plans.items():
+            for name in self.plans:
                 progress(len(largest), len(self.plans), name)
-                peak = partial(self._peak_of_batch, name, plan)
+                peak = partial(self.peak_bytes, name)
                 largest[name] = largest_batch(peak, allowed, start=self.subject.batch_size)
         return largest
 
-    def _peak_of_batch(self, name: str, plan: Plan, num: int) -> int:
-        return self.footprint(name, plan, num).peak_bytes
+    def peak_bytes(self, name: str, batch_size: int) -> int:
+        """The predicted peak under the plan of that name with another batch size."""
+        return self.footprint(name, self.plans[name], batch_size).peak_bytes
 
     def peak_of_length(self, name: str, length: int) -> int:
         """The predicted peak under the plan of that name with another length of the text."""

@@ -32,6 +32,7 @@ from paredown.sizes import parse_bytes, say_bytes
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
+    from paredown.plan.explanation import PlannedSlot
     from paredown.plan.plan import Plan
     from paredown.plan.trace import Trace
 
@@ -142,37 +143,46 @@ def explain(
     """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
     from paredown.cli.subject import read_plan
 
-    parsed = read_plan(plan)
-    if model is None:
-        value: dict[str, Any] = {"words": parsed.explain().splitlines(), "plan": parsed.to_json()}
-    else:
+    parsed, told = read_plan(plan), None
+    if model is not None:
         with spinner("tracing one step"):
             from paredown.cli.subject import find_subject
 
-            value = _slots(find_subject(model, replace(step, batch=batch)), parsed)
+            told = ExplainedStep.of(find_subject(model, replace(step, batch=batch)), parsed)
+    words = parsed.explain().splitlines()
     if is_json:
-        emit(value)
+        emit({"words": words, "plan": parsed.to_json(), **({} if told is None else asdict(told))})
     else:
-        tell(*value["words"], *_slot_lines(value))
+        tell(*words, *(() if told is None else told.lines()))
 
 
-def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
-    from paredown.plan.explanation import explain_slots
-    from paredown.plan.footprint import footprint
+@dataclass(frozen=True)
+class ExplainedStep:
+    """What a plan does on a step, slot by slot; the fields are those of the JSON."""
 
-    trace = subject.trace(plan)
-    peaks = {"baseline_bytes": footprint(subject.trace()).peak_bytes, "peak_bytes": footprint(trace, plan).peak_bytes}
-    slots = [asdict(row) | {"role": row.role.value} for row in explain_slots(trace, plan)]
-    return {"words": plan.explain().splitlines(), "plan": plan.to_json(), "model": subject.name, **peaks, "slots": slots}
+    model: str
+    baseline_bytes: int
+    peak_bytes: int
+    slots: tuple[PlannedSlot, ...]
 
+    @staticmethod
+    def of(subject: Subject, plan: Plan) -> ExplainedStep:
+        """Return the slots of a step under a plan, and its predicted peak beside the baseline's."""
+        from paredown.plan.explanation import explain_slots
+        from paredown.plan.footprint import footprint
 
-def _slot_lines(value: dict[str, Any]) -> list[str]:
-    """A table of the slots, the largest first."""
-    if "slots" not in value:
-        return []
-    rows = sorted(value["slots"], key=lambda row: -row["baseline_bytes"])
-    texts = [row | {key: say_bytes(row[key]) for key in ("baseline_bytes", "nbytes")} for row in rows[:SHOWN_SLOTS]]
-    cells = table(("slot", "role", "baseline", "stored", "format", "what", "why"), [tuple(row.values()) for row in texts], left=2)
-    more = [f"... {len(rows) - SHOWN_SLOTS} smaller slots; --json prints all"] if len(rows) > SHOWN_SLOTS else []
-    peaks = f"Peak {say_bytes(value['peak_bytes'])} instead of {say_bytes(value['baseline_bytes'])}, predicted."
-    return ["", heading(f"On {value['model']}"), peaks, "", *cells, *more]
+        trace = subject.trace(plan)
+        peaks = footprint(subject.trace()).peak_bytes, footprint(trace, plan).peak_bytes
+        return ExplainedStep(subject.name, *peaks, tuple(explain_slots(trace, plan)))
+
+    def lines(self) -> list[str]:
+        """Return the peaks and a table of the slots, the largest first."""
+        rows = sorted(self.slots, key=lambda row: -row.baseline_bytes)
+        cells = [
+            (row.slot, row.role.value, say_bytes(row.baseline_bytes), say_bytes(row.nbytes), row.format, row.what, row.why)
+            for row in rows[:SHOWN_SLOTS]
+        ]
+        printed = table(("slot", "role", "baseline", "stored", "format", "what", "why"), cells, left=2)
+        more = [f"... {len(rows) - SHOWN_SLOTS} smaller slots; --json prints all"] if len(rows) > SHOWN_SLOTS else []
+        peaks = f"Peak {say_bytes(self.peak_bytes)} instead of {say_bytes(self.baseline_bytes)}, predicted."
+        return ["", heading(f"On {self.model}"), peaks, "", *printed, *more]

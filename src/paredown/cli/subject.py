@@ -106,28 +106,15 @@ class Subject:
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
         """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
+        where: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
-            batch = resized(self.batch, self.batch_size, batch_size)
-            return trace_step(
-                self.model,
-                batch,
-                loss=self.loss,
-                optimizer=self.optimizer,
-                device=self.device,
-                autocast=self.autocast,
-                compiled=self.compiled,
-                chunked_loss=self.chunked_loss,
-            )
-        task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
-        return trace_task(
-            task,
-            plan,
-            batch_size=batch_size,
-            optimizer=None if self.optimizer == task.settings.optimizer else self.optimizer,
-            device=self.device,
-            compiled=self.compiled,
-            chunked_loss=self.chunked_loss,
-        )
+            batch, step = resized(self.batch, self.batch_size, batch_size), {"loss": self.loss, "autocast": self.autocast}
+            return trace_step(self.model, batch, optimizer=self.optimizer, **step, **where)
+        task = (
+            self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
+        )  # its traces are cached
+        optimizer = None if self.optimizer == task.settings.optimizer else self.optimizer
+        return trace_task(task, plan, batch_size=batch_size, optimizer=optimizer, **where)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
         """The predicted peak under a plan."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
 from paredown.errors import PlanError
-from paredown.study.papers.peppp_completion import lost_share, split_variance
 from tests.study.papers.released import LEVELS, needs_matrices, released
+from tests.support.scripts import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from bench_priors import lost_share, split_variance
 
 
 @needs_matrices

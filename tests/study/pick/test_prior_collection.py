@@ -1,9 +1,8 @@
-"""Priors of trials: each number in its place, whatever became of a trial; by store, by export and by the command line."""
+"""Priors of trials: each number in its place, whatever became of a trial; by store and by export."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sqlalchemy")
-pytest.importorskip("typer")
-
-from typer.testing import CliRunner
 
 from paredown.assignment.assign import PlanTemplate, make_plans, templates_of
-from paredown.cli import app
-from paredown.errors import PriorError
+from paredown.errors import PriorError, StoreError
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import memory_bytes, peppp_element, peppp_plan
 from paredown.study.pick.prior_collection import collect, read_rows, row_of_task
-from paredown.study.pick.prior_data import PlanRow, PriorData, TaskRow
-from paredown.study.pick.priors import load, prior_to_text, write_prior
+from paredown.study.pick.priors import add, load, own_priors, prior_to_text, remove
 from paredown.study.sweeps.export import export
 from paredown.study.sweeps.store import Store
 from paredown.study.sweeps.sweep import EndedTrial, Sweep, TrialSettings
@@ -203,21 +197,16 @@ Path("imported").write_text("")
 def test_code_that_an_export_names_runs_only_from_a_folder_that_was_named(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PAREDOWN_PRIORS", str(tmp_path / "own"))
     monkeypatch.chdir(tmp_path)
     Path("danger.py").write_text(CODE)
     Path("x.json").write_text(json.dumps([row("danger.py:wipe#path=chosen", PLANS[0], 0, 0.2, mode=mode)]))
-    for words in (["add", "x.json"], ["make", "x.json", "y.json"]):
-        status, output = say(*words)
-        assert status == 0, output
-        assert not Path("imported").exists() and not Path("chosen").exists()
-    (task,) = load(tmp_path / "y.json").tasks
+    (task,) = collect(read_rows("x.json"), "y").tasks
+    assert not Path("imported").exists() and not Path("chosen").exists()
     assert (task.name, task.family, task.answers) == ("wipe", "own", None)
-    assert say("make", "x.json", "y.json", "--tasks", ".")[0] == 0 and Path("chosen").exists()
-    assert load(tmp_path / "y.json").tasks[0].family == "mlp"
+    assert collect(read_rows("x.json"), "y", folder=Path()).tasks[0].family == "mlp" and Path("chosen").exists()
 
 
-# --- stores, exports, the command line ----------------------------------------------------------------------------------
+# --- stores and exports ----------------------------------------------------------------------------------
 
 
 def stored(path: Path) -> Path:
@@ -248,45 +237,14 @@ def test_a_file_that_is_no_export_has_a_sentence(text: str, tmp_path: Path) -> N
         read_rows(tmp_path / "x.json")
 
 
-def say(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["prior", *arguments])
-    return done.exit_code, done.output
-
-
-def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prior_of_a_store_is_installed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAREDOWN_PRIORS", str(tmp_path / "own"))
-    path = stored(tmp_path / "trials.db")
-    assert say("add", str(path), "--name", "mine")[0] == 0
-    status, output = say("list", "--json")
-    assert status == 0 and [one["name"] for one in json.loads(output)["priors"] if one["own"]] == ["mine"]
-    status, output = say("show", "mine")
-    assert status == 0 and "baseline" in output and SMALL in output
-    status, output = say("show", "mine", "--json")
-    assert json.loads(output)["entries"] == 6
-    status, output = say("add", str(path), "--name", "mine")
-    assert status == 1 and "a prior 'mine' exists already" in output
-    assert say("make", str(path), str(tmp_path / "file.json"))[0] == 0
-    assert load(tmp_path / "file.json").errors.shape == (2, 3)
-    assert say("remove", "mine")[0] == 0 and not os.listdir(tmp_path / "own")
-    for wrong in (
-        ["remove", "mine"],
-        ["show", "nothing"],
-        ["add", str(tmp_path / "none.db")],
-        ["add", str(path), "--name", "../x"],
-    ):
-        status, output = say(*wrong)
-        assert status == 1 and output.startswith("paredown: ") and output.count("\n") == 1
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_task_without_runs_can_be_shown(tmp_path: Path) -> None:
-    tasks, nothing = [TaskRow("a", "cnn", "a"), TaskRow("b", "cnn", "b")], [[np.nan, np.nan]]
-    prior = PriorData.of_runs("two", "store", tasks, [PlanRow("p")], np.array([[[0.2, 0.4]], nothing]))
-    write_prior(prior, tmp_path / "two.json")
-    status, output = say("show", str(tmp_path / "two.json"), "--json")
-    assert status == 0, output
-    assert [task["mean_error"] for task in json.loads(output)["tasks"]] == [pytest.approx(0.3), None]
-    assert say("show", str(tmp_path / "two.json"))[0] == 0
+    add(collect(read_rows(stored(tmp_path / "trials.db")), "mine"), "mine")
+    assert own_priors() == ["mine"] and np.isfinite(load("mine").errors).sum() == 6
+    remove("mine")
+    assert not own_priors()
+    with pytest.raises(StoreError, match="there is no store"):
+        read_rows(tmp_path / "none.db")
 
 
 def test_a_task_is_read_once_and_again_when_its_file_changed(tmp_path: Path) -> None:

@@ -14,12 +14,11 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from sqlalchemy import Connection, create_engine, inspect, select, text, update
+from sqlalchemy import Connection, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from paredown.errors import StoreError
 from paredown.plan.plan import Plan
-from paredown.study.report.record import Record
 from paredown.study.sweeps import database
 from paredown.study.sweeps.database import META, TRIALS
 from paredown.study.sweeps.export import rows
@@ -338,95 +337,22 @@ def test_a_newer_store_is_refused_and_left_alone(address: str) -> None:
         store.database.write(lambda c: c.execute(update(META).values(value="7")))
     for may_create in (True, False):
         with pytest.raises(
-            StoreError, match=r"is of version 7; this paredown reads up to 2\. Nothing was changed\. Update paredown"
+            StoreError, match=r"is of version 7; this paredown reads version 2\. Nothing was changed\. Update paredown"
         ):
             Store(address, may_create=may_create)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "MIGRATIONS", [()] * 7)
+        patch.setattr(database, "VERSION", 7)
         with Store(address) as store:
             assert count(store)[0].waiting == 1
 
 
-def test_an_older_store_is_migrated_once_and_keeps_its_trials(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["1", "0", "?"])
+def test_a_store_without_a_published_version_is_refused(address: str, version: str) -> None:
     with Store(address) as store:
-        store.add("s", draw("a"))
-        store.finish("w", ended(store.claim("w", 1)[0]))
-        before = rows(store)
-    steps = [*database.MIGRATIONS, ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET note = 'old'")]
-    monkeypatch.setattr(database, "MIGRATIONS", steps)
-    with ThreadPoolExecutor(4) as pool:  # a second ADD COLUMN would be refused
-        stores = list(pool.map(lambda i: Store(address, may_create=i % 2 == 0), range(4)))
-    with stores[0] as store:
-        assert "note" in {column["name"] for column in store.database.read(lambda c: inspect(c).get_columns("paredown_trials"))}
-        assert store.database.read(lambda c: c.scalar(text("SELECT note FROM paredown_trials"))) == "old"
-        assert rows(store) == before
-    for store in stores:
-        store.close()
-
-
-VERSION_1 = """
-CREATE TABLE paredown_meta (name VARCHAR(40) NOT NULL, value TEXT NOT NULL, PRIMARY KEY (name));
-CREATE TABLE paredown_workers (id VARCHAR(40) NOT NULL, beats BIGINT NOT NULL, PRIMARY KEY (id));
-CREATE TABLE paredown_trials (
-    "key" VARCHAR(40) NOT NULL, sweep TEXT NOT NULL, place INTEGER NOT NULL, task TEXT NOT NULL, "plan" TEXT NOT NULL,
-    seed BIGINT NOT NULL, settings TEXT NOT NULL, propensity FLOAT NOT NULL, state VARCHAR(10) DEFAULT 'waiting' NOT NULL,
-    worker VARCHAR(40), claim VARCHAR(40), attempts INTEGER DEFAULT '0' NOT NULL, status VARCHAR(20), error FLOAT, seconds FLOAT,
-    result TEXT, PRIMARY KEY ("key"),
-    CONSTRAINT paredown_finished_has_result CHECK ((state = 'finished') = (result IS NOT NULL)),
-    CONSTRAINT paredown_running_has_worker CHECK ((state = 'running') = (worker IS NOT NULL))
-);
-CREATE INDEX paredown_trials_worker ON paredown_trials (worker);
-CREATE INDEX paredown_trials_turn ON paredown_trials (state, sweep, place);
-INSERT INTO paredown_meta (name, value) VALUES ('version', '1')
-"""  # the tables of paredown 0.1
-OLD_PLAN = """{"version": 2, "reason": "", "made_for": {}, "recompute": [], "rules": []}"""
-OLD_SETTINGS = """{"mode": "store", "device": null, "timeout_seconds": null}"""
-OLD_RESULT = """{"version": 1, "task": "a", "plan": %s, "seed": 0, "status": "done", "error": 0.25, "loss": null, "seconds": 3.5,
-"predicted_peak_bytes": 64, "measured_peak_bytes": null, "curve": [], "reason": "", "device": "", "versions": {}, "commit": ""}"""
-
-
-def make_version_1(address: str) -> None:
-    """A store as paredown 0.1 made it, with a finished and a waiting trial of the baseline on task a."""
-    engine = create_engine(database.parse_address(address))
-    row: dict[str, Any] = {"task": "a", "plan": OLD_PLAN, "settings": OLD_SETTINGS, "sweep": "s", "propensity": 1.0}
-    keys = ["062ce12650da7cf709a986491fc838c2", "e51acfef18f0e8e05bd382afce70e973"]
-    finished = {"state": "finished", "claim": "x", "attempts": 1, "status": "done", "error": 0.25, "result": OLD_RESULT % OLD_PLAN}
-    with engine.begin() as connection:
-        for statement in VERSION_1.split(";"):
-            connection.execute(text(statement))
-        for values in ({**row, "key": keys[0], "seed": 0, "place": 0, **finished}, {**row, "key": keys[1], "seed": 1, "place": 1}):
-            names = ", ".join(f'"{name}"' for name in values)
-            marks = ", ".join(f":{name}" for name in values)
-            connection.execute(text(f"INSERT INTO paredown_trials ({names}) VALUES ({marks})"), values)
-    engine.dispose()
-
-
-def test_a_store_of_version_1_is_read_and_continued(address: str) -> None:
-    make_version_1(address)
-    with Store(address, may_create=False) as store:
-        assert times(store) == [(None, None, None)] * 2 and {row["label"] for row in rows(store)} == {"baseline"}
-        assert str(*find_best(store, "s")) == "a: error 0.2500 with baseline (one seed, no standard error)"
-        record = Record.of_store(store)
-        assert [(run.plan, run.error, run.finished_at, run.host) for run in record.runs] == [("baseline", 0.25, "", "")]
-        assert store.add("s", draw("a", seeds=range(2))) == AddResult(0, 2), "the keys of trials are those of version 1"
-        (claim,) = store.claim("w", 9)
-        assert store.finish("w", ended(claim, error=0.5)).fate is WriteOutcome.COUNTED
-        assert [dict(one.errors) for one in find_best(store, "s")] == [{0: 0.25, 1: 0.5}]
-        assert times(store)[0] == (None, None, None) and None not in times(store)[1]
-
-
-def test_a_migration_that_fails_changes_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store(address).close()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            database,
-            "MIGRATIONS",
-            [*database.MIGRATIONS, ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET x = 1")],
-        )
-        with pytest.raises(Exception, match="x"):
-            Store(address)
-    with Store(address) as store:
-        assert "note" not in {column["name"] for column in store.database.read(lambda c: inspect(c).get_columns("paredown_trials"))}
+        store.database.write(lambda c: c.execute(update(META).values(value=version)))
+    for may_create in (True, False):
+        with pytest.raises(StoreError, match="has no readable version"):
+            Store(address, may_create=may_create)
 
 
 def test_many_open_a_new_store_at_once(address: str) -> None:

@@ -204,9 +204,9 @@ def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str 
     return Plan((*high_rules, *low_rules), reason=f"{reason}: {share}" if reason else share)
 
 
-def high_plan(formats: Formats = FORMATS) -> Plan:
+def high_plan() -> Plan:
     """The plan with all tensors in high precision: what tensors are promoted to after overflow."""
-    return Plan(tuple((role.value, formats.of(role, is_low=False)) for role in ROLES), reason="everything high")
+    return Plan(tuple((role.value, FORMATS.of(role, is_low=False)) for role in ROLES), reason="everything high")
 
 
 # --- baselines --------------------------------------------------------------------------------------------------------

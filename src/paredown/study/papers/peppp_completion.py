@@ -1,4 +1,4 @@
-"""PEPPP's matrix of errors (tasks, plans): completion of its gaps, and the shares of its variance.
+"""Complete the gaps of PEPPP's matrix of errors (tasks, plans).
 
     minimize  1/2 sum over observed (i, j) of (Z_ij - E_ij)^2 / p_ij  +  penalty * (sum of Z's singular values),  rank(Z) <= rank
 
@@ -12,20 +12,6 @@ the rank there is more than one minimum: the result is the one that is reached f
 >>> completed = complete(gaps, rank=1, penalty=1e-4)
 >>> completed.is_converged, round(float(completed.values[1, 2]), 2)
 (True, 0.3)
-
-`split_variance` subtracts the mean of each task and splits the rest:
-
-    levels      the means of groups of plans, for each task
-    plans       what plans of a group have in common over all tasks, beyond their group: formats that the groups do not distinguish
-    rest        all else: noise, and effects of plans on single tasks
-
-    F = (plans / their degrees of freedom) / (rest / its degrees of freedom)          1 where plans of a group differ by noise alone
-
->>> rng = np.random.default_rng(0)
->>> errors = np.repeat([0.2, 0.5], 4) + 0.01 * rng.standard_normal((30, 8))
->>> effects = split_variance(errors, np.repeat([0, 1], 4))
->>> effects.levels > 0.99, 0.5 < effects.f < 2, effects.p > 0.05
-(True, True, True)
 """
 
 from __future__ import annotations
@@ -144,57 +130,3 @@ class _Carried:
         for _ in range(2):
             right = np.linalg.qr(matrix.T @ (matrix @ right))[0]
         return right
-
-
-# --- shares of variance ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Effects:
-    """Shares of the variance within tasks, F of plans beyond their levels, its p value, and the standard deviation within levels."""
-
-    levels: float
-    plans: float
-    rest: float
-    f: float
-    p: float
-    deviation: float
-
-
-def split_variance(errors: Array, levels: NDArray[np.intp]) -> Effects:
-    """The variance of complete errors (tasks, plans) split into levels, plans within levels, and the rest; `levels`: of each plan."""
-    if not np.isfinite(errors).all():
-        raise PlanError(f"errors {errors.shape} have gaps; the split needs complete rows.")
-    num_tasks, num_plans = errors.shape
-    groups = np.unique(levels)
-    if num_tasks < 2 or num_plans == len(groups):
-        given = f"{num_tasks} tasks and {num_plans} plans in {len(groups)} levels"
-        raise PlanError(f"{given} leave nothing to compare: the split needs two tasks, and a level with two plans.")
-    centered = errors - errors.mean(axis=1, keepdims=True)
-    means = np.stack([centered[:, levels == group].mean(axis=1) for group in groups], axis=1)  # (tasks, levels)
-    within = centered - means[:, np.searchsorted(groups, levels)]
-    common = within.mean(axis=0)  # (plans,)
-    total, plans = float((centered**2).sum()), num_tasks * float((common**2).sum())
-    rest = float(((within - common) ** 2).sum())
-    degrees_of_freedom = num_plans - len(groups)
-    f = (plans / degrees_of_freedom) / (rest / (degrees_of_freedom * (num_tasks - 1)))
-    return Effects(
-        levels=1 - (plans + rest) / total,
-        plans=plans / total,
-        rest=rest / total,
-        f=f,
-        p=_p_value(f, degrees_of_freedom, degrees_of_freedom * (num_tasks - 1)),
-        deviation=float(np.sqrt((plans + rest) / (degrees_of_freedom * num_tasks))),
-    )
-
-
-def _p_value(f: float, above: int, below: int) -> float:
-    """Probability of an F value at least this large by chance."""
-    from scipy.special import fdtrc
-
-    return float(fdtrc(above, below, f))
-
-
-def lost_share(errors: Array, full: Array, guess: Array) -> Array:
-    """(error - full) / (guess - full) of each plan, (tasks, plans): 0 is as good as full precision, 1 as bad as random guessing."""
-    return (errors - full[:, None]) / (guess - full)[:, None]

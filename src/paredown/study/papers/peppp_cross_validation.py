@@ -99,14 +99,14 @@ class PriorRows:
     completed: Array
 
 
-def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting, *, seed: int = 0) -> PriorRows:
+def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting) -> PriorRows:
     """The prior of the task `left_out`: the other rows, sampled, and completed where there are gaps."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":
         return PriorRows(errors, errors)
     propensities = propensities_of(memory, setting.sampling)
-    observed = np.where(_is_observed(propensities, setting.sampling, seed), errors, np.nan)
+    observed = np.where(_is_observed(propensities, setting.sampling), errors, np.nan)
     completed = complete(observed, propensities=propensities if setting.sampling == "cheap" else None).values
     kept = np.array(rows) != left_out
     return PriorRows(observed[kept], completed[kept])
@@ -120,8 +120,8 @@ def propensities_of(memory: Array, sampling: str) -> Array:
     return SHARE * ranks / max(memory.size - 1, 1)
 
 
-def _is_observed(propensities: Array, sampling: str, seed: int) -> NDArray[np.bool_]:
-    rng = np.random.RandomState(seed)
+def _is_observed(propensities: Array, sampling: str) -> NDArray[np.bool_]:
+    rng = np.random.RandomState(0)
     if sampling == "uniform":  # as in the released code
         return rng.choice([True, False], size=propensities.shape, p=[SHARE, 1 - SHARE])
     return rng.random_sample(propensities.shape) < propensities

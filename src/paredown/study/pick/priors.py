@@ -4,7 +4,7 @@
     load("low_budgets")    shipped: the same on deeper networks in longer trainings, below 30 % of the memory
     load("state_budgets")  shipped: the same on networks with much state, new and fine-tuned, at 30 %
     load("simulated")      shipped: PEPPP's 99 configurations, arithmetic rounded, on images
-    load("mine")           one of the user's own, made by `paredown prior add`
+    load("mine")           one of the user's own, installed by `add`
     load("file.json")      any file of this format
     known_prior("store")   the shipped priors of this mode and all of the user's own, joined
 
@@ -134,7 +134,7 @@ def known_prior(mode: str = "store") -> PriorData:
     all_priors = [load(name) for name in available()]
     parts = [prior for prior in all_priors if prior.mode == mode]
     if not parts:
-        raise PriorError(f"no prior has mode {mode!r}. Make one from your own sweeps: paredown prior add STORE.")
+        raise PriorError(f"no prior has mode {mode!r}. Make one from your own sweeps (docs/priors.md).")
     return parts[0] if len(parts) == 1 else join_priors(parts, "+".join(prior.name for prior in parts))
 
 
@@ -142,9 +142,7 @@ def add(prior_data: PriorData, name: str, *, replaces: bool = False) -> Path:
     """Save a prior among the user's own, and return its path."""
     path = _own_path(name)
     if path.exists() and not replaces:
-        raise PriorError(
-            f"a prior {name!r} exists already. Remove it first (paredown prior remove {name}), or choose another name."
-        )
+        raise PriorError(f"a prior {name!r} exists already. Pass replaces=True to replace it, or choose another name.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_prior(prior_data, path, name=name)
     return path

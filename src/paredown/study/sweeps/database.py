@@ -7,8 +7,8 @@
     paredown_trials    one row per trial: task, plan, seed, the worker that runs it, the result; times and hosts for readers
 
 The state of a trial is `waiting`, `running` (with the columns worker and claim) or `finished` (with a result); constraints of the tables
-refuse anything else. `claim` is a random token; the worker that has it may release the trial. The first result counts. A new version of
-the tables appends a row to MIGRATIONS: the statements that migrate from the version before.
+refuse anything else. `claim` is a random token; the worker that has it may release the trial. The first result counts. A store of another
+version of the tables is refused.
 
 **Transactions.** SQLite runs in WAL mode with full synchronization: after a commit has returned, its rows survive a crash of the process or
 the machine. After temporary errors (a lock, a full disk, a PostgreSQL server that restarts) a transaction is retried for up to
@@ -75,7 +75,6 @@ from sqlalchemy import (
     make_url,
     select,
     text,
-    update,
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 
@@ -119,29 +118,21 @@ TRIALS = Table(
     Index("paredown_trials_turn", "state", "sweep", "place"),
     Index("paredown_trials_worker", "worker"),
 )
-MIGRATIONS: list[tuple[str, ...]] = [  # row i migrates from version i to i + 1; METADATA creates the newest
-    (),
-    tuple(f"ALTER TABLE paredown_trials ADD COLUMN {name} TEXT" for name in ("label", "started_at", "finished_at", "host")),
-]
-VERSION = re.compile(r"[0-9]{1,9}")  # anything else is not a version
-LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates or migrates the tables
+VERSION = 2  # of the tables
+WRITTEN_VERSION = re.compile(r"[0-9]{1,9}")  # anything else is not a version
+LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates the tables
 
 
 def prepare(connection: Connection, name: str) -> None:
-    """Create the tables, or migrate them to this version, inside the connection's transaction; `name` is for messages."""
+    """Create the tables where there are none, inside the connection's transaction; `name` is for messages."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
     version = find_version(connection)
     if version is None:
         METADATA.create_all(connection)
-        connection.execute(insert(META).values(name="version", value=str(len(MIGRATIONS))))
-        return
-    check_version(version, name)
-    for statements in MIGRATIONS[version:]:
-        for statement in statements:
-            connection.execute(text(statement))
-    if version < len(MIGRATIONS):
-        connection.execute(update(META).where(META.c.name == "version").values(value=str(len(MIGRATIONS))))
+        connection.execute(insert(META).values(name="version", value=str(VERSION)))
+    else:
+        check_version(version, name)
 
 
 def find_version(connection: Connection) -> int | None:
@@ -149,18 +140,20 @@ def find_version(connection: Connection) -> int | None:
     if not inspect(connection).has_table(META.name):
         return None
     value = str(connection.scalar(select(META.c.value).where(META.c.name == "version")))
-    return int(value) if VERSION.fullmatch(value) else 0
+    return int(value) if WRITTEN_VERSION.fullmatch(value) else 0
 
 
 def check_version(version: int, name: str) -> None:
     """StoreError unless this version of paredown can read a store of this version."""
-    if version > len(MIGRATIONS):
+    if version > VERSION:
         raise StoreError(
-            f"the store {name} is of version {version}; this paredown reads up to {len(MIGRATIONS)}. Nothing was changed. "
+            f"the store {name} is of version {version}; this paredown reads version {VERSION}. Nothing was changed. "
             "Update paredown (pip install -U paredown) on this machine, or use another store."
         )
-    if version < 1:
-        raise StoreError(f"the store {name} has no readable version; it was not written by paredown. Use another store.")
+    if version < VERSION:
+        raise StoreError(
+            f"the store {name} has no readable version; it was not written by a published paredown. Use another store."
+        )
 
 
 # --- The address of a store ---
@@ -291,9 +284,14 @@ class Database:
         self._engine = _make_engine(self.url, self.name, self._connect_seconds)
 
     def open(self, *, may_create: bool = True) -> None:
-        """Connect, and create or migrate the tables. With `may_create=False` a missing store is a StoreError."""
-        if may_create or not self._is_current():
+        """Connect, and create the tables where there are none; with `may_create=False` this is a StoreError."""
+        if may_create:
             self._first_try(lambda: self._run(lambda connection: prepare(connection, self.name), {}))
+            return
+        version = self._first_try(lambda: self._run(find_version, READS)) if self._may_exist else None
+        if version is None:
+            raise StoreError(f"there is no store {self.name}. Give the address of one; `paredown sweep run` creates it.")
+        check_version(version, self.name)
 
     def why_missing(self) -> str | None:
         """Why there is no store at this address yet: no file, server, database or tables. None where there is one, or another error."""
@@ -310,14 +308,6 @@ class Database:
     def _may_exist(self) -> bool:
         """False where a file of SQLite is missing, which connecting would create."""
         return self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
-
-    def _is_current(self) -> bool:
-        """Whether the tables have this version; StoreError where there are none. Writes nothing."""
-        version = self._first_try(lambda: self._run(find_version, READS)) if self._may_exist else None
-        if version is None:
-            raise StoreError(f"there is no store {self.name}. Give the address of one; `paredown sweep run` creates it.")
-        check_version(version, self.name)
-        return version == len(MIGRATIONS)
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """The value of `work(connection)`, after its transaction was committed to disk."""

@@ -2,8 +2,7 @@
 
 An export has one row per trial, finished or not, in the order of sweeps and their trials. CSV and Parquet have the plan as JSON text and no
 loss curve; JSON has the whole trial. `label` is the name of the plan. `started_at` and `finished_at` are times in UTC, and `host` is the
-machine of the worker; they are unknown for trials that version 0.1 finished. Neither the store's address nor worker ids are
-exported. Files are written atomically.
+machine of the worker. Neither the store's address nor worker ids are exported. Files are written atomically.
 
 A merge copies the trials that only the source has; those that are running there are open in the target. A trial of both gets the source's
 result if it has none in the target; where both have finished it, the target's result stays. Workers may use both stores meanwhile: merge

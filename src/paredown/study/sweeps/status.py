@@ -34,14 +34,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from sqlalchemy import Connection, and_, case, func, not_, select, tuple_
+from sqlalchemy import and_, func, not_, select
 
 from paredown.plan.plan import Plan
 from paredown.sizes import say_seconds
 from paredown.study.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
-from paredown.study.sweeps.store import BATCH, Store, parsed_plan
+from paredown.study.sweeps.store import Store, parsed_plan
 from paredown.study.sweeps.sweep import TrialSettings, label_of
 from paredown.study.tasks.trial import Status, Trial, standard_error
 
@@ -172,65 +172,24 @@ def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str]
 
 
 IS_INFEASIBLE = TRIALS.c.status == Status.INFEASIBLE.value
-IS_DONE = and_(TRIALS.c.status == Status.DONE.value, TRIALS.c.error.is_not(None))
-DONE_ERROR = case((IS_DONE, TRIALS.c.error))
-MEANS = select(
-    TRIALS.c.task,
-    TRIALS.c.plan,
-    TRIALS.c.settings,
-    func.count(DONE_ERROR).label("num"),
-    func.sum(DONE_ERROR).label("total"),
-    func.count().label("num_finished"),
-    func.min(TRIALS.c.place).label("place"),
-).group_by(TRIALS.c.task, TRIALS.c.plan, TRIALS.c.settings)
+RUN_COLUMNS = [TRIALS.c[name] for name in ("task", "plan", "settings", "seed", "status", "error", "label")]
 
 
 def find_best(store: Store, sweep: str) -> list[BestPlan]:
-    """For each task of a sweep, the plan of least mean error over its trials of status DONE."""
-
-    def work(connection: Connection) -> list[BestPlan]:
-        ran = and_(TRIALS.c.sweep == sweep, TRIALS.c.state == FINISHED, not_(IS_INFEASIBLE))
-        means = connection.execute(MEANS.where(ran)).all()
-        best = _least(means)
-        texts = sorted({(row.task, row.plan) for group in best for row in group.rows})
-        is_best = and_(TRIALS.c.sweep == sweep, IS_DONE)
-        trials = [
-            row
-            for start in range(0, len(texts), BATCH)
-            for row in connection.execute(
-                select(TRIALS).where(is_best, tuple_(TRIALS.c.task, TRIALS.c.plan).in_(texts[start : start + BATCH]))
-            )
-        ]
-        return [one for group in best if (one := _best_plan(group, trials)) is not None]
-
-    return store.database.read(work)
-
-
-class PlanGroup(NamedTuple):
-    """The rows of MEANS of one plan on a task: its JSON may differ in its reason, its settings in their time limit."""
-
-    rows: list[Any]
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """The mean error, then the position in the sweep."""
-        return sum(row.total for row in self.rows if row.num) / sum(row.num for row in self.rows), min(
-            row.place for row in self.rows
-        )
-
-
-def _least(means: Sequence[Any]) -> list[PlanGroup]:
-    """The plan of least mean error of each task, by the names of tasks."""
-    groups: dict[tuple[str, Hashable], PlanGroup] = {}
-    best: dict[str, PlanGroup] = {}
+    """For each task of a sweep, the plan of least mean error over its trials of status DONE; of equal ones the first of the sweep."""
+    ran = and_(TRIALS.c.sweep == sweep, TRIALS.c.state == FINISHED, not_(IS_INFEASIBLE))
+    query = select(*RUN_COLUMNS).where(ran).order_by(TRIALS.c.place)
+    groups: dict[tuple[str, Hashable], list[Any]] = {}
+    best: dict[str, BestPlan] = {}
     with readable("a trial"):
-        for row in means:
+        for row in store.database.read(lambda connection: connection.execute(query).all()):
             check_columns(row)
-            groups.setdefault((row.task, _same_run(row.plan, row.settings)), PlanGroup([])).rows.append(row)
-        for (task, _), group in groups.items():
-            if any(row.num for row in group.rows) and (task not in best or group.rank < best[task].rank):
-                best[task] = group
-    return [group for _, group in sorted(best.items())]
+            groups.setdefault((row.task, _same_run(row.plan, row.settings)), []).append(row)
+        for (task, _), rows in groups.items():
+            done = [row for row in rows if row.status == Status.DONE.value and row.error is not None]
+            if done and (task not in best or fmean(row.error for row in done) < best[task].error):
+                best[task] = _best_plan(task, done, len(rows) - len(done))
+    return [plan for _, plan in sorted(best.items())]
 
 
 @lru_cache(maxsize=4096)
@@ -240,18 +199,9 @@ def _same_run(plan: str, settings: str) -> Hashable:
     return parsed_plan(plan).key, parsed.mode, parsed.device
 
 
-def _best_plan(group: PlanGroup, trials: Sequence[Any]) -> BestPlan | None:
-    """The best plan with its errors; None if its trials were reopened since."""
-    task, key = group.rows[0].task, _same_run(group.rows[0].plan, group.rows[0].settings)
-    with readable("a trial"):
-        own = [row for row in trials if row.task == task and _same_run(row.plan, row.settings) == key]
-        for row in own:
-            check_columns(row)
-    if not own:
-        return None
-    plan = parsed_plan(own[0].plan)
-    num_not_done = sum(row.num_finished - row.num for row in group.rows)
-    return BestPlan(task, own[0].label or label_of(plan), plan, {row.seed: row.error for row in own}, num_not_done)
+def _best_plan(task: str, done: Sequence[Any], num_not_done: int) -> BestPlan:
+    plan = parsed_plan(done[0].plan)
+    return BestPlan(task, done[0].label or label_of(plan), plan, {row.seed: row.error for row in done}, num_not_done)
 
 
 def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:

@@ -5,10 +5,13 @@
 >>> bench = GraphBench(num_lanes=2)
 >>> for number, setting in enumerate(settings):
 ...     bench.add(number, setting)
->>> sorted((number, trial.status.value) for number, trial in bench.run())
-[(0, 'done'), (1, 'done')]
+>>> found = {}
+>>> while bench.is_busy:
+...     found |= bench.turn()
+>>> [found[number].status.value for number in (0, 1)]
+['done', 'done']
 
-Results equal those of `evaluate` on the same device, bit for bit. Runs that cannot share a graph (`why_alone`) are trained by `evaluate`.
+Results equal those of `evaluate` on the same device, bit for bit. Runs that cannot share a graph (`why_alone`) come back untrained.
 
 `GraphsEngine` has one long-lived process with a GraphBench for each GPU. Trials are sent to it through a pipe, results returned as JSON.
 When it dies, its trials run again, each in a process of its own (engines/engine.py), as do trials in store mode, so that a trial that kills
@@ -23,7 +26,7 @@ import logging
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,8 +49,9 @@ from paredown.study.sweeps.engines.engine import (
     TrialResources,
     cause_of,
     check_run,
-    failed,
+    deadline_of,
     kill_group,
+    late,
     of_error,
     settle,
     without_main,
@@ -55,10 +59,10 @@ from paredown.study.sweeps.engines.engine import (
 from paredown.study.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
 from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.study.tasks.data import Pair
-from paredown.study.tasks.evaluate import curve_of, deterministic, empty_trial, evaluate, seeded
+from paredown.study.tasks.evaluate import curve_of, deterministic, empty_trial, seeded
 from paredown.study.tasks.task import RULES
 from paredown.study.tasks.training import FUSED, TrainingSetup
-from paredown.study.tasks.trial import Status, Trial
+from paredown.study.tasks.trial import Trial
 
 log = logging.getLogger("paredown")
 NUM_LANES = 8
@@ -139,15 +143,12 @@ class GraphGroup:
 
 
 class GraphBench:
-    """Trains the runs that are added; each `turn` queues a step in every lane and returns the trials that have ended.
+    """Trains the runs that are added; each `turn` queues a step in every lane and returns the trials that have ended."""
 
-    `evaluates`: runs that cannot share a graph are trained by `evaluate`, when no lane runs; otherwise `turn` returns a LayoutMismatch.
-    """
-
-    def __init__(self, num_lanes: int = NUM_LANES, *, evaluates: bool = True) -> None:
-        self._num_lanes, self._evaluates = num_lanes, evaluates
+    def __init__(self, num_lanes: int = NUM_LANES) -> None:
+        self._num_lanes = num_lanes
         self._groups: OrderedDict[Any, GraphGroup] = OrderedDict()
-        self._alone: deque[QueuedTraining] = deque()
+        self._alone: dict[Any, LayoutMismatch] = {}  # keys of runs that share no graph
         self._begun: dict[int, tuple[Any, float]] = {}  # id of a lane -> key of its run, and when it began
         self._starts, self._tests = InitialStates(), dict[Any, list[Pair]]()
         self._reported = set[tuple[str, str]]()
@@ -168,40 +169,23 @@ class GraphBench:
         """Whether any run is queued or running."""
         return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
-    def run(self) -> Iterator[tuple[Any, Trial]]:
-        """All trials, in the order in which they end; exceptions of a task are raised."""
-        while self.is_busy:
-            for key, trial in self.turn():
-                if isinstance(trial, BaseException):
-                    raise trial
-                yield key, trial
-
-    def turn(self) -> list[tuple[Any, Trial | BaseException]]:
-        """Queue one step in every lane; returns the trials that have ended, or the exceptions of their tasks."""
+    def turn(self) -> dict[Any, Trial | LayoutMismatch]:
+        """Queue one step in every lane; returns by key the trials that have ended, and a LayoutMismatch for runs that share no graph."""
         self._fill()
-        if self._alone and not self._evaluates:
-            refused, self._alone = self._alone, deque()
-            return [(queued.key, LayoutMismatch("it shares no graph with others")) for queued in refused]
-        if self._alone and not self._begun:
-            return [self._evaluate(self._alone.popleft())]
-        results: list[tuple[Any, Trial | BaseException]] = []
+        results: dict[Any, Trial | LayoutMismatch] = {}
         busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]
         for lane in busy:
             try:
-                trial: Trial | BaseException | None = lane.advance(blocks=len(busy) == 1)
-            except Exception as error:  # `evaluate` raises it again, or succeeds without a graph
+                trial = lane.advance(blocks=len(busy) == 1)
+            except Exception as error:  # alone the run raises it again, or succeeds without a graph
                 assert lane.run is not None
                 self._leave(QueuedTraining(self._begun.pop(id(lane))[0], lane.run.setting), _first_line(error))
                 lane.run = trial = None
             if trial is not None:
-                results.append(self._ended(lane, trial))
-        return results
-
-    def _ended(self, lane: Lane, trial: Trial | BaseException) -> tuple[Any, Trial | BaseException]:
-        key, begun = self._begun.pop(id(lane))
-        if isinstance(trial, Trial):
-            trial = replace(trial, seconds=time.perf_counter() - begun)
-        return key, trial
+                key, begun = self._begun.pop(id(lane))
+                results[key] = replace(trial, seconds=time.perf_counter() - begun)
+        alone, self._alone = self._alone, {}
+        return results | alone
 
     # --- queues and lanes -----------------------------------------------------------------------------------------------
 
@@ -215,15 +199,15 @@ class GraphBench:
                         self._start(group, queued)
                 except Exception as error:
                     if not is_out_of_memory(error) or not self._has_freed_memory():
-                        self._leave(queued, _first_line(error))  # also where the capture failed: `evaluate` needs none
+                        self._leave(queued, _first_line(error))  # also where the capture failed: alone it needs none
                     else:
                         group.queue.appendleft(queued)
                         return
         self._forget()
 
     def _leave(self, queued: QueuedTraining, reason: str) -> None:
-        """Queue a run to be trained without a shared graph, which is slower; the reason is logged once for each task."""
-        self._alone.append(queued)
+        """Return a run untrained at the next turn; the reason is logged once for each task."""
+        self._alone[queued.key] = LayoutMismatch(reason)
         name = queued.setting.task.name
         if (name, reason) not in self._reported:
             self._reported.add((name, reason))
@@ -279,15 +263,6 @@ class GraphBench:
                 synchronize(setting.device)
                 del self._tests[next(iter(self._tests))]
         return self._tests[key]
-
-    def _evaluate(self, queued: QueuedTraining) -> tuple[Any, Trial | BaseException]:
-        setting = queued.setting
-        self._drop_idle()  # graphs contain addresses of workspaces that `evaluate` may free
-        self.begun.append(queued.key)
-        try:
-            return queued.key, evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
-        except Exception as error:
-            return queued.key, error
 
 
 def _first_line(error: Exception) -> str:
@@ -394,8 +369,7 @@ class GraphsEngine(Engine):
                 message = json.loads(child.pipe.recv_bytes())
                 claim = child.claims[message["key"]][0]
                 if message["event"] == BEGUN:
-                    limit = claim.spec.settings.timeout_seconds
-                    child.claims[claim.key] = (claim, None if limit is None else time.monotonic() + limit)
+                    child.claims[claim.key] = (claim, deadline_of(claim))
                     continue
                 del child.claims[claim.key]
                 if message["event"] == ALONE:
@@ -405,12 +379,12 @@ class GraphsEngine(Engine):
         except (EOFError, OSError):
             child.process.join()
             return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
-        late = [claim for claim, deadline in child.claims.values() if deadline is not None and time.monotonic() >= deadline]
-        for claim in late:
+        now = time.monotonic()
+        overdue = [claim for claim, deadline in child.claims.values() if deadline is not None and now >= deadline]
+        for claim in overdue:
             del child.claims[claim.key]
-            reason = f"no result after {claim.spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-            ended.append(EndedTrial(claim, failed(claim.spec, reason, Status.KILLED)))
-        return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if late else [])]
+            ended.append(late(claim))
+        return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if overdue else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
         """Kill a child; its trials without results, which will run again."""
@@ -420,12 +394,12 @@ class GraphsEngine(Engine):
         child.life.close()
         return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
 
-    def stop(self) -> list[Claim]:
-        """Kill all running trials and return their claims."""
-        dropped = [ended.claim for gpu in list(self._children) for ended in self._drop(gpu, "")]
-        later = list(self._later)
+    def stop(self) -> None:
+        """Kill all running trials."""
+        for gpu in list(self._children):
+            self._drop(gpu, "")
         self._later.clear()
-        return [*dropped, *later, *self._others.stop()]
+        self._others.stop()
 
 
 def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
@@ -437,7 +411,7 @@ def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResou
 
 
 def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
-    bench, specs = GraphBench(lanes, evaluates=False), dict[str, TrialSpec]()
+    bench, specs = GraphBench(lanes), dict[str, TrialSpec]()
     while True:
         while pipe.poll(0 if bench.is_busy else None):
             key, spec = pipe.recv()
@@ -450,7 +424,7 @@ def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
         for key in bench.begun:
             _send(pipe, key, BEGUN)
         bench.begun.clear()
-        for key, trial in results:
+        for key, trial in results.items():
             spec = specs.pop(key)
             if isinstance(trial, Trial):
                 _send(pipe, key, ENDED, trial, spec.task)

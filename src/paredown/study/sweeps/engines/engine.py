@@ -51,8 +51,8 @@ class Engine(ABC):
         """The trials that have ended, as soon as there are any; empty after `seconds`."""
 
     @abstractmethod
-    def stop(self) -> Sequence[Claim]:
-        """Kill all running trials and return their claims. The engine can start trials afterwards."""
+    def stop(self) -> None:
+        """Kill all running trials. The engine can start trials afterwards."""
 
 
 def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
@@ -80,6 +80,19 @@ def of_error(spec: TrialSpec, error: BaseException) -> Trial:
 def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Trial:
     """A trial without numbers, with this status and reason."""
     return Trial(spec.task, spec.plan, spec.seed, status, reason=reason[:MAX_REASON_CHARS])
+
+
+def deadline_of(claim: Claim) -> float | None:
+    """Return the time of the monotonic clock at which a trial that starts now is late; None without a time limit."""
+    limit = claim.spec.settings.timeout_seconds
+    return None if limit is None else time.monotonic() + limit
+
+
+def late(claim: Claim, host: str | None = None) -> EndedTrial:
+    """Return the result of a trial whose process was ended at its time limit."""
+    spec = claim.spec
+    reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
+    return EndedTrial(claim, failed(spec, reason, Status.KILLED), host=host)
 
 
 # --- The local engine: one process per trial ---
@@ -131,9 +144,7 @@ class LocalEngine(Engine):
         with without_main():
             process.start()
         child_pipe.close()
-        limit = claim.spec.settings.timeout_seconds
-        deadline = None if limit is None else time.monotonic() + limit
-        self._running.append(TrialProcess(claim, process, parent_pipe, gpu, deadline))
+        self._running.append(TrialProcess(claim, process, parent_pipe, gpu, deadline_of(claim)))
 
     @property
     def pipes(self) -> list[Connection]:
@@ -148,13 +159,11 @@ class LocalEngine(Engine):
         self._running = [running for running, ended in checked if ended is None]
         return [ended for _, ended in checked if ended is not None]
 
-    def stop(self) -> list[Claim]:
-        """Kill all running trials and return their claims."""
-        claims = [running.claim for running in self._running]
+    def stop(self) -> None:
+        """Kill all running trials."""
         for running in self._running:
             _kill(running)
         self._running = []
-        return claims
 
 
 def check_run(run: RunTrial) -> None:
@@ -177,8 +186,7 @@ def _ended(running: TrialProcess) -> EndedTrial | None:
         return EndedTrial(running.claim, failed(spec, reason) if exited else trial, reason)
     if running.deadline is not None and time.monotonic() >= running.deadline:
         _kill(running)
-        reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-        return EndedTrial(running.claim, failed(spec, reason, Status.KILLED))
+        return late(running.claim)
     return None
 
 
@@ -277,8 +285,6 @@ class InlineEngine(Engine):
         self._next = None
         return [ended]
 
-    def stop(self) -> list[Claim]:
-        """Return the claim of a trial that was started and has not run."""
-        claims = [] if self._next is None else [self._next]
+    def stop(self) -> None:
+        """Forget a trial that was started and has not run."""
         self._next = None
-        return claims

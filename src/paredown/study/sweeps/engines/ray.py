@@ -15,16 +15,16 @@ import math
 import os
 import socket
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, final
 
 from paredown.errors import SweepError
 from paredown.serial import NUMBER, Check, check_fields, is_number, object_parts, or_none, read_json
-from paredown.study.sweeps.engines.engine import Engine, RunTrial, failed, run_safely
+from paredown.study.sweeps.engines.engine import Engine, RunTrial, deadline_of, late, run_safely
 from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
-from paredown.study.tasks.trial import Status, Trial
+from paredown.study.tasks.trial import Trial
 
 STRATEGIES = ("DEFAULT", "SPREAD")  # the scheduling strategies that Ray names by text
 MAX_FILE_BYTES = 1 << 20
@@ -105,8 +105,7 @@ class RayTrial:
 
     def started(self, host: str) -> RayTrial:
         """This trial, which has started now."""
-        limit = self.claim.spec.settings.timeout_seconds
-        return replace(self, host=host, deadline=None if limit is None else time.monotonic() + limit)
+        return replace(self, host=host, deadline=deadline_of(self.claim))
 
 
 @final
@@ -140,13 +139,11 @@ class RayEngine(Engine):
             if ended or time.monotonic() >= end:
                 return ended
 
-    def stop(self) -> Sequence[Claim]:
-        """Kill all running trials and return their claims."""
-        claims = [trial.claim for trial in self._running.values()]
+    def stop(self) -> None:
+        """Kill all running trials."""
         for values in self._running:
             self._ray.cancel(values, force=True)
         self._running = {}
-        return claims
 
     def _read(self, values: Any) -> EndedTrial | None:
         """Read the next value of a trial: None when it has started, its result when it has ended."""
@@ -171,15 +168,13 @@ class RayEngine(Engine):
     def _end_late(self) -> list[EndedTrial]:
         """Kill the trials whose time limit has passed; their results."""
         now = time.monotonic()
-        late = [values for values, trial in self._running.items() if trial.deadline is not None and now >= trial.deadline]
-        return [self._end(values) for values in late]
+        running = [values for values, trial in self._running.items() if trial.deadline is not None and now >= trial.deadline]
+        return [self._end(values) for values in running]
 
     def _end(self, values: Any) -> EndedTrial:
         trial = self._running.pop(values)
         self._ray.cancel(values, force=True)
-        spec = trial.claim.spec
-        reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-        return EndedTrial(trial.claim, failed(spec, reason, Status.KILLED), host=trial.host)
+        return late(trial.claim, trial.host)
 
     def _num_fitting(self, options: RayOptions) -> int:
         """The number of trials that the cluster has resources for; SweepError where there is none."""
