@@ -167,7 +167,7 @@ def caption() -> str:
     row, base = pair(*next(place for title, *place in HEADLINE if title == CAPTION))
     peak, plain = f"{row['peak_bytes'] / GIB:.1f} GiB", f"{base['peak_bytes'] / GIB:.1f}"
     time = relative(row, base, "median_seconds")
-    return f"*`make demo` writes this. On one H200, GPT-2 trains in {peak} instead of {plain}, each step {time} as long.*\n"
+    return f"*`make demo` draws this. On one H200, GPT-2 trains in {peak} instead of {plain}, each step {time} as long.*\n"
 
 
 def measured() -> str:
