@@ -282,7 +282,7 @@ def _table(element: Element | None) -> Any:
     """The values of all codes; empty for elements wider than 8 bits, whose values are computed."""
     if element is None or element.width > 8:
         return NO_FLOATS
-    return reference.values_of(torch.arange(1 << element.width), element).numpy()
+    return np.array(element.values(), np.float32)  # no memory of torch, which the first measured step would be charged for
 
 
 @lru_cache(maxsize=256)

@@ -93,7 +93,10 @@ REPLICATED = (
 
 @dataclass(frozen=True)
 class Change:
-    """A slot that is not stored as requested. `asked`: the requested format; `given`: the one used."""
+    """A slot that is not stored as requested.
+
+    `asked` is the requested format, `given` the one in use.
+    """
 
     slot: str
     asked: str
@@ -110,7 +113,7 @@ class Changes(TableRows[Change]):
 
 
 def beside_original(format: str) -> str:
-    """What is stored for a packed slot whose original memory is not freed."""
+    """Return the text of a slot that is stored packed while its original memory is still allocated too."""
     return f"{format} {BESIDE_ORIGINAL}"
 
 
@@ -125,7 +128,7 @@ def describe_state(state: Any) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a guard did: `slot` had format `before` and has format `after` from this step on."""
+    """One change that a guard made: `slot` had format `before`, and has format `after` from this step on."""
 
     step: int
     slot: str
@@ -157,7 +160,7 @@ class SlotExplanation:
 
 
 class Explanation(TableRows[SlotExplanation]):
-    """All slots, as a tuple that prints as a table."""
+    """One row for each slot, as a tuple that prints as a table."""
 
     __slots__ = ()
     columns = EXPLANATION_COLUMNS
@@ -174,7 +177,7 @@ class Explanation(TableRows[SlotExplanation]):
 def activation_changes(
     plan: Plan, activations: Activations, is_checkpointed: Callable[[str], bool], in_place_on_views: Collection[str]
 ) -> list[Change]:
-    """The activations that are not stored as the plan requests; of eager mode."""
+    """Return the activations of an eager session that are not stored as the plan requests."""
     rows, explained = list[Change](), activations.restored | activations.not_freed.keys()
     for name, decision in activations.decisions.items():
         if decision.format != decision.asked and name not in explained:
@@ -198,14 +201,16 @@ def activation_changes(
 
 
 def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bool) -> list[Change]:
-    """What is saved although the plan recomputes it: checkpointed modules of a compiled model, and slots in eager mode."""
+    """Return what is saved although the plan recomputes it: modules inside a compiled model, and single slots in eager mode."""
     rows = [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in compiled_paths]
     slots = [text for text in plan.recompute if ":" in text] if is_eager else []
     return [*rows, *(Change(text, "recomputed", "saved", EAGER_SLOTS) for text in slots)]
 
 
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
-    """Formats that the plan requests for master weights and errors: one row for the role, and one for each slot that differs."""
+    """Return (slot, format) for requested formats of master weights and errors, which no tensor has in store mode.
+
+    One row is for the whole role, one for each slot whose format differs from that."""
     rows: list[tuple[str, str]] = []
     for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
         whole = plan.find(("",), role).format
@@ -254,7 +259,7 @@ REASON_LENGTH = 110  # letters
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes of one kind of tensor: as stored, and as the unmodified model stores them."""
+    """Bytes of one kind of tensor: as this session stores them, and as the unmodified model does."""
 
     name: str
     stored: int
@@ -278,7 +283,7 @@ class Summary:
     nothing: str = ""  # the first line, where nothing is packed
 
     def lines(self) -> list[str]:
-        """The lines that are printed."""
+        """Return the lines of the printed summary."""
         cells = [*((row.name, str(row)) for row in self.stored), ("peak memory", self.peak)]
         width = max(len(name) for name, _ in cells)
         time = "" if self.packing_share is None else f", packing activations took {100 * self.packing_share:.0f} % of their time"
@@ -291,7 +296,7 @@ class Summary:
         return [*lines, f"Not stored as requested: {rows} of session.changes", *self._reasons(changes)]
 
     def _reasons(self, changes: Iterable[Change]) -> Iterator[str]:
-        """A line for each of the most frequent reasons: first memory that is not freed, then what is not packed, small tensors last."""
+        """Yield a line for each of the most frequent reasons, in the order of `_rank`."""
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for change in changes:
             groups[change.given, change.reason].append(change.slot)
@@ -311,14 +316,14 @@ class Summary:
 
 
 def _rank(given: str, reason: str, slot: str) -> int:
-    """The place of a reason in a summary: what costs most memory is lowest."""
+    """Return the place of a reason in a summary: 0 for memory that is not freed, 3 for small tensors."""
     if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
         return 0
     return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2
 
 
 def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
-    """Activations of the largest forward pass, weights if some are packed, optimizer state and gradients."""
+    """Return the bytes of the activations of the largest forward pass, of weights if some are packed, of optimizer state and of gradients."""
     most = activations.largest
     rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
     if model is None:
@@ -330,7 +335,7 @@ def stored_bytes(model: nn.Module | None, activations: Activations, weights: Ite
 
 
 def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str:
-    """The predicted peaks of `trace`, and the measured one on a GPU, in words."""
+    """Return a sentence with the peaks that `trace` predicts, and with the measured one on a GPU."""
     devices = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"}) if model is not None else []
     texts = [f"{say_bytes(torch.cuda.max_memory_allocated(device))} allocated on {device}" for device in devices]
     if trace is not None:
@@ -394,7 +399,7 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
 
 def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[Change]:
-    """The requested moments, where the optimizers have none of them."""
+    """Yield the moments that the plan requests and that the optimizers do not have."""
     owners = {owner for p, _, _ in requested if (owner := owner_of(p)) is not None}
     used = {role for owner in owners for group in owner.param_groups for role in owner.rule_for(group).roles}
     formats = {role: format for _, role, format in requested if role in (Role.MOMENT1, Role.MOMENT2)}
@@ -404,7 +409,7 @@ def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[C
 
 
 def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
-    """What is stored for one slot of a parameter instead of the requested format, and why; None if the request is met."""
+    """Return (what is stored, why) for a slot of a parameter that is not stored as requested; None if it is."""
     owner = owner_of(parameter)
     if owner is None:
         return UNMODIFIED, NO_OPTIMIZER
@@ -424,7 +429,7 @@ def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tu
 
 
 def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
-    """The formats that `plan` gives to the parameters of `model`; ApplyError or OptimError if their optimizer cannot follow it."""
+    """Return the formats that `plan` requests for the parameters of `model`; raise if their optimizer cannot use them."""
     rows: list[tuple[nn.Parameter, RequestedFormats]] = []
     checked: set[Any] = set()
     for name, parameter in model.named_parameters():

@@ -71,14 +71,14 @@ class CheckpointedModules:
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
-        """Register the hooks. The pre-hook runs before all others, so that the second call gets the original arguments."""
+        """Register the hooks; the pre-hook runs before all others, so that the recomputation gets the original arguments."""
         for module in self.modules:
             enter, leave = Hook(self._enter), Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
 
     def detach(self) -> None:
-        """Remove the hooks; the backward of graphs that exist already still runs the modules again."""
+        """Remove the hooks; backward of existing graphs still runs the modules again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -107,7 +107,7 @@ class CheckpointedModules:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """A context in which no module of this thread's forward passes is checkpointed."""
+        """Return a context in which forward passes of this thread run without checkpointing."""
         with patched_attributes(self._local, is_second_call=True):
             yield
 
@@ -118,7 +118,7 @@ class CheckpointedModules:
 
     @contextmanager
     def _second_call(self, module: nn.Module) -> Generator[None]:
-        """The context of the second call of a module, in the thread that runs backward."""
+        """Return the context in which backward runs a checkpointed module again."""
         before = getattr(self._local, "is_second_call", False)
         self._local.is_second_call = True
         try:
@@ -129,7 +129,7 @@ class CheckpointedModules:
 
 
 def _callable_paths(path: str, module: nn.Module) -> Iterator[str]:
-    """The path of a module, or those of its children where it has no forward, as nn.ModuleList."""
+    """Yield the path of a module, or the paths of its children if it has no forward, as an nn.ModuleList."""
     if type(module).forward is not nn.Module.forward:
         yield path
         return
@@ -138,7 +138,7 @@ def _callable_paths(path: str, module: nn.Module) -> Iterator[str]:
 
 
 class _ReusableContext:
-    """A context that can be entered several times: each backward of a retained graph runs the module again."""
+    """A context that can be entered several times, since each backward of a retained graph runs the module again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -155,7 +155,7 @@ class _ReusableContext:
 
 @contextmanager
 def _frozen_statistics(module: nn.Module) -> Generator[None]:
-    """A context in which batch norms use the statistics of the batch and do not update the running ones."""
+    """Return a context in which batch norms use the statistics of the batch and leave their running statistics unchanged."""
     norms = [
         part for part in module.modules() if isinstance(part, _NormBase | _BatchNorm) and part.track_running_stats and part.training
     ]
@@ -170,7 +170,7 @@ def _frozen_statistics(module: nn.Module) -> Generator[None]:
 
 
 def repeated_layers_of(model: nn.Module) -> tuple[str, ...]:
-    """The layers of a model: modules with parameters in its outermost lists; ApplyError if there are none."""
+    """Return the paths of a model's layers: modules with parameters in its outermost lists; ApplyError if there are none."""
     lists = [path for path, module in model.named_modules() if _is_list_of_layers(module)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     paths = [f"{path}.{name}".lstrip(".") for path in outer for name, _ in model.get_submodule(path).named_children()]
@@ -193,13 +193,13 @@ def _is_list_of_layers(module: nn.Module) -> bool:
 
 
 class SecondPasses:
-    """Packs what the second forward passes of checkpointed layers save, as `Activations` packs what a forward pass saves."""
+    """Packs what checkpointed layers save when backward runs them again, as `Activations` does in a first forward pass."""
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations
 
     def begin(self) -> Store:
-        """The function that stores the tensors of a pass that begins now."""
+        """Return the function that stores the saved tensors of one recomputation of a layer."""
         return partial(self._store, SecondPassStorage())
 
     def _store(self, storage: SecondPassStorage, saved: Saved) -> StoredOperand | None:
@@ -217,16 +217,16 @@ class SecondPasses:
 
 
 class SecondPassStorage(ForwardStorage):
-    """The stored forms of one second forward pass."""
+    """The stored forms of one recomputation of a checkpointed layer."""
 
     def source(self, node: Any) -> StoredView | None:
-        """The stored operand of a node of the second graph."""
+        """Return the packed operand that a node of the recomputed graph saved; None if it saved none."""
         stored = stored_operand(node)
         return stored.view if isinstance(stored, StoredOperand) else None
 
 
 class StoredOperand:
-    """A packed tensor of a second forward pass."""
+    """A packed tensor that a recomputed layer saved."""
 
     __slots__ = ("_is_factor", "device", "dtype", "unpack", "view")
 
@@ -241,22 +241,23 @@ class StoredOperand:
         return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
 
     def tensor(self) -> Tensor:
-        """The unpacked tensor; of a factor, one that is decoded when the product is computed."""
+        """Return the decoded tensor; for a factor of a product, a tensor that is decoded when the product is computed."""
         return Factor.of(self) if self._is_factor and self.is_decoded_alone else self.unpack(self.view)
 
 
 @final
 class Factor(Tensor):
-    """An operand of a product that is decoded when an operation uses it: backward of a product reads its two operands at once.
+    """An operand of an elementwise product that is decoded only when an operation uses it.
 
-    Multiplied by a gradient of the same layout, the decoded copy is overwritten by the result, so that three tensors exist instead of five.
+    Backward of a product unpacks both operands at once. Multiplied by a gradient of the same layout, the decoded copy is overwritten by
+    the result, so that three tensors exist instead of five.
     """
 
     operand: StoredOperand
 
     @staticmethod
     def of(operand: StoredOperand) -> Factor:
-        """The factor that decodes `operand`."""
+        """Return a `Factor` that decodes `operand` when it is used."""
         size, stride, *_ = operand.view.layout
         layout: dict[str, Any] = {"strides": stride, "dtype": operand.dtype, "device": operand.device}
         factor: Factor = Tensor._make_wrapper_subclass(Factor, size, **layout)  # type: ignore[attr-defined]
@@ -267,7 +268,7 @@ class Factor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result of an operation on the decoded values."""
+        """Run an operation on the decoded values, and return its result."""
         if func is torch.ops.aten.detach.default:
             return Factor.of(args[0].operand)
         if func is torch.ops.aten.mul.Tensor and [type(arg) for arg in args] == [Tensor, Factor]:
@@ -278,7 +279,7 @@ class Factor(Tensor):
         return func(*plain[0], **plain[1])
 
     def decoded(self) -> Tensor:
-        """The values, in new memory."""
+        """Return the decoded values in new memory."""
         return self.operand.unpack(self.operand.view)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -304,7 +305,7 @@ class OffloadedInputs:
         self._num_offloaded, self._reason = 0, NO_INPUTS
 
     def changes(self) -> list[Change]:
-        """A row where nothing is in host memory."""
+        """Return one row if no input could be offloaded, otherwise none."""
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
     def _form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
@@ -321,7 +322,10 @@ class OffloadedInputs:
 
 @final
 class OffloadedValues(StoredForm):
-    """Values whose codes are in host memory; when they are decoded, those that were stored before them are fetched."""
+    """Values whose codes are in host memory.
+
+    Decoding one starts the copies back of those that were stored before it, since backward needs them next.
+    """
 
     __slots__ = ("_before", "_copies", "_device", "_fetched", "_host")
 
@@ -337,7 +341,7 @@ class OffloadedValues(StoredForm):
         return self._fetched[0].nbytes if self._fetched is not None else 0
 
     def fetch(self) -> None:
-        """Begin to copy the codes to the GPU, unless they are there."""
+        """Start copying the codes to the GPU, unless that was done."""
         if self._fetched is None and self._host is not None:
             self._fetched = self._copies.to_device(self._host, self._device)
 
@@ -361,20 +365,20 @@ def _pinned_copy(part: Tensor) -> Tensor:
 
 
 class HostCopies:
-    """Copies packed tensors between a GPU and host memory, on a stream of its own; between CPU tensors at once."""
+    """Copies packed tensors between a GPU and host memory on a CUDA stream of its own; for CPU tensors, at once."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def _stream(self, device: torch.device) -> Any:
-        """The stream of a device, which continues after the work that the current stream has so far."""
+        """Return the copy stream of a device, after making it wait for the work queued on the current stream."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
         return self._streams[device]
 
     def to_host(self, packed: PackedTensor) -> PackedTensor:
-        """The packed tensor in host memory; the allocator reuses the memory of the original once it is copied."""
+        """Return a copy in host memory; the allocator may reuse the original's memory once the copy is complete."""
         if packed.device.type == "cpu":
             return packed.mapped(Tensor.clone)
         stream = self._stream(packed.device)
@@ -385,7 +389,7 @@ class HostCopies:
         return host
 
     def to_device(self, host: PackedTensor, device: torch.device) -> tuple[PackedTensor, Any]:
-        """The packed tensor on `device`, and the event after which it is complete."""
+        """Return a copy on `device`, and the CUDA event after which it is complete."""
         if device.type == "cpu":
             return host.mapped(Tensor.clone), None
         copy = host.mapped(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))  # memory of the current stream

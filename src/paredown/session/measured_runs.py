@@ -25,7 +25,7 @@ from paredown.session.weights.packed_weights import Weights
 
 @final
 class MeasuredRuns:
-    """Contexts in which forward passes of one session's model store less than its plan requests, or more precisely."""
+    """Contexts that `verify` uses to run one model without its plan, in float32, or with some of its slots packed."""
 
     def __init__(self, activations: Activations, watch: Watch, weights: Weights, checkpointed: CheckpointedModules) -> None:
         self._activations, self._watch, self._weights, self._checkpointed = activations, watch, weights, checkpointed
@@ -36,12 +36,12 @@ class MeasuredRuns:
         return self._weights.weights
 
     def decision_of(self, name: str) -> StorageDecision | None:
-        """How a slot is stored; None if no pass had it."""
+        """Return how a slot is stored; None if no forward pass so far had it."""
         return self._activations.decisions.get(name)
 
     @contextmanager
     def unmodified(self) -> Generator[None]:
-        """A context in which the model runs without the plan; packed weights have the decoded values."""
+        """Return a context in which the model runs without the plan; packed weights are decoded and stay so."""
         with self._watch.paused(), self._checkpointed.paused(), self._weights.unpacked(), self._weights.keeping_saved():
             yield
 
@@ -49,7 +49,9 @@ class MeasuredRuns:
     def storing(
         self, only: Collection[str] | None = None, *, is_exact: bool = False, on_packed: Observer | None = None
     ) -> Generator[None]:
-        """A context in which the slots `only` are stored (None: all), in float32 if `is_exact`; `on_packed` observes them."""
+        """Return a context in which only the slots `only` are stored (None: all), in float32 if `is_exact`.
+
+        `on_packed` is called after each saved tensor is packed."""
         activations = self._activations
         chosen, save = None if only is None else frozenset(only), activations.save
 
@@ -68,7 +70,10 @@ class MeasuredRuns:
 
     @contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """A context that restores decisions and counts when it ends, and in which no guard measures; yields `rewind`."""
+        """Return a context that restores decisions and counts when it ends, and in which no guard measures.
+
+        It yields a function that sets the number of forward passes back.
+        """
         with self._activations.restored_after() as rewind:
             try:
                 yield rewind

@@ -42,14 +42,14 @@ CENTERED_LEN = 64  # consecutive values that are assumed to share a mean, as tho
 
 @dataclass(frozen=True)
 class SlotSignal:
-    """Measurements of a slot: its rounding error and its largest absolute value; infinity where they are not finite."""
+    """Measurements of a slot: its relative rounding error and its largest absolute value, infinity where they are not finite."""
 
     error: float
     largest: float
 
 
 class Signals:
-    """Collects measurements of the slots `names`, in an order that is the same in all processes."""
+    """Measures the slots `names`, in an order that is the same in all processes."""
 
     def __init__(self, activations: Activations, names: Sequence[str], every: int) -> None:
         self._activations, self._names, self._every = activations, tuple(names), every
@@ -70,7 +70,7 @@ class Signals:
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
-        """The gradient norm, and the slots measured since the last call; the same in all processes."""
+        """Return the gradient norm and the slots measured since the last call, reduced by maximum over all processes."""
         assert self._numbers is not None
         first = self._numbers.new_tensor([UNSEEN]) if norm is None else norm.detach().reshape(1).to(self._numbers)
         numbers = torch.cat([first, self._numbers.reshape(-1)])
@@ -84,11 +84,11 @@ class Signals:
         return values[0], {name: SlotSignal(error, largest) for name, error, largest in rows if error != UNSEEN}
 
     def is_due(self, num_calls: int) -> bool:
-        """Whether the measurements of a compiled graph's `num_calls`th call are used: the first, and one of `every` later ones."""
+        """Return whether to use what a compiled graph measured in its `num_calls`-th call: the first, and every `every`-th later one."""
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
     def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
-        """Use what a compiled graph measured: (error, largest) of each saved tensor, in one row; `slots`: their slots' names."""
+        """Record what a compiled graph measured: `numbers` has (error, largest) for each saved tensor; `slots` has their slot names."""
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=numbers.device)
         index = self._indices.get(tuple(slots))
@@ -114,7 +114,7 @@ class Signals:
         return flat, form.codec.decode(form.stored, (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """(exact, decoded) values of a part of the tensor, another part in each measurement."""
+        """Return exact and decoded values of a part of the tensor, another part in each measurement."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -126,7 +126,9 @@ class Signals:
 
 
 def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tensor:
-    """|rounded - exact|^2 / |exact|^2 of flat tensors; `is_centered` subtracts the mean of each 64 values from `exact` in the denominator.
+    """Return |rounded - exact|^2 / |exact|^2 of two flat tensors.
+
+    `is_centered` subtracts the mean of each 64 values from `exact` in the denominator.
 
     >>> exact = torch.tensor([100.0, 101.0]).repeat(32)
     >>> float(relative_error(exact, exact + 0.5, is_centered=True))
@@ -140,7 +142,7 @@ def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tens
 
 
 class SessionGuard(ABC):
-    """What a session asks of its guard. It changes the session's plan by the function `change` that it was created with."""
+    """The methods of a guard that its session calls. It changes the session's plan by the function `change` that it was created with."""
 
     slots: Mapping[str, Any]  # name -> traced slot, of those that it measures
     signals: Signals
@@ -150,11 +152,11 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def passes_over(self) -> bool:
-        """Whether the forward pass that begins is the guard's own, and is not packed."""
+        """Return whether the guard itself runs the forward pass that begins, so that nothing is packed in it."""
 
     @abstractmethod
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Read the current format of a slot from `format_of`, as compiled graphs decide formats."""
+        """Use `format_of` for the current format of each slot, since compiled graphs decide formats themselves."""
 
     @abstractmethod
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
@@ -162,15 +164,15 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What the guard remembers from step to step."""
+        """Return what the guard needs to continue in another process."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Continue from a `state_dict`, with the plan of that time."""
+        """Continue from a `state_dict`, with the plan that was in use when it was saved."""
 
     @abstractmethod
     def close(self) -> None:
-        """Remove its hooks."""
+        """Remove the hooks."""
 
 
 GuardFactory = Callable[[Activations, Callable[[Plan], None]], SessionGuard]  # of a session's activations, and what sets its plan

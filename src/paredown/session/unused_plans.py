@@ -38,7 +38,7 @@ SCRIPTED = "torch.jit.script compiled it, and hooks cannot read what it saves in
 
 
 def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
-    """The rules of whole roles that match no parameter of `model`, each as a row of changes."""
+    """Return a row of changes for each rule of a whole role that matches no parameter of `model`."""
     needs = [p.requires_grad for p in model.parameters()]
     rows: list[Change] = []
     for text, assignment in plan.rules:
@@ -56,7 +56,7 @@ def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
 
 
 def scripted_parts(model: nn.Module) -> list[str]:
-    """The paths of the outermost scripted modules inside of `model`; ApplyError if the model is one."""
+    """Return the paths of the outermost scripted modules in `model`; ApplyError if the model itself is scripted."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ApplyError(
             "this model is a torch.jit.ScriptModule: it runs without Python, and no hook can pack what it saves. Apply the plan to the "
@@ -73,12 +73,12 @@ def scripted_changes(plan: Plan, paths: Iterable[str]) -> list[Change]:
 
 
 def does_nothing(plan: Plan, stored: Sequence[StoredBytes], *, has_run: bool) -> bool:
-    """Whether a plan with rules stores nothing packed; `has_run`: a step ran, or the plan does not pack activations."""
+    """Return whether a plan that has rules packs nothing; `has_run`: a step ran, or the plan does not pack activations."""
     return bool(plan.rules) and has_run and not any(row.stored < row.baseline for row in stored)
 
 
 class Counted(Protocol):
-    """A session, as far as its steps are counted."""
+    """The part of a session that `UnseenSteps` reads: whether it saw a forward pass."""
 
     @property
     def has_run(self) -> bool:
@@ -87,7 +87,7 @@ class Counted(Protocol):
 
 
 class UnseenSteps:
-    """Notices that an optimizer updates the parameters of a model of which no forward pass was seen, and warns once."""
+    """Warns once if an optimizer updates the parameters of a model although its session saw no forward pass."""
 
     def __init__(self, model: nn.Module, session: Counted) -> None:
         self._model, self._session = weakref.ref(model), weakref.ref(session)
@@ -99,7 +99,7 @@ class UnseenSteps:
         self._handle.remove()
 
     def check(self, among: set[nn.Parameter] | None = None) -> bool:
-        """Whether parameters (`among` these) have gradients and no forward pass was seen."""
+        """Return whether parameters of the model (or of `among`) have gradients although no forward pass was seen."""
         model, session = self._model(), self._session()
         if model is not None and session is not None and not self.were_seen and not session.has_run:
             found = [p for p in model.parameters() if among is None or p in among]

@@ -61,7 +61,7 @@ READ_INTERVAL = 8
 
 @dataclass(eq=False, slots=True)
 class Reading:
-    """Numbers read from tensors, the forward pass they are used in, and later numbers that are being copied to the host."""
+    """Numbers that were read from a tensor on the device, and newer ones that are being copied to the host."""
 
     values: list[float]
     forwards: int
@@ -70,7 +70,7 @@ class Reading:
 
 
 class KnownReason(NamedTuple):
-    """A reason to keep a slot unmodified, or "", and what it follows from."""
+    """A reason to leave a slot unmodified, or "" for none, and the numbers and format from which it was derived."""
 
     reason: str
     reading: Reading
@@ -78,12 +78,12 @@ class KnownReason(NamedTuple):
     format: Format
 
     def holds(self, format: Format) -> bool:
-        """Whether no other values were read or are being copied since."""
+        """Return whether the reason is still valid: same format, and no newer numbers were read or are being copied."""
         return self.reading.pending is None and self.reading.values is self.values and self.format is format
 
 
 class ValueBounds:
-    """The readings of one model, by slot."""
+    """Decides by their values which saved tensors of one model stay unmodified; keeps the numbers read so far, by slot."""
 
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
@@ -91,12 +91,12 @@ class ValueBounds:
         self._last: Reading | None = None  # the one that `_read` returned last
 
     def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
-        """What `reason_to_keep` returned for a slot, if it would return that again; None if it has to be called."""
+        """Return what `reason_to_keep` would return for a slot if it is known already; None if it must be called."""
         known = self._known.get(name)
         return known.reason if known is not None and forwards % READ_INTERVAL and known.holds(format) else None
 
     def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
-        """Why a saved tensor stays unmodified in this forward pass although `format` was chosen; "" if it may be packed."""
+        """Return why a saved tensor stays unmodified in this forward pass although a format was chosen; "" if it may be packed."""
         self._last = None
         reason = self._reason(saved, format, forwards)
         if self._last is not None and saved.tensor is not None and saved.tensor.is_cuda:
@@ -147,7 +147,7 @@ class ValueBounds:
 
 
 def depends_on_values(saved: Saved) -> bool:
-    """Whether `ValueBounds.reason_to_keep` may have a reason for tensors of this layout."""
+    """Return whether the values of a tensor of this layout can keep it from being packed (`ValueBounds.reason_to_keep`)."""
     tensor = saved.tensor
     assert tensor is not None
     if saved.pin in ATTENTION_PINS or saved.op in PERIODIC:
@@ -164,7 +164,7 @@ def is_capturing() -> bool:
 
 
 def check_is_warm(what: str) -> None:
-    """Raise ApplyError if a CUDA graph is being captured: `what` a session does in its first forward passes only."""
+    """Raise ApplyError if a CUDA graph is being captured. `what`: the text of what a session does in its first passes only."""
     if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
@@ -173,7 +173,9 @@ def check_is_warm(what: str) -> None:
 
 
 def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) -> str:
-    """Why operands of attention stay unmodified, from the two numbers of `logits_and_share`; "" if they may be packed."""
+    """Return why operands of attention stay unmodified, "" if they may be packed.
+
+    `bound` and `share` are the numbers of `measure_attention`."""
     bits = min(significant_bits(format), significant_bits(PINNED))
     error = sqrt(2 / head_dim) * ROUNDING_ERROR * 2.0**-bits * bound
     is_large = not error <= MAX_LOGIT_ERROR
@@ -185,29 +187,30 @@ def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) 
 
 
 def reason_of_spread(spread: float) -> str:
-    """Why the input of a norm stays unmodified, from `spread_of_statistics`; "" if it may be packed."""
+    """Return why the input of a norm stays unmodified, "" if it may be packed; `spread` is that of `spread_of_statistics`."""
     if spread <= MAX_SPREAD:
         return ""
     return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
 
 
 def logits_and_share(node: Any) -> Tensor:
-    """`measure_attention` of an autograd node."""
+    """Return `measure_attention` of the tensors that an autograd node of attention saved."""
     return measure_attention(node._saved_query, node._saved_key, node._saved_value, node._saved_output, node._saved_scale)
 
 
 def measure_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> Tensor:
-    """[`largest_logit`, the variance of the output over that of the values], both over tokens; 2 numbers on the device.
+    """Return [`largest_logit`, variance of the output / variance of the values] of one attention, as a tensor of shape (2,).
 
-    The variances are those of the first sequences of a batch, SAMPLE_SIZE values or a little more.
+    Variances are over tokens, of the first sequences of a batch: SAMPLE_SIZE values or a few more.
     """
     of_output, of_value = (_sample(t).var(dim=-2, correction=0).float().mean() for t in (output, value))
     return torch.stack([largest_logit(query, key, scale), (of_output / of_value).nan_to_num(nan=1.0).clamp(0.0, 1.0)])
 
 
 def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> tuple[Tensor, ...]:
-    """What `measure_attention` is computed of: for each head the largest squared norm of a query, that of a key, and the variance of the
-    output and of the values over tokens (of the first sequences). Four 1-D tensors.
+    """Return four 1-D tensors per head, from which `join_attention_parts` computes the bounds of attention.
+
+    They are the largest squared norm of a query, that of a key, and the variance over tokens of the output and of the values.
     """
     squares = (t.float().square().sum(-1).amax(-1).reshape(-1) for t in (query, key))
     variances = (_sample(t).var(dim=-2, correction=0).float().mean(-1).reshape(-1) for t in (output, value))
@@ -215,14 +218,14 @@ def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Four numbers for each operation, one after the other: the parts of many operations with tensors of the same sizes."""
+    """Return four numbers for each attention, in one 1-D tensor; `parts` are the tensors of several `attention_parts`."""
     largest = [torch.stack(tuple(parts[i::4])).amax(1) for i in range(2)]
     means = [torch.stack(tuple(parts[i::4])).mean(1) for i in range(2, 4)]
     return torch.stack(largest + means, 1).reshape(-1)
 
 
 def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
-    """`reason_of_logits` of one operation, from its four numbers of `join_attention_parts`."""
+    """Return `reason_of_logits` of one attention, from its four numbers of `join_attention_parts`."""
     query, key, of_output, of_value = numbers
     bound = abs(scale) * sqrt(query * key) if query * key < inf else inf
     share = of_output / of_value if of_value > 0 else 1.0
@@ -230,13 +233,13 @@ def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, 
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """The first sequences of (batch, heads, tokens, values)."""
+    """Return the first sequences of a tensor of shape (batch, heads, tokens, values), SAMPLE_SIZE values or a few more."""
     num_sequences = -(-SAMPLE_SIZE * tensor.shape[0] // max(tensor.numel(), 1)) if tensor.dim() > 2 else tensor.shape[0]
     return tensor[:num_sequences]
 
 
 def largest_of_rows(tensor: Tensor) -> Tensor:
-    """The root mean square of the largest magnitudes of rows (the last dimension); infinity where it is not a number.
+    """Return the root mean square, over rows, of the largest magnitude in each row; infinity where it is not a number.
 
     >>> float(largest_of_rows(torch.tensor([[3.0, -4.0], [0.0, 4.0]])))
     4.0
@@ -245,13 +248,13 @@ def largest_of_rows(tensor: Tensor) -> Tensor:
 
 
 def largest_logit(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
+    """Return scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
     rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
     return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
 
 
 def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
-    """[the smallest rstd, the largest, the smallest mean, the largest]: for `spread_of_ranges`, in few operations.
+    """Return [smallest rstd, largest rstd, smallest mean, largest mean], the input of `spread_of_ranges`.
 
     >>> extremes(torch.tensor([2.0, 1.0]), torch.tensor([0.0, 6.0]))
     tensor([1., 2., 0., 6.])
@@ -260,7 +263,7 @@ def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
 
 
 def spread_of_statistics(mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor:
-    """How widely values of several channels spread, in units of the smallest standard deviation; infinity if a variance is below `eps`.
+    """Return the range of values across channels in units of the smallest standard deviation; inf if a variance is below `eps`.
 
     >>> float(spread_of_statistics(torch.tensor([0.0, 6.0]), torch.tensor([1.0, 2.0])))
     2.0
@@ -271,7 +274,7 @@ def spread_of_statistics(mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor
 
 
 def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
-    """For every BLOCK channels of many norms [the smallest rstd, the largest, the smallest mean, the largest], in one 1-D tensor.
+    """Return, in one 1-D tensor, `extremes` of every BLOCK channels of many norms.
 
     `statistics`: mean, rstd, mean, rstd, ...
     """
@@ -280,7 +283,7 @@ def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
 
 
 def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
-    """`spread_of_statistics` of one norm, from its part of `ranges_of_statistics`.
+    """Return `spread_of_statistics` of one norm, from its part of `ranges_of_statistics`.
 
     >>> spread_of_ranges([1.0, 2.0, 0.0, 6.0], eps=0.0)
     2.0
@@ -292,7 +295,7 @@ def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
 
 
 def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
-    """Whether a block of 64 values, in the order of memory, can hold values of several channels, rows or groups."""
+    """Return whether a block of 64 values, in memory order, can hold values of several channels, rows or groups."""
     if _lies_in_rows(tensor, op):
         return False  # such norms take rows of the last dimension together, and a block lies in one of them
     if not tensor.is_contiguous():
@@ -302,14 +305,14 @@ def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
 
 
 def _lies_in_rows(tensor: Tensor, op: str) -> bool:
-    """Whether a norm over rows of the last dimension has whole blocks in each of them."""
+    """Return whether a norm over rows of the last dimension has whole blocks in each row."""
     return op != "batch_norm" and tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] % BLOCK == 0
 
 
 def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> bool:
-    """Take the values of the pending copy to the host if it is complete; start a copy in every READ_INTERVAL-th forward pass.
+    """Read the values whose copy to the host is complete, and start a copy in every READ_INTERVAL-th forward pass.
 
-    Returns whether there are new values. There is at most one pending copy, and none is started while a CUDA graph is captured.
+    Returns whether there are new values. There is at most one copy at a time, and none is started while a CUDA graph is captured.
     """
     reading.forwards = forwards
     if torch.cuda.is_current_stream_capturing():
@@ -328,7 +331,10 @@ def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: in
 
 
 class Bounds(NamedTuple):
-    """How a mask is stored: the bit is `low < value < high`; `values` are decoded for 1 and 0, None if no two values serve backward."""
+    """How a mask is stored: the bit of a value is `low < value < high`.
+
+    `values` are those decoded for bits 1 and 0; None if no two values give the same backward.
+    """
 
     low: float
     high: float
@@ -336,7 +342,7 @@ class Bounds(NamedTuple):
 
 
 def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
-    """What backward needs of a saved tensor, and the bounds (masks) or dtype (indices) of its stored form; both are part of its key.
+    """Return what backward needs of a saved tensor, and the bounds of its mask or the dtype of its indices.
 
     Several views of one storage may be saved. What depends on values is determined for one view only, so it must be part of the key: two
     views may hold {0, 1} and {0, 2}, and they may share bits only if both decode to the same two values.
@@ -356,7 +362,7 @@ def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
 
 
 def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
-    """A value between two bounds, one of which may be infinite, and a value that is not; None if `dtype` has no value between them."""
+    """Return a value between two bounds, one of which may be infinite, and a value outside; None if `dtype` has none between."""
     middle = (
         0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
     )
@@ -365,7 +371,7 @@ def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[fl
 
 
 def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
-    """The value of `dtype` at or beyond a bound: kernels compare 16-bit values with the bound in float32, which `dtype` may not have."""
+    """Return the value of `dtype` at or beyond a bound, since kernels compare 16-bit values with the bound in float32."""
     exact = torch.tensor(bound, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
     near = exact.to(dtype)
     if dtype.itemsize == 2 and bool(near.float() < exact if up else near.float() > exact):
@@ -375,7 +381,7 @@ def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
 
 
 def _only_positive_value(tensor: Tensor) -> float | None:
-    """The positive value of a float tensor that holds that value and 0 only: a dropout mask on the CPU, or a routing weight.
+    """Return the positive value of a float tensor that holds only that value and 0, such as a dropout mask on the CPU.
 
     None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would synchronize with the device. The
     answer is valid for this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
@@ -388,5 +394,5 @@ def _only_positive_value(tensor: Tensor) -> float | None:
 
 
 def _index_dtype(saved: Saved, tensor: Tensor) -> torch.dtype:
-    """The smallest integer dtype that holds an index."""
+    """Return the smallest integer dtype that holds the index values of a saved tensor."""
     return getattr(torch, index_dtype(saved.bound, str(tensor.dtype).removeprefix("torch.")))

@@ -31,7 +31,9 @@ NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class ViewOutputs:
-    """Hooks on the modules of `model` whose outputs are views of new tensors; `Linear` only if a module of the model works in place.
+    """Hooks that replace module outputs which are views of new tensors, so that in-place operations on them can be packed.
+
+    Outputs of `Linear` are replaced only if a module of the model works in place.
 
     `replaces`: the type of the outputs that are replaced. A trace of fake tensors has its own hooks, beside those of a session.
     """
@@ -43,7 +45,7 @@ class ViewOutputs:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Register the hooks, before all other hooks of these modules, so that none of those holds a view."""
+        """Register the hooks before all other hooks of these modules, so that no other hook gets the view."""
         hook = partial(without_view, self._replaces)
         self._handles = [module.register_forward_hook(Hook(hook), prepend=True) for module in self._modules]
 
@@ -55,7 +57,7 @@ class ViewOutputs:
 
 
 def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """`output`, if it is of the type `replaces`, as a tensor that is no view of another; None if it is none already."""
+    """Return `output` as a tensor that is no view, if it is a view of the type `replaces`; otherwise None."""
     if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())

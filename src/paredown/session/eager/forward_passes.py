@@ -61,14 +61,14 @@ class ForwardStorage:
         return entry[1] if entry is not None and entry[0] is node else None
 
     def pack_delayed(self, pack_mask: PackMask) -> None:
-        """Pack masks that the operation which was expected to encode their tensor did not pack."""
+        """Pack the delayed masks whose tensor no later operation encoded."""
         for mask, slot in self.masks.values():
             if mask.delayed is not None:
                 slot.is_delayed = False
                 mask.pack(pack_mask)
 
     def pack_again(self, count: ForwardCount, pack_mask: PackMask) -> None:
-        """Pack the forms of earlier passes that were restored to the original for the caller, who gave it to this pass."""
+        """Pack the forms of earlier passes again that referred to the original while the caller held it."""
         for form in self.forms.values():
             if type(form) is StoredMask:
                 form.pack_again(pack_mask)
@@ -77,9 +77,9 @@ class ForwardStorage:
 
 
 class PassOutputs:
-    """What passes of one thread through modules stored of their outputs, so that a pass that gets one of them shares the stored form.
+    """The stored forms of the outputs of earlier passes in one thread, which a pass that gets such an output shares.
 
-    Weak references: they end with the graph and the tensors of the step.
+    All references are weak, so that they end with the graph and the tensors of the step.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,9 @@ class PassOutputs:
         self.held: set[str] = set()  # slots of packed arguments that outlived the graph of their pass: the caller holds them
 
     def begin(self, storage: ForwardStorage, arguments: Iterable[Tensor], outputs: Collection[int]) -> None:
-        """Begin a pass that gets these `arguments` from earlier ones; `outputs`: storages of their outputs that lead to them."""
+        """Begin a pass with `arguments` that earlier passes returned.
+
+        `outputs`: addresses of the storages of the outputs of those passes."""
         self._find_held()
         self._unmodified = {address: ref for address, ref in self._unmodified.items() if not ref.expired()}
         alive = {key: form for key, ref in self._forms.items() if (form := ref()) is not None}
@@ -108,7 +110,7 @@ class PassOutputs:
                 storage.at_address.setdefault(key[0], []).append(form)
 
     def end(self, storage: ForwardStorage, outputs: Mapping[int, Tensor]) -> None:
-        """End it; `outputs` by storage."""
+        """End the pass; `outputs`: its output tensors by storage address."""
         for address in storage.unpacked.keys() & outputs.keys():
             self._unmodified[address] = StorageRef(outputs[address].untyped_storage())
         for key, form in storage.forms.items():
@@ -118,7 +120,7 @@ class PassOutputs:
                 self._arguments.append((form.name, weakref.ref(form), StorageRef(original)))
 
     def _find_held(self) -> None:
-        """Find the arguments whose graph is gone while their memory is not."""
+        """Record in `held` the arguments whose memory is still allocated after their graph was freed."""
         left: list[tuple[str, weakref.ref[StoredForm], StorageRef]] = []
         for name, form, ref in self._arguments:
             if ref.expired():
@@ -131,12 +133,12 @@ class PassOutputs:
 
 
 def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
-    """The storage that a form was made from; None if it was freed."""
+    """Return the original storage of a stored form; None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
 
 
 class ThreadState(threading.local):
-    """What belongs to the forward passes of one thread."""
+    """State of the forward passes of one thread."""
 
     def __init__(self) -> None:
         self.storage: ForwardStorage | None = None  # of the pass that is running
@@ -181,7 +183,7 @@ class ForwardCount:
             step.fill_(count)
 
     def add(self) -> None:
-        """Count a forward pass: on the host and on the devices, or, while a CUDA graph is captured, in the graph alone."""
+        """Count a forward pass: on host and devices, or in the graph alone while a CUDA graph is captured."""
         if self.on_device and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
             for step in self.on_device.values():
@@ -190,7 +192,7 @@ class ForwardCount:
         self.value += 1
 
     def at(self, tensor: Tensor) -> Any:
-        """The number as the codec takes it for `tensor`: on a GPU one int32 in its memory."""
+        """Return the number as the codec takes it for `tensor`: an int, or on a GPU an int32 tensor in its memory."""
         if not tensor.is_cuda:
             return self.on_host
         step = self.on_device.get(tensor.get_device())
@@ -202,11 +204,11 @@ class ForwardCount:
 
 
 class PackingTime:
-    """The seconds that encoding and decoding took on a CPU, and those of the steps around them, by `clock`.
+    """The seconds that encoding and decoding took on a CPU, and the seconds of the whole steps, by `clock`.
 
     A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
-    GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step
-    down. The time in which saved tensors are found is not counted as packing.
+    GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step down.
+    The time in which saved tensors are found is not counted as packing.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -217,12 +219,12 @@ class PackingTime:
 
     @property
     def share(self) -> float | None:
-        """Packing's share of the time of the steps that count; None if there is none."""
+        """The fraction of the counted steps' time that packing took; None if no step counts."""
         packing, whole = self._steps
         return packing / whole if whole > 0 else None
 
     def begin_step(self) -> None:
-        """Start of a forward pass, which ends the step before."""
+        """End the step before, and begin one."""
         now = self.clock()
         if self._has_decoded:
             self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]
@@ -234,7 +236,7 @@ class PackingTime:
             self._packing += self.clock() - start
 
     def unpacked(self, view: StoredView) -> Tensor:
-        """The unpacked saved tensor of a view on the CPU, its time counted."""
+        """Return the unpacked saved tensor of a view on the CPU, and count the time as packing."""
         start = self.clock()
         tensor = view.tensor()
         self.add_since(start)

@@ -53,7 +53,7 @@ MULTIPLIED = "forward changes: it multiplies 8-bit codes of input, weight and gr
 
 
 class ProductInput:
-    """The input of a layer's `F.linear`, which then multiplies codes."""
+    """The input of a linear layer whose `F.linear` multiplies 8-bit codes."""
 
     __slots__ = ("layers", "path", "tensor")
 
@@ -71,7 +71,7 @@ class ProductInput:
 
 
 class ProductLayers:
-    """The layers of one model that multiply 8-bit codes, by their paths, and those that do not although the plan requests it."""
+    """The linear layers of one model that multiply 8-bit codes, and those that do not although the plan requests it, by path."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.elements: dict[str, str] = {}
@@ -106,21 +106,21 @@ class ProductLayers:
     # --- eager ---
 
     def attach(self) -> None:
-        """Multiply codes from the next call on."""
+        """Register the hooks by which the layers multiply codes."""
         for path, ref in self._layers.items():
             if (module := ref()) is not None:
                 self._hooks[path] = hook = Hook(_Enter(self, path))
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def detach(self) -> None:
-        """Multiply in the model's dtype from now on; backward of graphs that exist already goes on with their codes."""
+        """Remove the hooks: layers multiply in the model's dtype. Backward of existing graphs still uses their codes."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """A context in which products are those of the model's dtype."""
+        """Return a context in which layers multiply in the model's dtype."""
         was_attached = bool(self._handles)
         self.detach()
         try:
@@ -162,13 +162,13 @@ class ProductLayers:
         return {path: element for path, element in self.elements.items() if path not in self.left and path not in unused}
 
     def _unused(self) -> dict[str, str]:
-        """The chosen layers that do not multiply codes, with the reason."""
+        """Return the chosen layers that do not multiply codes, with the reasons."""
         if self.in_graphs is not None:
             return dict.fromkeys(self.elements.keys() - self.in_graphs - self.left.keys(), NOT_IN_GRAPHS)
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
 
     def changes(self) -> Iterator[Change]:
-        """A row for the layers that multiply codes, and one for each that does not although the plan requests it."""
+        """Yield a row for the layers that multiply codes, and one for each layer that was requested to and does not."""
         multiplied = self.multiplied
         for element in dict.fromkeys(multiplied.values()):
             paths = [path for path, of in multiplied.items() if of == element]
@@ -186,7 +186,7 @@ class ProductLayers:
         return [SlotExplanation(f"{PRODUCT}={path}", of, of, MULTIPLIED) for path, of in self.multiplied.items()]
 
     def say(self) -> str:
-        """How many layers multiply codes, for the summary; "" where the plan requests none."""
+        """Return the text of the summary on how many layers multiply codes; "" if the plan requests none."""
         multiplied = self.multiplied
         if not self._asked:
             return ""
@@ -195,7 +195,7 @@ class ProductLayers:
 
 
 class _Enter:
-    """The pre-hook of one layer."""
+    """The forward pre-hook of one layer."""
 
     def __init__(self, layers: ProductLayers, path: str) -> None:
         self._layers, self._path = layers, path
@@ -212,7 +212,7 @@ def _resolved(element: str, device: torch.device) -> str:
 
 
 def _reason_to_leave(module: nn.Module, *, by_speed: bool, is_head: bool) -> str:
-    """Why a layer is left unmodified; "" if it multiplies codes."""
+    """Return why a layer multiplies in the model's dtype; "" if it multiplies codes."""
     if isinstance(module, nn.MultiheadAttention):
         return ATTENTION
     assert isinstance(module, nn.Linear)
@@ -233,7 +233,7 @@ def _tied_to_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """PlanError for a pattern or path that matches no linear layer."""
+    """Raise PlanError for a pattern or path that matches no linear layer."""
     paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
     for key, element in plan.products:
         text = key.partition("=")[2]

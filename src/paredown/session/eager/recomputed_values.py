@@ -20,7 +20,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @final
 class RecomputedValues(StoredForm):
-    """Values that are recomputed from stored ones; stores no values, only references to a norm's parameters and statistics."""
+    """Values that backward recomputes from a stored tensor; only a norm's parameters and statistics are referenced."""
 
     __slots__ = ("source", "steps")
 
@@ -35,7 +35,7 @@ class RecomputedValues(StoredForm):
         return self._recomputed((self.numel,), (1,))
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The same without a flat tensor in between."""
+        """Return the recomputed tensor, without a flat tensor in between."""
         return self._recomputed(size, stride) if self.plain_values is None else self.values().as_strided(size, stride)
 
     def _recomputed(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -76,7 +76,7 @@ def decode_steps_of(
 
 
 def activation_name(node: Any) -> str:
-    """The activation function of an autograd node as `DecodeSteps` has it."""
+    """Return the name that `DecodeSteps` uses for the activation function of an autograd node."""
     name = function_name(node)
     return "gelu_tanh" if name == "gelu" and node._saved_approximate == "tanh" else name
 
@@ -105,7 +105,7 @@ def _batch_norm(node: Any, source: StoredView, keeps_parameters: bool) -> Norm |
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """A norm's parameter as a 1-D float32 tensor; the parameter itself, not a copy, where it is one and is kept until backward."""
+    """Return a norm's parameter as a 1-D float32 tensor: itself where it is one and is kept until backward, else a copy."""
     if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
         return parameter
     return parameter.detach().float().reshape(-1).clone()

@@ -39,7 +39,10 @@ IN_PLACE = (
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """How a slot is stored. `asked`: the plan's format; `format`: the one used, None if unmodified; `reason`: why they differ."""
+    """How a slot is stored.
+
+    `asked` is the plan's format, `format` the one in use (None: unmodified), `reason` why they differ.
+    """
 
     asked: Format | None
     format: Format | None
@@ -54,7 +57,7 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 
 
 class SlotDecisions:
-    """What is decided once for the saved tensors of a slot, and replayed while they have this layout and the plan does not change."""
+    """Decisions about the saved tensors of a slot, which are made once and hold while layout and plan do not change."""
 
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
@@ -83,11 +86,11 @@ class SlotDecisions:
         self.is_cuda = tensor.is_cuda
 
     def fits(self, saved: Saved, tensor: Tensor) -> bool:
-        """Whether the decisions hold for this saved tensor."""
+        """Return whether the decisions hold for this saved tensor: same use and same memory layout."""
         is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
         return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
 
 
 def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """All that decisions depend on: device, dtype, bytes of the storage, size, strides and offset."""
+    """Return all properties of a tensor that decisions depend on: device, dtype, storage bytes, size, strides and offset."""
     return tensor.get_device(), tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()

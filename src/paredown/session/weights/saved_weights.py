@@ -72,7 +72,7 @@ setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # other hooks skip saved tensor
 
 
 def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
-    """The saved-tensor handle at the end of a path; None if there is none, or if it has another hook."""
+    """Return the saved-tensor handle at the end of a path through the graph; None if there is none, or if it has another hook."""
     for hop in hops:
         edges = node.next_functions
         node = edges[hop][0] if hop < len(edges) else None
@@ -90,10 +90,11 @@ def release_saved_weights(
     *,
     is_layer: bool = False,
 ) -> bool:
-    """Replace weights saved by nodes behind `values`, from sequence number `first` on; returns whether other hooks may hold a weight.
+    """Replace weights saved by nodes behind `values`, and return whether other hooks may hold a weight.
 
-    `memory`: storage address -> weight, of the unpacked parameters. `trails` receives the path to each replaced tensor: the indices of
-    edges from the node of `values`, and the name of the saved-tensor attribute, "" if it is one of a list. `is_layer`: one of LAYERS runs.
+    Only nodes with a sequence number of at least `first` are visited. `memory`: storage address -> weight, of the unpacked parameters.
+    `trails` receives the path to each replaced tensor: the indices of edges from the node of `values`, and the name of the saved-tensor
+    attribute, "" if it is one of a list. `is_layer`: one of LAYERS runs.
     """
     is_hooked = False
     for node, hops in _nodes(values, first):
@@ -107,7 +108,7 @@ def release_saved_weights(
 
 
 def _saved(node: Any) -> list[tuple[str, Any]]:
-    """(attribute name, handle) of each tensor that a node saved; the name is "" for those in a list."""
+    """Return (attribute name, handle) for each tensor that a node saved; the name is "" for those in a list."""
     name = node.name()
     if name in SAVES_NOTHING:
         return []
@@ -121,7 +122,7 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
-    """Replace a saved tensor if it is a packed weight, a view or a cast of one; returns whether it was replaced."""
+    """Replace a saved tensor that is a packed weight, a view or a cast of one; return whether it was replaced."""
     if raw is None:
         return False
     tensor = raw.data
@@ -155,7 +156,7 @@ class CheckpointedSaves:
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """A `DeferredWeight` for a frozen weight or a view of it; for other tensors what checkpointing returns."""
+        """Return a `DeferredWeight` for a frozen weight or a view of it; for other tensors what checkpointing returns."""
         packed = self._outer[0](tensor)
         is_strided = has_storage(tensor) and tensor.layout is torch.strided
         weight = self._memory.get(tensor.untyped_storage()._cdata) if is_strided else None
@@ -173,20 +174,20 @@ class CheckpointedSaves:
 
 
 def keeps_objects(hook: Any) -> bool:
-    """Whether a saved-tensor hook may hold the saved tensor object; those of torch.utils.checkpoint do not."""
+    """Return whether a saved-tensor hook may hold the Python object of the tensor; those of torch.utils.checkpoint do not."""
     if isinstance(getattr(hook, "__self__", None), CheckpointedSaves | SecondPass):
         return False
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
 
 def hook_of_checkpoint() -> PackHook | None:
-    """The pack hook of the torch.utils.checkpoint (non-reentrant) that runs; None if none does, or if other hooks are inside of it."""
+    """Return the pack hook of the non-reentrant checkpoint that runs innermost; None if none does."""
     hooks = top_hooks(True)
     return hooks[0] if hooks is not None and not keeps_objects(hooks[0]) else None
 
 
 def accumulator_of(parameter: Tensor) -> Any:
-    """The node that accumulates the gradient of a leaf."""
+    """Return the autograd node that accumulates the gradient of a leaf."""
     if torch.is_grad_enabled():
         node: Any = parameter.view_as(parameter).grad_fn
         return node.next_functions[0][0]
@@ -194,7 +195,7 @@ def accumulator_of(parameter: Tensor) -> Any:
 
 
 def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """The nodes behind `values` with a sequence number from `first` on, and the indices of the edges that lead to each."""
+    """Yield (node, indices of the edges that lead to it) for nodes behind `values` with a sequence number of at least `first`."""
     pending: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -211,7 +212,7 @@ def leads_to_weight(values: Any) -> bool:
 
 
 def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
-    """The first node behind a tensor that is no cast or view, with its name, and the names of the casts and views before it."""
+    """Return the name and the node of the first operation behind a tensor that is no cast or view, and the names of those before it."""
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
@@ -223,7 +224,7 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
 
 
 def _weight_behind(tensor: Tensor) -> Weight | None:
-    """The packed weight of which a saved tensor is a cast or the decoded values; None if it is neither."""
+    """Return the packed weight whose decoded values, or a cast of them, a saved tensor is; None if it is neither."""
     name, node, names = _source(tensor)
     weight: Weight | None = None
     if name == DECODED:
@@ -237,12 +238,12 @@ def _weight_behind(tensor: Tensor) -> Weight | None:
 
 
 def _has_size(tensor: Tensor, weight: Weight) -> bool:
-    """Whether the storage of a tensor has as many values as the weight, on its device."""
+    """Return whether the storage of a tensor has as many values as the weight and is on the same device."""
     return tensor.untyped_storage().nbytes() == weight.size.numel() * tensor.itemsize and tensor.device == weight.packed.device
 
 
 def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: bool) -> Weight | None:
-    """The frozen weight of which a saved tensor without a gradient is a cast; None if there is none."""
+    """Return the frozen weight of which a saved tensor without gradient is a cast; None if there is none."""
     for weight in memory.values():
         parameter = weight.parameter
         if parameter is None or parameter.requires_grad or cast.dtype not in DTYPES or cast.dtype is weight.dtype:
@@ -256,7 +257,10 @@ def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: b
 
 
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
-    """Whether a tensor has the bits of the weight. If so, `place` is remembered, unless all values are equal, which may be chance."""
+    """Return whether a tensor has the bits of the weight.
+
+    If so, `place` is remembered, unless all values are equal, which may be chance.
+    """
     flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
     is_equal = same_bits(flat, weight.shared(tensor.dtype))
     if is_equal and bool((flat != flat.flatten()[0]).any()):
@@ -271,7 +275,7 @@ Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the Accumu
 
 
 class PackedModule:
-    """A module with packed parameters; keeps what its calls need from one call to the next."""
+    """A module with packed parameters, and what is remembered from one call of it to the next."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 
@@ -285,7 +289,7 @@ class PackedModule:
         self._trails: dict[tuple[str, int], list[tuple[tuple[int, ...], str]]] = {}
 
     def weights(self) -> list[Weight]:
-        """The packed weights of the parameters that the module has at this moment."""
+        """Return the packed weights among the current parameters of the module."""
         known = [(id(p), vars(p).get(KEY)) for p in self.module._parameters.values() if p is not None]
         if known != self._known:
             # nn.Parameter(p.data) of a packed parameter p is a view of the weight: it is decoded on use, as outside modules
@@ -294,7 +298,9 @@ class PackedModule:
         return self._weights
 
     def release(self, output: Any, call: WeightCall) -> bool:
-        """Replace the weights that a call saved, by the paths of earlier calls; returns whether other hooks may hold a weight."""
+        """Replace the weights that a call saved, and return whether other hooks may hold one.
+
+        The paths that earlier calls found are tried first."""
         memory = {weight.address: weight for weight in call.weights}
         node = output.grad_fn if isinstance(output, Tensor) else None
         key = (node.name(), next_number() - call.first) if node is not None else None
@@ -320,14 +326,14 @@ class WeightCall:
         self._saves: CheckpointedSaves | None = None
 
     def begin_saves(self) -> None:
-        """Inside torch.utils.checkpoint, defer the frozen weights that the module saves."""
+        """Inside torch.utils.checkpoint, replace the frozen weights that the module saves by deferred ones."""
         hooks = top_hooks(True)
         if hooks is not None and not keeps_objects(hooks[0]):
             frozen = [weight for weight in self.weights if (p := weight.parameter) is not None and not p.requires_grad]
             self._saves = CheckpointedSaves(hooks, frozen) if frozen else None
 
     def end_saves(self) -> bool:
-        """Remove the hooks of `begin_saves`; returns whether there were any."""
+        """Remove the hooks of `begin_saves`, and return whether there were any."""
         saves, self._saves = self._saves, None
         if saves is not None:
             saves.leave()
@@ -335,7 +341,7 @@ class WeightCall:
 
 
 def is_frozen_linear(module: nn.Module) -> bool:
-    """Whether a module is an nn.Linear with a frozen weight and bias, and the forward of torch: it runs while its weight is packed."""
+    """Return whether a module is an unmodified nn.Linear with frozen weight and bias, which runs while its weight is packed."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -343,7 +349,7 @@ def is_frozen_linear(module: nn.Module) -> bool:
 
 
 def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
-    """Reasons, by id of the parameter, for those in modules whose hooks do not run."""
+    """Return the reasons, by id of the parameter, for parameters of modules whose hooks do not run."""
     reasons: dict[int, str] = {}
     for module in model.modules():
         compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
@@ -355,7 +361,7 @@ def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, s
 
 
 def export_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace packed weights in a state dict by decoded tensors; a weight under two names is the same tensor under both."""
+    """Replace packed weights in a state dict by decoded tensors; tied weights stay the same tensor under all names."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, PackedParameter):

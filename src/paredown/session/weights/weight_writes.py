@@ -59,7 +59,7 @@ FOREIGN_ROW = "{} rounds updates to nearest, off by {:.2g} % in its first step: 
 
 
 class WeightWrites:
-    """What was written into the packed weights of one session."""
+    """Observes writes into the packed weights of one session, and warns of those that rounding loses."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Weight, str] = WeakKeyDictionary()
@@ -76,7 +76,7 @@ class WeightWrites:
         )  # parameters of optimizers that have no packed weight
 
     def watch(self, name: str, weight: Weight) -> None:
-        """Observe what is written into a packed weight."""
+        """Start observing writes into a packed weight."""
         self._names[weight] = name
         weight.on_write = self._written
         if weight.rounding_error is not None and not weight.rounding_error < COARSE:
@@ -84,13 +84,13 @@ class WeightWrites:
             self._coarse[name] = Change(f"weight={name}", format, format, reason)
 
     def changes(self) -> Iterator[Change]:
-        """A row for each weight that its format does not suit, one for foreign steps, and one for each merged frozen weight."""
+        """Yield a row for each weight that its format does not suit, one for foreign optimizers, and one for each merged frozen weight."""
         yield from self._coarse.values()
         yield from [self._foreign] if self._foreign is not None else ()
         yield from self._merged.values()
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Register the hooks on loading and on steps of optimizers; returns their handles."""
+        """Register the hooks on state-dict loading and on optimizer steps, and return their handles."""
         handles: list[Any] = [
             register_weakly(register_optimizer_step_pre_hook, self, WeightWrites._before_step),
             register_weakly(register_optimizer_step_post_hook, self, WeightWrites._after_step),
@@ -110,7 +110,7 @@ class WeightWrites:
         self._loading.update({weight: _versions(weight) for weight in _weights_of(module)})
 
     def _written(self, weight: Weight, values: Tensor) -> Callable[[], None] | None:
-        """Called before `values` are encoded; returns a function to call after that, which warns."""
+        """Return the function that warns of a write, to be called after `values` are encoded; None if there is nothing to say."""
         parameter, name = weight.parameter, self._names.get(weight)
         is_loaded = weight in self._loading and self._loading[weight] in (None, _versions(weight))
         if parameter is None or name is None or is_loaded:
@@ -138,7 +138,7 @@ class WeightWrites:
             self._stepping = []
 
     def _updated_by(self, optimizer: Optimizer) -> list[Weight]:
-        """The packed weights of this session that an optimizer has, and that are trained."""
+        """Return the trained packed weights of this session that a foreign optimizer updates."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._num_seen.get(optimizer) == len(parameters):
             return []
@@ -172,6 +172,6 @@ def _weights_of(module: nn.Module) -> list[Weight]:
 
 
 def _versions(weight: Weight) -> tuple[int, int]:
-    """Numbers that change with every write into a weight, packed or plain."""
+    """Return two version numbers, one of which changes with every write into a weight, packed or plain."""
     parameter = weight.parameter
     return weight.version, parameter._version if parameter is not None else -1
