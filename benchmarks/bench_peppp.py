@@ -28,8 +28,7 @@ from measure import RESULTS, machine
 from numpy.typing import NDArray
 
 from paredown.study.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, held_out_tasks, judge
-from paredown.study.papers.peppp_experiment_design import PICKERS, Picker, Pooled
-from paredown.study.pick.acquisition import propose_for_front
+from paredown.study.papers.peppp_experiment_design import PICKERS, Picker, Pooled, front_gains
 from paredown.study.pick.posterior import Prior
 
 Array = NDArray[np.float64]
@@ -165,7 +164,7 @@ def append(run: dict[str, object]) -> None:
 def proposal(errors: Array, memory: Array, levels: NDArray[np.intp] | None) -> int:
     """From matrices to the plan to measure first."""
     prior, seen = Prior.of(errors, levels), np.full(errors.shape[1], np.nan)
-    return propose_for_front(prior, prior.given(seen), memory / memory.max(), seen)
+    return int(front_gains(prior, prior.gaussian.given([], []), memory / memory.max(), seen).argmax())
 
 
 def speeds() -> Iterable[dict[str, object]]:

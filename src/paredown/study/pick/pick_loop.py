@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, TaskError
 from paredown.plan.plan import Plan
-from paredown.study.pick.acquisition import TURNS, is_settled, propose, propose_for_margin
+from paredown.study.pick.acquisition import is_settled, propose, propose_for_margin
 from paredown.study.pick.answer import Frontier, Picked, Point, StepTime, comparable_times
 from paredown.study.pick.candidates import Candidates, TaskStep
 from paredown.study.pick.pareto import undominated_with_times
-from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior
+from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior, Run
 from paredown.study.pick.reasons import (
     DECIDED,
     UNFINISHED,
@@ -33,14 +33,12 @@ from paredown.study.pick.reasons import (
     say_time,
     stopped_early,
 )
-from paredown.study.pick.seed_effects import SeedRun
 from paredown.study.pick.task_prior import WORST, TaskPrior
 from paredown.study.sweeps.measurement import Measurer, TrialCallback
 from paredown.study.tasks.trial import Status, Trial
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-MOST_USED = 8  # prior tasks that an answer names
 SMALLEST = "smallest"  # label of a plan that is added to the front where nothing fits
 MOST_FAILURES = 3  # failed trials without a successful one: then the task is at fault, not the plan
 
@@ -118,11 +116,11 @@ class PickLoop:
     def _indexed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
-    def runs(self) -> list[SeedRun]:
+    def runs(self) -> list[Run]:
         """Finished trials as runs, with errors relative to random guessing; infinite where the trial diverged."""
         finished = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
-        return [SeedRun(plan, error, trial.seed) for (plan, trial), error in zip(finished, errors, strict=True)]
+        return [Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
@@ -132,7 +130,7 @@ class PickLoop:
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
         if first is None:
             return 1.0
-        expected = Estimate.of(self.prior, self.candidates.memory).means[first[0]]
+        expected = Estimate.after(self.prior, self.candidates.memory, []).means[first[0]]
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
@@ -245,21 +243,20 @@ class PickLoop:
             return self._smallest_untried()
         if (margin := self.margin()) is not None:
             return self._next_for_margin(margin, is_last=num_left == 1)
-        prior, posterior, memory = self.prior.with_divergence(runs), self.prior.after(runs), self.candidates.memory
+        estimate = self.estimate()
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
         fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
         times = self._comparable_times()
         # it may be one that is picked only after a trial
-        best = self.estimate().best(self.budget_bytes, is_cautious=False, times=times, exact=self._exact).plan
+        best = estimate.best(self.budget_bytes, is_cautious=False, times=times, exact=self._exact).plan
         tried = {run.plan for run in runs}
         is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
-        if best in tried and (is_least or is_settled(prior, posterior, fits)):
+        if best in tried and (is_least or is_settled(estimate, fits)):
             self.is_settled = True
             return None
         if best not in tried and num_left == 1:
             return best
-        turn = TURNS[min(len(self.known), len(TURNS) - 1)]
-        return propose(turn, prior, posterior, fits, memory, tried=tried)
+        return propose(estimate, fits)
 
     def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
         num_runs = Counter(run.plan for run in self.runs())
@@ -313,7 +310,6 @@ class PickLoop:
             trials=tuple(self.trials),
             seconds=seconds,
             prior=self.task_prior.prior_data.name,
-            used=tuple(self.task_prior.used(estimate.posterior)[:MOST_USED]),
         )
         try:
             choice = self._choice(estimate)
@@ -368,7 +364,7 @@ class PickLoop:
                 measured_bytes=max((nbytes for plan, nbytes in self._peaks if plan == i), default=None),
                 on_front=bool(front[i]),
                 fits=i in fits,
-                source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
+                source="measured" if i in estimate.tried else "prior" if row.column >= 0 else "features",
                 trains=i not in blocked,
                 num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
                 needed_bytes=int(needed[i]) if needed[i] > row.predicted_bytes else None,
@@ -404,7 +400,7 @@ class PickLoop:
         plan = self.step.assigned(nbytes)
         rows = self.candidates
         prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
-        estimate = Estimate.of(prior, np.array([float(nbytes)]))
+        estimate = Estimate.after(prior, np.array([float(nbytes)]), [])
         mean, deviation = float(estimate.means[0]) * self._unit, float(estimate.deviations[0]) * self._unit
         return [Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")]
 
