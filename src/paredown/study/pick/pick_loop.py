@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, TaskError
 from paredown.plan.plan import Plan
-from paredown.study.pick.acquisition import is_settled, propose, propose_for_margin
+from paredown.study.pick.acquisition import expected_gains, is_settled, propose, propose_for_margin
 from paredown.study.pick.answer import Frontier, Picked, Point, StepTime, comparable_times
 from paredown.study.pick.candidates import Candidates, TaskStep
-from paredown.study.pick.pareto import undominated_with_times
+from paredown.study.pick.pareto import at_least_exact, undominated_with_times
 from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior, Run
 from paredown.study.pick.reasons import (
     DECIDED,
@@ -31,6 +31,7 @@ from paredown.study.pick.reasons import (
     explain_nothing_trains,
     say_ties,
     say_time,
+    say_use_of_trials,
     stopped_early,
 )
 from paredown.study.pick.task_prior import WORST, TaskPrior
@@ -168,8 +169,11 @@ class PickLoop:
         return [nbytes / self.candidates.memory[plan] for plan, nbytes in self._peaks if self.is_strict]
 
     def needed(self) -> Array:
-        """Expected peak bytes, infinite for plans that cannot be trained, (plans,)."""
+        """Expected peak bytes, infinite for plans that cannot be trained, and for those that need more than the baseline, (plans,)."""
         memory = self.expected()
+        baseline = self._index_of.get(Plan().key)
+        if baseline is not None:
+            memory[memory > memory[baseline]] = np.inf
         memory[list(self.blocked())] = np.inf
         return memory
 
@@ -324,6 +328,9 @@ class PickLoop:
         margin, num_fits = self.margin(), len(self.fits())
         if margin is None:
             certainty = say_ties(ties, num_fits)
+            if not self.known:
+                gain = float(expected_gains(estimate, self.fits(), has_noise=False).max())
+                certainty += " " + say_use_of_trials(gain, is_settled(estimate, self.fits()))
         else:
             chance = float(estimate.within_margin(margin)[choice.plan])
             certainty = self._of_margin(points[margin.baseline], points[choice.plan], chance)
@@ -340,6 +347,9 @@ class PickLoop:
         return f"It is the smallest plan that fits with an error {self._said_margin()}: {100 * chance:.0f} %; {known}."
 
     def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...], certainty: str) -> Picked:
+        point = replace(point, on_front=True)  # nothing that fits was preferred to it
+        others = [other for other in answer.frontier.points if other.label != point.label]
+        answer = replace(answer, frontier=replace(answer.frontier, points=(*others, point)))
         text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
         early = "" if not self.is_settled else stopped_early(point) if self.max_error_increase is None else DECIDED
         time = say_time(answer.frontier, point, self.budget_bytes, is_by_error=self.max_error_increase is None)
@@ -352,7 +362,10 @@ class PickLoop:
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         times = self.step_times()
         comparable = comparable_times(times)
-        front = undominated_with_times(estimate.memory, estimate.means, comparable) & np.isfinite(estimate.memory)
+        errors = at_least_exact(
+            estimate.cautious(), estimate.means, np.isin(np.arange(len(rows)), self._exact)
+        )  # as plans are picked
+        front = undominated_with_times(estimate.memory, errors, comparable) & np.isfinite(estimate.memory)
         return [
             Point(
                 label=row.label,
@@ -409,14 +422,14 @@ def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArr
     """Predicted `memory` (plans,) plus the excess of a trial over its prediction, where `peaks` has (plan, measured bytes).
 
     The trial is the plan's own, else the one of nearest prediction, and of several the one of most excess. With `roles` (plans, roles),
-    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes, and a trial whose roles the plan
-    has none of says nothing of it.
+    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes; of a plan that quantizes nothing,
+    trials of other plans say nothing.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
     distance = np.abs(memory[:, None] - memory[tried])
     if roles is not None:
         num_apart = (roles[:, None] ^ roles[tried]).sum(axis=2).astype(float)
-        num_apart[roles[tried].any(axis=1) & ~(roles[:, None] & roles[tried]).any(axis=2)] = np.inf
+        num_apart[roles[tried].any(axis=1) & ~roles.any(axis=1)[:, None]] = np.inf
         distance[num_apart > num_apart.min(axis=1, keepdims=True)] = np.inf
         distance[np.isinf(num_apart)] = np.inf
     distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size

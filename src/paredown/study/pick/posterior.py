@@ -155,8 +155,10 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
     """Slope and intercept of the logarithm of `noise` (tasks,) as a function of the tasks' mean errors."""
     if len(noise) < FEWEST_TASKS:
         return 0.0, float(np.log(np.median(noise)))
-    slope, intercept = np.polyfit(values.mean(axis=1), np.log(noise), 1, w=np.sqrt(weights))
-    return float(slope), float(intercept)
+    heights, logs = values.mean(axis=1), np.log(noise)
+    height, log = (float(np.average(part, weights=weights)) for part in (heights, logs))
+    slope = float(weights @ ((heights - height) * (logs - log))) / max(float(weights @ (heights - height) ** 2), SMALLEST)
+    return slope, log - slope * height
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
@@ -203,10 +205,15 @@ class Prior:
         return self.gaussian.given(self.levels[[run.plan for run in runs]], [run.error for run in runs])
 
     def chance_of_divergence(self, runs: Sequence[Run]) -> Array:
-        """The probability of each plan to diverge, (plans,): the prior counts as one run; 1 for a plan of which a run diverged."""
+        """The probability of each plan to diverge, (plans,): the prior counts as one run; 1 for a plan of which a run diverged.
+
+        While all of n runs diverged, it is n / (n + 1) at least.
+        """
         num_runs = np.bincount([run.plan for run in runs], minlength=len(self.levels))
-        chances = np.broadcast_to(self.divergence, num_runs.shape) / (1 + num_runs)
-        chances[[run.plan for run in runs if not np.isfinite(run.error)]] = 1.0
+        diverged = [run.plan for run in runs if not np.isfinite(run.error)]
+        least = len(runs) / (len(runs) + 1) if len(diverged) == len(runs) else 0.0  # the task may be at fault
+        chances = np.maximum(self.divergence, least) / (1 + num_runs)
+        chances[diverged] = 1.0
         return chances
 
 
@@ -281,7 +288,7 @@ class Estimate:
             error = f"{self.means[least]:.2f} +- {self.deviations[least]:.2f}"
             smallest = f"{self.memory[least]:.6g} (plan {least}, error {error}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
-        errors = self._cautious(fits) if is_cautious else self.means[fits]
+        errors = self.cautious(fits) if is_cautious else self.means[fits]
         errors = at_least_exact(errors, self.means[fits], np.isin(fits, list(exact)))
         known_times = np.full(len(fits), np.nan) if times is None else times[fits]
         plan = int(fits[quickest_of_ties(self.memory[fits], errors, known_times, self.tie_error)])
@@ -306,8 +313,9 @@ class Estimate:
         chances[margin.baseline] = 1.0
         return chances
 
-    def _cautious(self, plans: NDArray[np.intp]) -> Array:
-        """Mean errors of these plans, with a standard deviation added to those of plans that are not measured, if others are."""
+    def cautious(self, plans: NDArray[np.intp] | None = None) -> Array:
+        """Mean errors of these plans, or all; with a standard deviation added to those of plans without a run, if others have some."""
+        plans = np.arange(len(self.means)) if plans is None else plans
         is_tried = np.isin(plans, list(self.tried))
         return self.means[plans] + (~is_tried & is_tried.any()) * self.deviations[plans]
 

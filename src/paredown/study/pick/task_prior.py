@@ -16,8 +16,8 @@ of known levels (the weights add up to 1) plus a rest, whose covariance the proc
 
     a_new = W a + rest,      rest ~ N(0, C)
 
-C is scaled so that 90 % of the levels, each predicted from the others, lie within their 90 % intervals. The extension of the prior is exact: trials
-of new plans inform known ones, and the other way round.
+C is scaled so that 90 % of the levels, each predicted from the others, lie within their 90 % intervals. The extension of the prior is
+exact: trials of new plans inform known ones, and the other way round.
 
 >>> points = np.linspace(0, 6, 7)[:, None]
 >>> tasks = np.random.default_rng(0).random((20, 1)) * np.exp(points.T / 3)
