@@ -2,7 +2,7 @@
 
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py            # all settings and pickers, on two cores
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py --quick    # settings I and II, few pickers, and no rows
-    PAREDOWN_DATA=... python benchmarks/bench_peppp.py --only "pooled, levels found"     # settings I to IV of one picker, and ED-MF
+    PAREDOWN_DATA=... python benchmarks/bench_peppp.py --only "pooled, no levels"     # settings I to IV of one picker, and ED-MF
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py --speed    # from matrices to a proposal, on one core (OMP_NUM_THREADS=1)
 
 A cell is the mean over 87 tasks and its standard error. `as released`: with the release's own fronts and areas, to compare with its
@@ -37,7 +37,7 @@ COUNTS = (5, 6, 8, 10, 12, 15)
 DROPPED = 28  # all of CIFAR-100
 FOUR = ("I", "II", "III", "IV")
 PAIRS = (("full", ("I", "II")), ("uniform", ("III", "IV")), ("cheap", ("V", "VI")), ("cheap, leaky", ("V leaky", "VI leaky")))
-OURS, NO_LEVELS = "pooled", "pooled, levels found"
+OURS, NO_LEVELS = "pooled", "pooled, no levels"
 
 
 @dataclass(frozen=True)
