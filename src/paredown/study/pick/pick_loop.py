@@ -429,7 +429,7 @@ def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArr
     distance = np.abs(memory[:, None] - memory[tried])
     if roles is not None:
         num_apart = (roles[:, None] ^ roles[tried]).sum(axis=2).astype(float)
-        num_apart[roles[tried].any(axis=1) & ~roles.any(axis=1)[:, None]] = np.inf
+        num_apart[roles[tried].any(axis=1) & (roles.sum(axis=1) == 0)[:, None]] = np.inf
         distance[num_apart > num_apart.min(axis=1, keepdims=True)] = np.inf
         distance[np.isinf(num_apart)] = np.inf
     distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size

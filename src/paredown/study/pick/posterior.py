@@ -72,8 +72,8 @@ class LevelSums:
         """The sums of errors (tasks, runs), NaN where not observed; `levels` (runs,): the level of each."""
         membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
         observed = np.where(np.isfinite(errors), errors, 0.0)
-        parts = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
-        return LevelSums(*parts, np.ones(len(errors)) if weights is None else weights)
+        count, total, square = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
+        return LevelSums(count, total, square, np.ones(len(errors)) if weights is None else weights)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Gaussian:
 def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
     """Means (tasks, levels) and covariances of the levels' errors on prior tasks, where a run has the variance `noise`."""
     inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
-    spreads = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape))
+    spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
     return found.mean + np.einsum("tlm,tm->tl", spreads, (sums.total - sums.count * found.mean) / noise), spreads
 
 
