@@ -362,16 +362,15 @@ class PickLoop:
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         times = self.step_times()
         comparable = comparable_times(times)
-        errors = at_least_exact(
-            estimate.cautious(), estimate.means, np.isin(np.arange(len(rows)), self._exact)
-        )  # as plans are picked
+        is_exact = np.isin(np.arange(len(rows)), self._exact)
+        errors, means = (at_least_exact(part, estimate.means, is_exact) for part in (estimate.cautious(), estimate.means))
         front = undominated_with_times(estimate.memory, errors, comparable) & np.isfinite(estimate.memory)
         return [
             Point(
                 label=row.label,
                 plan=row.plan,
                 predicted_bytes=row.predicted_bytes,
-                mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
+                mean=max(float(means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
                 deviation=float(estimate.deviations[i]) * self._unit,
                 measured=_mean([trial.error for plan, trial in self.known if plan == i]),
                 measured_bytes=max((nbytes for plan, nbytes in self._peaks if plan == i), default=None),
