@@ -2,7 +2,7 @@
 
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py            # all settings and pickers, on two cores
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py --quick    # settings I and II, few pickers, and no rows
-    PAREDOWN_DATA=... python benchmarks/bench_peppp.py --only "pooled, levels found"     # settings I to IV of one picker, and ED-MF
+    PAREDOWN_DATA=... python benchmarks/bench_peppp.py --only "pooled, no levels"     # settings I to IV of one picker, and ED-MF
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py --speed    # from matrices to a proposal, on one core (OMP_NUM_THREADS=1)
 
 A cell is the mean over 87 tasks and its standard error. `as released`: with the release's own fronts and areas, to compare with its
@@ -28,8 +28,7 @@ from measure import RESULTS, machine
 from numpy.typing import NDArray
 
 from paredown.study.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, held_out_tasks, judge
-from paredown.study.papers.peppp_experiment_design import PICKERS, Picker, Pooled
-from paredown.study.pick.acquisition import propose_for_front
+from paredown.study.papers.peppp_experiment_design import PICKERS, Picker, Pooled, front_gains
 from paredown.study.pick.posterior import Prior
 
 Array = NDArray[np.float64]
@@ -38,7 +37,7 @@ COUNTS = (5, 6, 8, 10, 12, 15)
 DROPPED = 28  # all of CIFAR-100
 FOUR = ("I", "II", "III", "IV")
 PAIRS = (("full", ("I", "II")), ("uniform", ("III", "IV")), ("cheap", ("V", "VI")), ("cheap, leaky", ("V leaky", "VI leaky")))
-OURS, NO_LEVELS = "pooled", "pooled, levels found"
+OURS, NO_LEVELS = "pooled", "pooled, no levels"
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def append(run: dict[str, object]) -> None:
 def proposal(errors: Array, memory: Array, levels: NDArray[np.intp] | None) -> int:
     """From matrices to the plan to measure first."""
     prior, seen = Prior.of(errors, levels), np.full(errors.shape[1], np.nan)
-    return propose_for_front(prior, prior.given(seen), memory / memory.max(), seen)
+    return int(front_gains(prior, prior.gaussian.given([], []), memory / memory.max(), seen).argmax())
 
 
 def speeds() -> Iterable[dict[str, object]]:

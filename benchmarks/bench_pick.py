@@ -9,7 +9,7 @@ A pick is right if its mean error is within the noise of one run of that of the 
 itself, where it is known and less, since plans that hardly learn have most of a task's noise. Three truths:
 
     matrix      plain means: of a plan that ran with one seed, luck of that seed included, and the best of many is a lucky one
-    seeds       means over seeds without what a seed does to all plans of the task (study/pick/seed_effects.py)
+    seeds       means over seeds without what a seed does to all plans of the task (seed_effects.py)
     smoothed    luck taken out: the mean of all plans of a level where the prior names levels, else what all runs of this task and all
                 tasks say of each mean
 
@@ -39,6 +39,7 @@ import numpy as np
 from bench_peppp import matrices
 from looked import Looked, Row, find_twins
 from measure import RESULTS, machine
+from seed_effects import is_calm, runs_of_task, without_seed_effects
 
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
@@ -46,9 +47,9 @@ from paredown.sizes import parse_bytes
 from paredown.study.pick import priors
 from paredown.study.pick.candidates import BASELINE, NAMES, Candidate, Candidates, TaskStep, features_of
 from paredown.study.pick.pick_loop import PickLoop
+from paredown.study.pick.posterior import Run
 from paredown.study.pick.prior_data import PlanRow, PriorData, TaskRow
-from paredown.study.pick.seed_effects import runs_of_task, without_seed_effects
-from paredown.study.pick.task_prior import WORST, TaskPrior, is_calm, random_guess_error, scaled
+from paredown.study.pick.task_prior import WORST, TaskPrior, random_guess_error, scaled
 
 NUM_TRIALS = 6
 TRUTHS = ("matrix", "seeds", "smoothed")
@@ -243,8 +244,8 @@ def level_means(earlier: PriorData, means: np.ndarray) -> np.ndarray:
 
 def smoothed(task_prior: TaskPrior, runs: np.ndarray) -> np.ndarray:
     """Means of the plans of a task by all of its runs (plans, seeds), and by what all tasks are like."""
-    mean, _ = task_prior.prior.after(runs_of_task(runs)).levels()
-    return mean[task_prior.prior.levels] + task_prior.prior.offsets
+    mean = task_prior.prior.after([Run(run.plan, run.error) for run in runs_of_task(runs)]).mean
+    return mean[task_prior.prior.levels]
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------------

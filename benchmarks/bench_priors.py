@@ -15,6 +15,7 @@ import numpy as np
 from heatmap import Dots, Map, draw, draw_dots
 from looked import find_twins
 from numpy.typing import NDArray
+from seed_effects import VarianceParts, is_calm, variance_parts_of, without_seed_effects
 
 from paredown.errors import PlanError
 from paredown.plan.plan import Plan
@@ -22,8 +23,6 @@ from paredown.study.pick.pareto import undominated
 from paredown.study.pick.prior_collection import row_of
 from paredown.study.pick.prior_data import PriorData
 from paredown.study.pick.priors import available, load
-from paredown.study.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
-from paredown.study.pick.task_prior import is_calm
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, final
 
 import numpy as np
+from seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 
 from paredown.plan.plan import Plan
-from paredown.study.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 from paredown.study.sweeps.measurement import Measurer
 from paredown.study.tasks.trial import Status, Trial
 

@@ -151,13 +151,13 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path, question: dict[
     tried()
     options: dict[str, Any] = {"evaluations": 5, "prior": PRIOR, "device": "cpu", **question}
     whole = pick(make_task(), **options)
-    assert len(whole.trials) >= 3
+    assert len(whole.trials) >= 2
     count = 0
 
     def rule(plan: Plan, seed: int) -> Any:
         nonlocal count
         count += 1
-        if count == 3:
+        if count == len(whole.trials):
             raise KeyboardInterrupt
         return as_in_prior(plan, seed)
 
@@ -166,7 +166,7 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path, question: dict[
         pick(make_task(), **options, store=tmp_path / "trials.db")
     ran = tried()
     resumed = pick(make_task(), **options, store=tmp_path / "trials.db")
-    assert len(ran) == len(whole.trials) - 2, "what was measured is in the store"
+    assert len(ran) == 1, "what was measured is in the store"
     assert resumed.label == whole.label and {t.plan for t in resumed.trials} == {t.plan for t in whole.trials}
     again = tried()
     assert pick(make_task(), **options, store=tmp_path / "trials.db").label == whole.label

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from paredown import Plan, Trial, pick
-from paredown.plan.selectors import Selector
 from paredown.sizes import say_bytes
 from paredown.study.pick import pick as pick_module
 from paredown.study.pick.answer import Frontier, Point
@@ -151,19 +150,48 @@ def test_the_smallest_that_is_named_is_one_that_may_train() -> None:
     )
 
 
-def test_on_a_cpu_a_measured_peak_counts_for_plans_that_quantize_the_same_roles(
-    tried: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A trial takes twice the budget: plans that share a role with it do not fit, and those that share none need what was predicted."""
+def test_on_a_cpu_a_measured_peak_counts_for_all_plans_that_quantize(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial takes twice the budget: no plan that quantizes something fits, whichever roles it quantizes."""
     monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
     tried()
     before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
-    fitted = {point.plan for point in before.frontier.points if point.fits}
-    ran = tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": 2 * before.budget_bytes})
+    assert sum(point.fits is True for point in before.frontier.points) > 5
+    tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": 2 * before.budget_bytes})
     found = pick(make_task(), "75%", 1, prior=PRIOR, device="cpu")
-    roles = {Selector.parse(text).role for text, _ in ran[0][0].rules}
-    apart = {plan for plan in fitted if not roles & {Selector.parse(text).role for text, _ in plan.rules}}
-    assert {point.plan for point in found.frontier.points if point.fits} == apart != fitted
+    assert all(point.plan.quantizes_nothing for point in found.frontier.points if point.fits)
+    assert found.plan is None or found.plan.quantizes_nothing
+
+
+def test_what_is_picked_is_on_the_front_within_the_budget_and_not_above_the_baseline(
+    tried: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU each quantized plan takes a quarter of the baseline beyond its prediction: small plans still fit."""
+    monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
+    tried()
+    before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    predicted = {point.plan: point.predicted_bytes for point in before.frontier.points}
+
+    def peak(plan: Plan) -> int:
+        return predicted[plan] + (0 if plan.quantizes_nothing else before.full_bytes // 4)
+
+    for budget, increase in (("75%", None), ("100%", None), ("100%", 0.02), ("100%", 0.3)):
+        tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": peak(plan)})
+        found = pick(make_task(), budget, 5, max_error_increase=increase, prior=PRIOR, device="cpu")
+        assert found.point is not None and found.point.on_front and found.point in found.frontier.front()
+        assert peak(found.point.plan) <= min(found.budget_bytes, found.full_bytes)
+        assert all(point.needs <= found.full_bytes for point in found.frontier.points if point.fits)
+
+
+def test_the_answer_says_whether_trials_can_help(tried: Any) -> None:
+    tried()
+    loose, alone = (pick(make_task(), budget, 0, prior=PRIOR, device="cpu") for budget in ("100%", None))
+    smallest = min(point.predicted_bytes for point in loose.frontier.points)
+    one = pick(make_task(), smallest, 0, prior=PRIOR, device="cpu")
+    assert "Trials are not expected to change this choice" in one.reason, "no other plan fits"
+    assert all(
+        ("Trials are not expected" in found.reason) != ("No trial ran; trials are expected" in found.reason)
+        for found in (loose, alone)
+    )
 
 
 def test_an_untried_plan_is_not_taken_at_a_prediction_that_all_trials_exceed(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +216,7 @@ def by_definition(memory: list[float], peaks: list[tuple[int, int]], roles: list
     """The expected peak of one plan: its own trials, else those of plans most like it."""
     own = [nbytes for other, nbytes in peaks if other == plan]
     alike = [
-        (len(roles[t] ^ roles[plan]), abs(memory[t] - memory[plan]), n - memory[t])
-        for t, n in peaks
-        if not roles[t] or roles[t] & roles[plan]
+        (len(roles[t] ^ roles[plan]), abs(memory[t] - memory[plan]), n - memory[t]) for t, n in peaks if not roles[t] or roles[plan]
     ]
     if own:
         return memory[plan] + max(0.0, max(own) - memory[plan])

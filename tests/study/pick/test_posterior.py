@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,10 +13,16 @@ from paredown.errors import BudgetError, PlanError
 from paredown.study.papers.peppp_cross_validation import SETTINGS, Matrices, PickerScores, held_out_tasks, judge
 from paredown.study.papers.peppp_experiment_design import PICKERS, Pooled, TaskKnowledge, luck
 from paredown.study.pick.acquisition import propose_for_margin
-from paredown.study.pick.posterior import ErrorMargin, Estimate, Prior
-from paredown.study.pick.seed_effects import SeedRun
+from paredown.study.pick.posterior import ErrorMargin, Estimate, Gaussian, LevelSums, Prior, Run
 from tests.study.papers.released import needs_matrices, released_trials
 from tests.support.scale import SCALE
+
+
+def estimated(prior: Prior, memory: np.ndarray, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
+    """The estimate after these errors of plans, one or several each."""
+    errors = [(plan, float(error)) for plan, found in (measured or {}).items() for error in np.atleast_1d(found)]
+    return Estimate.after(prior, memory, [Run(*pair) for pair in errors])
+
 
 JUDGED = ("I", "II", "III", "IV") if SCALE > 1 else ("I", "II", "IV")  # III takes as long as all others together
 MOST_OF_PUBLISHED = {"convergence": 0.80, "hypervolume": 0.70, "regret": 0.85}
@@ -104,7 +111,7 @@ def test_poor_matrices_get_an_answer_with_bands(earlier: np.ndarray, levels: np.
     memory = np.array([0.1, 0.1, 0.5, 1.0])
     found = Pooled()(TaskKnowledge(earlier, earlier, memory, levels), lambda plan: 0.5, (3,))[3]
     assert np.isfinite(found.predicted).all() and found.deviations is not None and np.all(found.deviations > 0)
-    choice = Estimate.of(Prior.of(earlier, levels), memory, {2: 0.5}).best(1.0)
+    choice = estimated(Prior.of(earlier, levels), memory, {2: 0.5}).best(1.0)
     assert np.isfinite(choice.error)
 
 
@@ -112,7 +119,7 @@ def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
     with pytest.raises(PlanError, match=r"a prior needs errors: the matrix \(2, 3\)"):
         Prior.of(np.full((2, 3), np.nan))
     made = synthetic()
-    estimate = Estimate.of(Prior.of(made.errors, made.levels), made.memory[0])
+    estimate = estimated(Prior.of(made.errors, made.levels), made.memory[0])
     with pytest.raises(
         BudgetError, match=r"no plan fits 0.1; the smallest needs 0.3 \(plan 0, error 0.\d\d \+- 0.\d\d, standard deviation\)"
     ):
@@ -122,10 +129,10 @@ def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
 
 
 def test_plans_of_a_given_level_have_one_mean() -> None:
-    """They differ by noise alone: what one of them has in all prior tasks is not carried over, as it is where levels are estimated."""
+    """They differ by noise alone: what one of them has in all prior tasks is not carried over, as it is for plans without a level."""
     made = synthetic()
     errors = made.errors + 0.01 * (np.arange(12) % 3 == 1)
-    given, found = (Estimate.of(Prior.of(errors, levels), made.memory[0]) for levels in (made.levels, None))
+    given, found = (estimated(Prior.of(errors, levels), made.memory[0]) for levels in (made.levels, None))
     assert given.means.reshape(4, 3) == pytest.approx(np.repeat(given.means[::3, None], 3, axis=1), abs=1e-12)
     assert len(np.unique(found.means.round(6))) > 4
 
@@ -133,14 +140,13 @@ def test_plans_of_a_given_level_have_one_mean() -> None:
 def test_ties_are_ties_and_luck_is_not_believed() -> None:
     made = synthetic(noise=0.05)
     prior, memory = Prior.of(made.errors, made.levels), made.memory[0]
-    before = Estimate.of(prior, memory).best(1.0)
+    before = estimated(prior, memory).best(1.0)
     assert before.plan in {9, 10, 11} and set(before.ties) >= {9, 10, 11} - {before.plan}, "plans of one level differ by noise"
-    lucky = Estimate.of(prior, memory, {0: 0.6, 4: 0.45, 11: 0.01})
+    lucky = estimated(prior, memory, {0: 0.6, 4: 0.45, 11: 0.01})
     assert lucky.means[11] > 0.1, "one run of 0.01 is not a mean of 0.01"
     assert lucky.best(1.0).deviation < before.deviation
     low, high = lucky.mean_band()
     assert np.all(low < lucky.means) and np.all(lucky.means < high)
-    assert list(lucky.memory[lucky.front()]) == sorted(lucky.memory[lucky.front()])
     assert lucky.chance_below(9)[10] == pytest.approx(0.5, abs=0.45)
 
 
@@ -155,7 +161,7 @@ def test_an_unmeasured_plan_is_taken_if_it_is_better_by_its_standard_deviation()
     rng = np.random.default_rng(5)
     errors = 0.3 + 0.1 * rng.standard_normal((12, 1)) + np.array([0.0, -0.02, -0.3, 0.05]) + 0.05 * rng.standard_normal((12, 4))
     for measured in ({}, {0: 0.2}, {0: 0.35}, {3: 0.1}, {0: 0.25, 3: 0.4}):
-        estimate = Estimate.of(Prior.of(errors, np.arange(4)), np.ones(4), measured)
+        estimate = estimated(Prior.of(errors, np.arange(4)), np.ones(4), measured)
         added = [0.0 if plan in measured or not measured else estimate.deviations[plan] for plan in range(4)]
         assert estimate.best(1.0).plan == int(np.argmin(estimate.means + added))
 
@@ -168,20 +174,15 @@ def after_three() -> Estimate:
     """Plans whose memory rises with their numbers, three of them measured."""
     known = synthetic()
     prior = Prior.of(known.errors[1:], None)
-    return Estimate.of(prior, np.arange(1.0, known.errors.shape[1] + 1), {plan: float(known.errors[0, plan]) for plan in (0, 4, 7)})
+    return estimated(prior, np.arange(1.0, known.errors.shape[1] + 1), {plan: float(known.errors[0, plan]) for plan in (0, 4, 7)})
 
 
 @pytest.mark.parametrize("increase", [0.0, 0.02, 0.1])
 def test_chances_of_a_margin_are_shares_of_draws(increase: float) -> None:
     """Within five standard errors of 40,000 draws of all means from the posterior."""
-    estimate, rng, num = after_three(), np.random.default_rng(0), 40_000
-    baseline, levels = len(estimate.means) - 1, estimate.prior.levels
-    kinds = rng.choice(len(estimate.posterior.weights[0]), num, p=estimate.posterior.weights[0])
-    means = np.empty((num, len(levels)))
-    for kind in np.unique(kinds):
-        spread, rows = estimate.posterior.spreads[0][kind], np.flatnonzero(kinds == kind)
-        means[rows] = rng.multivariate_normal(estimate.posterior.means[0][kind], spread, len(rows))[:, levels]
-    means += estimate.prior.offsets + np.sqrt(estimate.prior.doubt) * rng.standard_normal(means.shape)
+    estimate, num = after_three(), 40_000
+    baseline = len(estimate.means) - 1
+    means = np.random.default_rng(0).multivariate_normal(estimate.means, estimate.covariance, num)
     shares = (means <= means[:, [baseline]] + increase).mean(axis=0)
     found = estimate.within_margin(ErrorMargin(increase, 0.9, baseline))
     assert np.abs(found - shares).max() < 5 * 0.5 / np.sqrt(num)
@@ -238,47 +239,58 @@ def diverging_prior() -> Prior:
 def test_a_run_that_diverged_tells_of_its_own_plan() -> None:
     """The means of all others, and the noise of a run, are those without that run."""
     prior, memory = diverging_prior(), np.arange(4.0)
-    before = Estimate.after(prior, memory, [SeedRun(0, 0.31)])
-    after = Estimate.after(prior, memory, [SeedRun(0, 0.31), SeedRun(1, np.inf)])
+    before = Estimate.after(prior, memory, [Run(0, 0.31)])
+    after = Estimate.after(prior, memory, [Run(0, 0.31), Run(1, np.inf)])
     np.testing.assert_array_equal(after.means[[0, 2, 3]], before.means[[0, 2, 3]])
     np.testing.assert_array_equal(after.noise, before.noise)
-    assert after.means[1] == pytest.approx(1.0) and after.measured[1] == 1.0 and after.best(9.0).plan != 1
+    assert after.means[1] == pytest.approx(1.0) and after.tried == {0, 1} and after.best(9.0).plan != 1
 
 
 def test_an_untried_plan_diverges_with_its_probability() -> None:
     """Its mean is that of both outcomes, and its variance has theirs; after n runs that ended it is 1 / (n + 1) of that."""
     prior, memory = diverging_prior(), np.arange(4.0)
     never = replace(prior, divergence=np.zeros(4))
-    run = [SeedRun(0, 0.31)]
+    run = [Run(0, 0.31)]
     one, other = (Estimate.after(of, memory, run) for of in (prior, never))
     rise = 1.0 - other.means[3]
     assert one.means[3] == pytest.approx(other.means[3] + 0.25 * rise)
     assert one.deviations[3] ** 2 == pytest.approx(other.deviations[3] ** 2 + 0.25 * 0.75 * rise**2, rel=1e-6)
     for num in (1, 2, 4):
-        runs = [*run, *(SeedRun(3, 0.32, seed) for seed in range(num))]
+        runs = [*run, *(Run(3, 0.32) for _ in range(num))]
         risky, safe = (Estimate.after(of, memory, runs).means[3] for of in (prior, never))
         assert risky == pytest.approx(safe + 0.25 / (num + 1) * (1.0 - safe))
 
 
-def test_while_all_runs_diverged_the_others_may_too() -> None:
-    prior, memory = diverging_prior(), np.arange(4.0)
-    means = [Estimate.after(prior, memory, [SeedRun(plan, np.inf) for plan in range(num)]).means[2] for num in (0, 1, 2)]
-    trained = means[0]
-    assert means[1:] == pytest.approx([trained + (1 - trained) / 2, trained + 2 * (1 - trained) / 3])
+# --- the distribution itself --------------------------------------------------------------------------------------------
 
 
-def test_runs_tell_of_lossier_plans_that_diverge_and_of_finer_plans_that_train() -> None:
-    """Plan 3 loses most precision, then 2, then 1; plan 0 is not comparable. Half of a run counts for the next plan."""
-    prior, memory = diverging_prior(), np.arange(4.0)
-    lossier = np.array([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0.5, 1.0, 0], [0, 0, 0.5, 1.0]])
-    prior = replace(prior, lossier=lossier, divergence=np.full(4, 0.2))
+def test_the_posterior_conditions_the_joint_normal_of_levels_and_runs() -> None:
+    """By the blocks of the joint covariance; a misfit of one for each run, as expected, leaves the covariance as it is."""
+    rng = np.random.default_rng(0)
+    root = rng.standard_normal((4, 4))
+    prior = Gaussian(rng.random(4), root @ root.T, (0.0, np.log(0.3)), np.array([1.0, 2.0, 1.0, 1.0]))
+    levels, errors = [1, 1, 3], np.array([0.4, 0.6, 0.1])
+    joint = prior.covariance[np.ix_(levels, levels)] + 0.3 * np.diag(prior.noise_ratios[levels])
+    across = prior.covariance[:, levels] @ np.linalg.inv(joint)
+    residual = errors - prior.mean[levels]
+    found, few = prior.given(levels, errors), replace(prior, num_tasks=5.0).given(levels, errors)
+    covariance = prior.covariance - across @ prior.covariance[levels]
+    np.testing.assert_allclose(found.mean, prior.mean + across @ residual)
+    np.testing.assert_allclose(found.covariance, covariance, atol=1e-12)
+    misfit = residual @ np.linalg.inv(joint) @ residual
+    np.testing.assert_allclose(few.covariance, covariance * (5 + misfit) / (5 + 3), atol=1e-12)
 
-    def chances(*runs: SeedRun) -> list[float]:
-        never = replace(prior, divergence=np.zeros(4), lossier=np.eye(4))
-        safe = Estimate.after(never, memory, [run for run in runs if np.isfinite(run.error)]).means
-        return ((Estimate.after(prior, memory, list(runs)).means - safe) / (1 - safe)).tolist()
 
-    first = SeedRun(0, 0.31)
-    assert chances(first) == pytest.approx([0.1, 0.2, 0.2, 0.2])
-    assert chances(first, SeedRun(2, np.inf)) == pytest.approx([0.1, 0.2, 1.0, (0.2 + 0.5) / 1.5]), "of plan 3, not of plan 1"
-    assert chances(first, SeedRun(2, 0.32)) == pytest.approx([0.1, 0.2 / 1.5, 0.1, 0.2]), "of plan 1, not of plan 3"
+def test_the_fit_finds_the_distribution_that_tasks_were_drawn_from() -> None:
+    """600 tasks of three levels, of which a fifth of the runs is missing; the noise doubles from the easiest to the hardest tasks."""
+    rng = np.random.default_rng(1)
+    mean, covariance = np.array([0.3, 0.4, 0.6]), 0.01 * np.array([[1.0, 0.8, 0.2], [0.8, 1.0, 0.2], [0.2, 0.2, 1.0]])
+    values = rng.multivariate_normal(mean, covariance, 600)
+    noise = 0.02 * np.exp(2 * (values.mean(axis=1) - 0.43))
+    runs = np.repeat(values, 20, axis=1) + noise[:, None] * rng.standard_normal((600, 60))
+    runs[rng.random(runs.shape) < 0.2] = np.nan
+    found = Gaussian.fitted(LevelSums.of(runs, np.repeat(np.arange(3), 20)))
+    np.testing.assert_allclose(found.mean, mean, atol=4 * 0.1 / np.sqrt(600))
+    np.testing.assert_allclose(found.covariance, covariance, atol=0.0025)
+    for height in (-0.1, 0.1):
+        assert np.sqrt(found.noise_at(height)) == pytest.approx(0.02 * np.exp(2 * height), rel=0.15)

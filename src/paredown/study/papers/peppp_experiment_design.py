@@ -55,9 +55,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from paredown.study.pick.acquisition import propose_for_front
-from paredown.study.pick.mixture import Posterior
-from paredown.study.pick.posterior import Prior
+from paredown.study.pick.posterior import Posterior, Prior
 
 Array = NDArray[np.float64]
 Measure = Callable[[int], float]
@@ -337,39 +335,57 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """This library's picker: a posterior over levels, and the plan that is expected to improve the front most is measured next."""
-
-    num_kinds: int = 2
+    """This library's picker: the posterior of `pick`, and the plan that is expected to improve the front most is measured next."""
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         """Predictions after each of `counts` measurements."""
-        wanted, prior = set(counts), Prior.of(known.prior_errors, known.levels, self.num_kinds)
-        measured = np.full(len(known.memory), np.nan)
+        wanted, prior = set(counts), Prior.of(known.prior_errors, known.levels)
+        chosen, measured = list[int](), np.full(len(known.memory), np.nan)
         predictions: dict[int, Prediction] = {}
-        chosen: list[int] = []
         for count in range(max(wanted) + 1):
-            posterior = prior.given(measured)
+            posterior = prior.gaussian.given(prior.levels[chosen], measured[chosen])
             if count in wanted:
                 predictions[count] = predicted(prior, posterior, chosen, measured)
             if len(chosen) < len(measured) and count < max(wanted):
-                chosen.append(propose_for_front(prior, posterior, known.memory, measured))
-                measured[chosen[-1]] = prior.finite(measure(chosen[-1]))
+                gains = front_gains(prior, posterior, known.memory, measured)
+                chosen.append(int(np.lexsort((known.memory, -gains))[0]))
+                error = measure(chosen[-1])
+                measured[chosen[-1]] = error if np.isfinite(error) else prior.worst  # it diverged
         return predictions
+
+
+def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> Array:
+    """What a measurement of each plan is worth, (plans,); -1 for measured ones.
+
+    It is the area that it is expected to add to what the measured front dominates, times the variance of all levels that it removes:
+    area alone measures plans that are likely to be on the front and tell little of the others (docs/log.md).
+    """
+    from scipy.stats import norm
+
+    order = np.argsort(memory, kind="stable")
+    heights = np.minimum.accumulate(np.fmin(measured[order], max(1.0, prior.worst)))  # of the front at each plan's memory
+    widths = np.diff(memory[order], append=max(1.0, memory.max()))
+    levels = prior.levels[order]
+    run_variances = np.diagonal(posterior.covariance) + posterior.noise
+    deviations = np.sqrt(run_variances)[levels, None]
+    ratios = (heights - posterior.mean[levels, None]) / deviations  # (plans, parts of the front)
+    shortfall = deviations * (ratios * norm.cdf(ratios) + norm.pdf(ratios))
+    gains = np.empty(len(memory))
+    gains[order] = np.triu(shortfall * widths).sum(axis=1) * ((posterior.covariance**2).sum(axis=1) / run_variances)[levels]
+    return np.where(np.isnan(measured), gains, -1.0)
 
 
 def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Array) -> Prediction:
     """Errors of all plans from the posterior, with standard deviations of one run."""
-    levels, measured = prior.levels, errors[chosen]
-    mean, deviation = posterior.levels()
-    noise = posterior.run_noise()
-    luck_of_level = noise * np.array([luck(int(size)) for size in np.bincount(levels)])
-    means = mean[levels] + prior.offsets
+    levels, measured, noise = prior.levels, errors[chosen], posterior.noise
+    luck_of_level = np.sqrt(noise) * np.array([luck(int(size)) for size in np.bincount(levels)])
+    means = posterior.mean[levels]
     return Prediction(
         tuple(chosen),
         means,
         with_measured(means, chosen, measured),
         with_measured(means - luck_of_level[levels], chosen, measured),
-        np.sqrt((deviation**2 + noise**2)[levels] + prior.doubt),
+        np.sqrt(posterior.deviations**2 + noise)[levels],
     )
 
 

@@ -23,7 +23,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from paredown.errors import BudgetError, PlanError
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.plan.byte_intervals import resolve_parameter_formats, slot_storages
+from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.recomputed_slots import planned_step
@@ -79,6 +80,9 @@ class TaskStep:
     bytes_of: Callable[[Plan], int]
     trace_of: Callable[[Plan], Trace] | None
     full_bytes: int
+    _solved: dict[tuple[int, str], Plan | BudgetError] = field(
+        default_factory=dict[tuple[int, str], Plan | BudgetError], repr=False
+    )
 
     def features(self, plan: Plan) -> Array:
         """The features of a plan, from the trace where there is one."""
@@ -86,11 +90,40 @@ class TaskStep:
 
     def plan_of(self, row: PlanRow) -> Plan:
         """The plan of a column of the prior, made for this step where the column is a template."""
-        return Plan.from_json(row.plan) if row.plan is not None else PlanTemplate.parse(row.template).make(self._state_trace())
+        if row.plan is not None:
+            return Plan.from_json(row.plan)
+        template, budget_bytes = PlanTemplate.parse(row.template), self.budget_of(row)
+        for (_, method), found in self._solved.items():
+            if method == template.method and isinstance(found, BudgetError) and (found.smallest_bytes or 0) > budget_bytes:
+                raise found  # no plan was as small as this
+        return self._solution(budget_bytes, template)
 
-    def assigned(self, budget_bytes: int, *, recompute: bool | None = None) -> Plan:
+    def budget_of(self, row: PlanRow) -> int:
+        """The bytes that the template of a column is made for; 0 for a plan that is the same for every step."""
+        if row.plan is not None:
+            return 0
+        trace = self._state_trace()  # of which `assign` takes the percentage
+        return parse_bytes(PlanTemplate.parse(row.template).budget, whole=peak_of(trace, Plan()))
+
+    def assigned(self, budget_bytes: int) -> Plan:
         """The plan with a format for each slot that `assign` makes for a budget."""
-        return assign(self._state_trace(), budget_bytes, recompute=recompute)
+        return self._solution(budget_bytes, PlanTemplate(str(budget_bytes)))
+
+    def _solution(self, budget_bytes: int, template: PlanTemplate) -> Plan:
+        """The plan of a template, or its BudgetError; solved once for each budget and method."""
+        key = budget_bytes, template.method
+        if key not in self._solved:
+            try:
+                self._solved[key] = template.make(self._state_trace())
+            except BudgetError as error:
+                self._solved[key] = error
+        if isinstance(found := self._solved[key], BudgetError):
+            raise found
+        return found
+
+    def checkpointed(self, budget_bytes: int) -> Plan:
+        """The plan that `assign` makes for a budget where layers may be checkpointed."""
+        return assign(self._state_trace(), budget_bytes, recompute=True)
 
     def _state_trace(self) -> Trace:
         """The trace for plans that may format weights and optimizer state."""
@@ -135,11 +168,16 @@ class Candidates:
 
 
 def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
-    """The plans to choose from; `others` are further plans with labels."""
+    """The plans to choose from; `others` are further plans with labels.
+
+    Templates of larger budgets are left out: their plans do not fit, and `assign` takes most of the time.
+    """
     by_key: dict[object, Candidate] = {}
-    num_left_out = 0
+    num_left_out, budget_bytes = 0, parse_bytes(budget, whole=step.full_bytes)
     points = np.full((len(prior_data.plans), len(NAMES)), np.nan)
     for column, row in enumerate(prior_data.plans):
+        if step.trace_of is not None and step.budget_of(row) > budget_bytes:
+            continue
         candidate = _candidate(step, row.label, lambda row=row: step.plan_of(row), column)
         if candidate is not None:
             points[column] = candidate.features
@@ -161,7 +199,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
     if step.trace_of is not None:
         share, nbytes = say_bytes(budget) if isinstance(budget, int) else budget, parse_bytes(budget, whole=step.full_bytes)
         yield f"assign {share}", lambda: step.assigned(nbytes)
-        yield f"assign {share}, checkpointing", lambda: step.assigned(nbytes, recompute=True)
+        yield f"assign {share}, checkpointing", lambda: step.checkpointed(nbytes)
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:

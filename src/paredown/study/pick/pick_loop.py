@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, TaskError
 from paredown.plan.plan import Plan
-from paredown.study.pick.acquisition import TURNS, is_settled, propose, propose_for_margin
+from paredown.study.pick.acquisition import expected_gains, is_settled, propose, propose_for_margin
 from paredown.study.pick.answer import Frontier, Picked, Point, StepTime, comparable_times
 from paredown.study.pick.candidates import Candidates, TaskStep
-from paredown.study.pick.pareto import undominated_with_times
-from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior
+from paredown.study.pick.pareto import at_least_exact, undominated_with_times
+from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior, Run
 from paredown.study.pick.reasons import (
     DECIDED,
     UNFINISHED,
@@ -31,16 +31,15 @@ from paredown.study.pick.reasons import (
     explain_nothing_trains,
     say_ties,
     say_time,
+    say_use_of_trials,
     stopped_early,
 )
-from paredown.study.pick.seed_effects import SeedRun
 from paredown.study.pick.task_prior import WORST, TaskPrior
 from paredown.study.sweeps.measurement import Measurer, TrialCallback
 from paredown.study.tasks.trial import Status, Trial
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-MOST_USED = 8  # prior tasks that an answer names
 SMALLEST = "smallest"  # label of a plan that is added to the front where nothing fits
 MOST_FAILURES = 3  # failed trials without a successful one: then the task is at fault, not the plan
 
@@ -118,11 +117,11 @@ class PickLoop:
     def _indexed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
-    def runs(self) -> list[SeedRun]:
+    def runs(self) -> list[Run]:
         """Finished trials as runs, with errors relative to random guessing; infinite where the trial diverged."""
         finished = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
-        return [SeedRun(plan, error, trial.seed) for (plan, trial), error in zip(finished, errors, strict=True)]
+        return [Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
@@ -132,7 +131,7 @@ class PickLoop:
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
         if first is None:
             return 1.0
-        expected = Estimate.of(self.prior, self.candidates.memory).means[first[0]]
+        expected = Estimate.after(self.prior, self.candidates.memory, []).means[first[0]]
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
@@ -170,8 +169,11 @@ class PickLoop:
         return [nbytes / self.candidates.memory[plan] for plan, nbytes in self._peaks if self.is_strict]
 
     def needed(self) -> Array:
-        """Expected peak bytes, infinite for plans that cannot be trained, (plans,)."""
+        """Expected peak bytes, infinite for plans that cannot be trained, and for those that need more than the baseline, (plans,)."""
         memory = self.expected()
+        baseline = self._index_of.get(Plan().key)
+        if baseline is not None:
+            memory[memory > memory[baseline]] = np.inf
         memory[list(self.blocked())] = np.inf
         return memory
 
@@ -245,21 +247,20 @@ class PickLoop:
             return self._smallest_untried()
         if (margin := self.margin()) is not None:
             return self._next_for_margin(margin, is_last=num_left == 1)
-        prior, posterior, memory = self.prior.with_divergence(runs), self.prior.after(runs), self.candidates.memory
+        estimate = self.estimate()
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
         fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
         times = self._comparable_times()
         # it may be one that is picked only after a trial
-        best = self.estimate().best(self.budget_bytes, is_cautious=False, times=times, exact=self._exact).plan
+        best = estimate.best(self.budget_bytes, is_cautious=False, times=times, exact=self._exact).plan
         tried = {run.plan for run in runs}
         is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
-        if best in tried and (is_least or is_settled(prior, posterior, fits)):
+        if best in tried and (is_least or is_settled(estimate, fits)):
             self.is_settled = True
             return None
         if best not in tried and num_left == 1:
             return best
-        turn = TURNS[min(len(self.known), len(TURNS) - 1)]
-        return propose(turn, prior, posterior, fits, memory, tried=tried)
+        return propose(estimate, fits)
 
     def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
         num_runs = Counter(run.plan for run in self.runs())
@@ -313,7 +314,6 @@ class PickLoop:
             trials=tuple(self.trials),
             seconds=seconds,
             prior=self.task_prior.prior_data.name,
-            used=tuple(self.task_prior.used(estimate.posterior)[:MOST_USED]),
         )
         try:
             choice = self._choice(estimate)
@@ -328,6 +328,9 @@ class PickLoop:
         margin, num_fits = self.margin(), len(self.fits())
         if margin is None:
             certainty = say_ties(ties, num_fits)
+            if not self.known:
+                gain = float(expected_gains(estimate, self.fits(), has_noise=False).max())
+                certainty += " " + say_use_of_trials(gain, is_settled(estimate, self.fits()))
         else:
             chance = float(estimate.within_margin(margin)[choice.plan])
             certainty = self._of_margin(points[margin.baseline], points[choice.plan], chance)
@@ -344,6 +347,9 @@ class PickLoop:
         return f"It is the smallest plan that fits with an error {self._said_margin()}: {100 * chance:.0f} %; {known}."
 
     def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...], certainty: str) -> Picked:
+        point = replace(point, on_front=True)  # nothing that fits was preferred to it
+        others = [other for other in answer.frontier.points if other.label != point.label]
+        answer = replace(answer, frontier=replace(answer.frontier, points=(*others, point)))
         text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
         early = "" if not self.is_settled else stopped_early(point) if self.max_error_increase is None else DECIDED
         time = say_time(answer.frontier, point, self.budget_bytes, is_by_error=self.max_error_increase is None)
@@ -356,19 +362,21 @@ class PickLoop:
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         times = self.step_times()
         comparable = comparable_times(times)
-        front = undominated_with_times(estimate.memory, estimate.means, comparable) & np.isfinite(estimate.memory)
+        is_exact = np.isin(np.arange(len(rows)), self._exact)
+        errors, means = (at_least_exact(part, estimate.means, is_exact) for part in (estimate.cautious(), estimate.means))
+        front = undominated_with_times(estimate.memory, errors, comparable) & np.isfinite(estimate.memory)
         return [
             Point(
                 label=row.label,
                 plan=row.plan,
                 predicted_bytes=row.predicted_bytes,
-                mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
+                mean=max(float(means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
                 deviation=float(estimate.deviations[i]) * self._unit,
                 measured=_mean([trial.error for plan, trial in self.known if plan == i]),
                 measured_bytes=max((nbytes for plan, nbytes in self._peaks if plan == i), default=None),
                 on_front=bool(front[i]),
                 fits=i in fits,
-                source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
+                source="measured" if i in estimate.tried else "prior" if row.column >= 0 else "features",
                 trains=i not in blocked,
                 num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
                 needed_bytes=int(needed[i]) if needed[i] > row.predicted_bytes else None,
@@ -404,7 +412,7 @@ class PickLoop:
         plan = self.step.assigned(nbytes)
         rows = self.candidates
         prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
-        estimate = Estimate.of(prior, np.array([float(nbytes)]))
+        estimate = Estimate.after(prior, np.array([float(nbytes)]), [])
         mean, deviation = float(estimate.means[0]) * self._unit, float(estimate.deviations[0]) * self._unit
         return [Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")]
 
@@ -413,14 +421,14 @@ def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArr
     """Predicted `memory` (plans,) plus the excess of a trial over its prediction, where `peaks` has (plan, measured bytes).
 
     The trial is the plan's own, else the one of nearest prediction, and of several the one of most excess. With `roles` (plans, roles),
-    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes, and a trial whose roles the plan
-    has none of says nothing of it.
+    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes; of a plan that quantizes nothing,
+    trials of other plans say nothing.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
     distance = np.abs(memory[:, None] - memory[tried])
     if roles is not None:
         num_apart = (roles[:, None] ^ roles[tried]).sum(axis=2).astype(float)
-        num_apart[roles[tried].any(axis=1) & ~(roles[:, None] & roles[tried]).any(axis=2)] = np.inf
+        num_apart[roles[tried].any(axis=1) & (roles.sum(axis=1) == 0)[:, None]] = np.inf
         distance[num_apart > num_apart.min(axis=1, keepdims=True)] = np.inf
         distance[np.isinf(num_apart)] = np.inf
     distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size

@@ -1,12 +1,26 @@
-"""The posterior of a new task: mean error and standard deviation of every plan, the Pareto front, and the plan for a budget.
+"""The posterior of a new task: the mean error of every plan and its standard deviation, before and after trials.
 
-Errors are means over runs, so that one lucky run moves a mean by no more than its weight. Plans that may be as good as the chosen
-one are ties.
+The errors a of a task's plans are normal, with the mean and the covariance of the prior tasks; a run adds noise:
+
+    a ~ N(m, S)        error of a run of plan j = a_j + noise,    noise ~ N(0, v_j)
+
+`Gaussian.fitted` estimates m and S by EM from all errors that were observed: gaps are not completed. S shrinks towards plans that are
+equally hard together. The noise of a run differs from task to task and from plan to plan: v_j = u r_j, where log u is a linear function
+of the task's mean error. `Gaussian.given` conditions on runs exactly. S is known from n tasks only, so that errors follow
+Student's t distribution: runs that S did not expect, with a misfit of d^2 for k runs, widen it by (n + d^2) / (n + k).
+
+>>> rng = np.random.default_rng(0)
+>>> tasks = 0.5 + 0.2 * rng.standard_normal((40, 1)) + [[0.0, 0.1]] + 0.01 * rng.standard_normal((40, 2))
+>>> posterior = Gaussian.fitted(LevelSums.of(tasks, np.arange(2))).given([0], [0.3])
+>>> posterior.mean.round(1).tolist(), bool(posterior.deviations[1] < 0.05)
+([0.3, 0.4], True)
+
+Plans of one level share an entry of m and S: they are known to differ by noise alone. An `Estimate` chooses by these numbers:
 
 >>> errors = np.array([[0.9, 0.5, 0.4], [0.8, 0.4, 0.3], [0.9, 0.6, 0.5]])
->>> estimate = Estimate.of(Prior.of(errors, np.arange(3)), np.array([1.0, 2.0, 3.0]))
->>> estimate.best(2.5).plan, estimate.front().tolist()
-(1, [0, 1, 2])
+>>> estimate = Estimate.after(Prior.of(errors), np.array([1.0, 2.0, 3.0]), [])
+>>> estimate.best(2.5).plan
+1
 >>> estimate.best(0.5)
 Traceback (most recent call last):
 paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, error 0.87 +- 0.06, standard deviation).
@@ -15,105 +29,195 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
-from paredown.study.pick.mixture import NUM_STEPS, LevelSums, Mixture, Posterior, find_levels, offsets, renumbered
-from paredown.study.pick.pareto import at_least_exact, quickest_of_ties, undominated
-from paredown.study.pick.seed_effects import RunsWithoutSeeds, SeedRun, without_effects_of_seeds
+from paredown.study.pick.pareto import at_least_exact, quickest_of_ties
 
 Array = NDArray[np.float64]
-FOUND_STEPS = 20  # EM steps with estimated levels: more change less than the uncertainty of the levels
-AS_ACCURATE = 0.5  # standard deviations of a run with a given seed: plans whose mean errors differ by this at most are as accurate
-LEAST_RATIO = 1e-9  # of the variance of seed effects to the remaining noise: in the limit, n seeds leave 1 / n of that variance
+Levels = NDArray[np.intp]
+NUM_STEPS = 30  # of EM
+FEWEST_TASKS = 8  # from which the noise follows the mean error of a task; from fewer, it is the median
+STRENGTH = 4.0  # weight of the prior of S, in tasks: at least this, and as many as there are more levels than tasks
+LOOSE = 0.05  # share of a level's variance that is independent of all other levels, in the prior of S
+NOISE_RUNS = 4.0  # weight of the prior of v, in runs
+SMALLEST = 1e-8  # variance
+AS_ACCURATE = 0.5  # standard deviations of a run: plans whose mean errors differ by this at most are as accurate
 TIE_PROBABILITY = 0.05  # a plan that is better than the chosen one with at least this probability ties with it
+
+
+class Run(NamedTuple):
+    """The error of one run of a plan; infinite where it diverged."""
+
+    plan: int
+    error: float
+
+
+@dataclass(frozen=True)
+class LevelSums:
+    """Sums of observed errors: their count, sum and sum of squares by task and level; `weights`: how much each task counts in a fit."""
+
+    count: Array
+    total: Array
+    square: Array
+    weights: Array
+
+    @staticmethod
+    def of(errors: Array, levels: Levels, weights: Array | None = None) -> LevelSums:
+        """The sums of errors (tasks, runs), NaN where not observed; `levels` (runs,): the level of each."""
+        membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
+        observed = np.where(np.isfinite(errors), errors, 0.0)
+        count, total, square = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
+        return LevelSums(count, total, square, np.ones(len(errors)) if weights is None else weights)
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Mean and covariance of the errors of a task's levels, and the variance `noise` of one run of each."""
+
+    mean: Array
+    covariance: Array
+    noise: Array
+
+    @property
+    def deviations(self) -> Array:
+        """Standard deviations of the levels' errors."""
+        return np.sqrt(np.diagonal(self.covariance))
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Errors of a new task's levels before any run; `num_tasks`: those that it was fitted to.
+
+    `noise_line`: slope and intercept of the logarithm of a run's variance as a function of the task's mean error; `noise_ratios`
+    (levels,): variances of levels in units of that.
+    """
+
+    mean: Array
+    covariance: Array
+    noise_line: tuple[float, float]
+    noise_ratios: Array
+    num_tasks: float = math.inf
+
+    @staticmethod
+    def fitted(sums: LevelSums) -> Gaussian:
+        """The distribution of highest posterior probability, by EM."""
+        found, usual_noise = _start_of(sums)
+        weights, shrunk = sums.weights, found.covariance
+        strength = max(STRENGTH, len(shrunk) - found.num_tasks)
+        noise, ratios = np.full(len(weights), usual_noise), found.noise_ratios  # (tasks,), (levels,)
+        for _ in range(NUM_STEPS):
+            values, spreads = _levels_of_tasks(found, sums, noise[:, None] * ratios)
+            mean = weights @ values / found.num_tasks
+            apart = values - mean
+            squares = np.einsum("t,tl,tm->lm", weights, apart, apart) + np.einsum("t,tlm->lm", weights, spreads)
+            variances = np.diagonal(spreads, axis1=1, axis2=2)
+            misfit = sums.square - 2 * values * sums.total + sums.count * (values**2 + variances)
+            ratios = (weights @ (misfit / noise[:, None]) + NOISE_RUNS) / (weights @ sums.count + NOISE_RUNS)
+            noise = ((misfit / ratios).sum(axis=1) + NOISE_RUNS * np.median(noise)) / (sums.count.sum(axis=1) + NOISE_RUNS)
+            noise = np.maximum(noise, SMALLEST)
+            covariance = (squares + strength * shrunk) / (found.num_tasks + strength)
+            found = Gaussian(mean, covariance, _noise_line(values, noise, weights), ratios, found.num_tasks)
+        return found
+
+    def noise_at(self, height: float) -> Array:
+        """The variance of one run of each level, on a task whose errors are this far above the mean of all tasks, (levels,)."""
+        slope, intercept = self.noise_line
+        return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
+
+    def given(self, levels: Sequence[int] | Levels, errors: Sequence[float] | Array) -> Posterior:
+        """The posterior after one run of each of these levels, with these errors."""
+        levels = np.asarray(levels, dtype=np.intp)
+        if not len(levels):
+            return Posterior(self.mean, self.covariance, self.noise_at(0.0))
+        residual = np.asarray(errors, dtype=float) - self.mean[levels]
+        noise = self.noise_at(float(residual.mean()))
+        inner = self.covariance[np.ix_(levels, levels)] + np.diag(noise[levels])
+        gain = np.linalg.solve(inner, self.covariance[levels]).T
+        covariance, misfit = self.covariance - gain @ self.covariance[levels], float(residual @ np.linalg.solve(inner, residual))
+        widened = (1 + misfit / self.num_tasks) / (1 + len(levels) / self.num_tasks)
+        return Posterior(self.mean + gain @ residual, (covariance + covariance.T) / 2 * widened, noise)
+
+
+def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
+    """Means (tasks, levels) and covariances of the levels' errors on prior tasks, where a run has the variance `noise`."""
+    inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
+    spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
+    return found.mean + np.einsum("tlm,tm->tl", spreads, (sums.total - sums.count * found.mean) / noise), spreads
+
+
+def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
+    """Slope and intercept of the logarithm of `noise` (tasks,) as a function of the tasks' mean errors."""
+    if len(noise) < FEWEST_TASKS:
+        return 0.0, float(np.log(np.median(noise)))
+    heights, logs = values.mean(axis=1), np.log(noise)
+    height, log = (float(np.average(part, weights=weights)) for part in (heights, logs))
+    slope = float(weights @ ((heights - height) * (logs - log))) / max(float(weights @ (heights - height) ** 2), SMALLEST)
+    return slope, log - slope * height
+
+
+def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
+    """What EM starts from and shrinks to: levels differ by an offset, tasks by a height; and the variance of one run."""
+    weights, observed = sums.weights, sums.weights @ sums.count
+    mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
+    heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
+    variance = max(float(np.average(heights**2, weights=weights)), SMALLEST)
+    repeated = float((sums.count - (sums.count > 0)).sum())
+    if repeated:
+        noise = (sums.square - sums.total**2 / np.maximum(sums.count, 1e-12)).sum() / repeated
+    else:  # no level ran twice: half of what offsets and heights leave
+        expected = mean + heights[:, None]
+        noise = (sums.square - 2 * expected * sums.total + sums.count * expected**2).sum() / sums.count.sum() / 2
+    noise = max(float(noise), SMALLEST)
+    covariance = variance * ((1 - LOOSE) + LOOSE * np.eye(len(mean)))
+    return Gaussian(mean, covariance, (0.0, math.log(noise)), np.ones(len(mean)), float(weights.sum())), noise
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What the prior tasks say: a level for each plan, the plans' offsets from their levels, and the mixture over tasks.
+    """The distribution of a new task's errors, with the level of each plan, and how likely each plan diverges.
 
-    `doubt`: variances of the offsets. `worst`: the error of a run that diverged. `shared`: variance of the effect that a seed has
-    on all plans of a task, in variances of the remaining noise. `seed_variance`: that variance, mean over tasks: it does not follow the
-    noise, and fine-tuned tasks have little noise and large effects of seeds. `divergence`: probability that a plan diverges on a task,
-    (plans,). `lossier` (plans, plans): how much a run of the second plan says of the first, which loses as much precision or more; from 0
-    to 1. Empty where that is not known: then a run says nothing of other plans.
+    `worst`: the error of a run that diverged. `divergence` (plans,): probabilities.
     """
 
-    levels: NDArray[np.intp]
-    offsets: Array
-    doubt: Array
-    mixture: Mixture
-    num_tasks: int
-    worst: float
-    shared: float = 0.0
-    seed_variance: float = 0.0
+    levels: Levels
+    gaussian: Gaussian
+    worst: float = 1.0
     divergence: Array = field(default_factory=lambda: np.zeros(1))
-    lossier: Array = field(default_factory=lambda: np.zeros((0, 0)))
 
     @staticmethod
-    def of(errors: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
-        """The prior fitted to errors (tasks, plans), NaN where not observed; levels are estimated unless given."""
+    def of(errors: Array, levels: Levels | None = None) -> Prior:
+        """The prior fitted to errors (tasks, plans), NaN where not observed; each plan is a level of its own unless `levels` are given."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
-        num_steps = NUM_STEPS if levels is not None else FOUND_STEPS
-        plan_offsets, variances = np.zeros((2, errors.shape[1]))  # plans of a given level differ by noise alone
-        if levels is None:
-            levels = find_levels(errors)
-            plan_offsets, variances = offsets(errors, levels)
-        levels = renumbered(levels)
-        mixture = Mixture.fitted(LevelSums.of(errors - plan_offsets, levels), num_kinds, num_steps)
-        return Prior(levels, plan_offsets, variances, mixture, len(errors), float(np.nanmax(errors)))
+        levels = np.arange(errors.shape[1]) if levels is None else np.unique(levels, return_inverse=True)[1]
+        return Prior(levels, Gaussian.fitted(LevelSums.of(errors, levels)), float(np.nanmax(errors)))
 
-    def given(self, measured: Array) -> Posterior:
-        """The posterior of a new task, given one error of each measured plan (NaN: not measured)."""
-        return self.mixture.given(LevelSums.of((measured - self.offsets)[None], self.levels, self.mixture.means.shape[1]))
+    def after(self, runs: Sequence[Run]) -> Posterior:
+        """The posterior of the levels after these runs; one that diverged says nothing of errors."""
+        runs = [run for run in runs if np.isfinite(run.error)]
+        return self.gaussian.given(self.levels[[run.plan for run in runs]], [run.error for run in runs])
 
-    def after(self, runs: Sequence[SeedRun | tuple[int, float]]) -> Posterior:
-        """The posterior of a new task after runs, (plan, error) or a SeedRun each; a plan may have several.
+    def chance_of_divergence(self, runs: Sequence[Run]) -> Array:
+        """The probability of each plan to diverge, (plans,): the prior counts as one run; 1 for a plan of which a run diverged.
 
-        One that diverged (infinite) is left out: it tells of its own plan (`with_divergence`), and would raise the errors of all others.
+        While all of n runs diverged, it is n / (n + 1) at least.
         """
-        runs = [run for run in runs if np.isfinite(run[1])]
-        plans = np.array([run[0] for run in runs], dtype=np.intp)
-        adjusted = self.without_seed_effects(runs)
-        errors = adjusted.errors - self.offsets[plans]
-        return self.mixture.given(LevelSums.of(errors[None], self.levels[plans], self.mixture.means.shape[1], adjusted.weights))
-
-    def with_divergence(self, runs: Sequence[SeedRun]) -> Prior:
-        """The prior after runs: a plan that diverged has the worst error, and others diverge with their probabilities.
-
-        The probability p of a plan is (p + d) / (1 + n) after n runs, of which d diverged: the prior counts as a run. Runs of other plans
-        count by their likeness: those that diverged for plans that lose as much precision or more, the others for plans that lose as much
-        or less. While all of n runs diverged, the probability is n / (n + 1) at least: the task may be at fault.
-        """
-        plans, ran = np.arange(len(self.levels)), np.array([run.plan for run in runs], dtype=np.intp)
-        is_diverged = np.array([not np.isfinite(run.error) for run in runs], dtype=bool)
-        least = len(runs) / (len(runs) + 1) if is_diverged.all() else 0.0
-        lossier = self.lossier if len(self.lossier) else np.eye(len(plans))
-        counts = np.where(is_diverged, lossier[:, ran], lossier.T[:, ran])  # (plans, runs)
-        chances = (np.maximum(self.divergence, least) + (counts * is_diverged).sum(axis=1)) / (1 + counts.sum(axis=1))
-        chances = np.where(np.isin(plans, ran[is_diverged]), 1.0, chances)
-        rise = np.maximum(self.worst - self.after(runs).levels()[0][self.levels] - self.offsets, 0.0)
-        doubt = (1 - chances) * (self.doubt + chances * rise**2)
-        return replace(self, offsets=self.offsets + chances * rise, doubt=doubt)
-
-    def without_seed_effects(self, runs: Sequence[SeedRun | tuple[int, float]]) -> RunsWithoutSeeds:
-        """A new task's runs without the effects of their seeds."""
-        return without_effects_of_seeds([SeedRun(run[0], self.finite(run[1]), *run[2:]) for run in runs], self.shared, self.worst)
-
-    def finite(self, measured: float) -> float:
-        """The error of a run; one that diverged counts as the worst error."""
-        return measured if np.isfinite(measured) else self.worst
+        num_runs = np.bincount([run.plan for run in runs], minlength=len(self.levels))
+        diverged = [run.plan for run in runs if not np.isfinite(run.error)]
+        least = len(runs) / (len(runs) + 1) if len(diverged) == len(runs) else 0.0  # the task may be at fault
+        chances = np.maximum(self.divergence, least) / (1 + num_runs)
+        chances[diverged] = 1.0
+        return chances
 
 
-@dataclass(frozen=True)
-class BudgetChoice:
+class BudgetChoice(NamedTuple):
     """The plan of least mean error within a budget, and its standard deviation; `ties`: other plans in the budget that may be as good."""
 
     plan: int
@@ -122,8 +226,7 @@ class BudgetChoice:
     ties: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ErrorMargin:
+class ErrorMargin(NamedTuple):
     """How far a mean error may lie above that of the plan `baseline`, and the least probability that it does not lie further."""
 
     increase: float
@@ -133,48 +236,28 @@ class ErrorMargin:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Posterior means of the errors of all plans, and standard deviations of these means; `noise`: that of one run about its mean."""
+    """Means of the errors of all plans, (plans,), their covariance, and the variance `noise` of one run; `tried`: plans with runs."""
 
     memory: Array
     means: Array
-    deviations: Array
+    covariance: Array
     noise: Array
-    measured: Mapping[int, float]
-    prior: Prior
-    posterior: Posterior
+    tried: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(prior: Prior, memory: Array, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
-        """The estimate after measurements, or before any; a plan may have been measured several times."""
-        errors = {plan: np.atleast_1d(errors) for plan, errors in (measured or {}).items()}
-        return Estimate.after(
-            prior, memory, [SeedRun(plan, float(error)) for plan, plan_errors in errors.items() for error in plan_errors]
-        )
+    def after(prior: Prior, memory: Array, runs: Sequence[Run]) -> Estimate:
+        """The estimate after runs; plans that may diverge have a part of that error, in proportion to its probability."""
+        posterior, chances = prior.after(runs), prior.chance_of_divergence(runs)
+        means = posterior.mean[prior.levels]
+        rise = np.maximum(prior.worst - means, 0.0)
+        covariance = posterior.covariance[np.ix_(prior.levels, prior.levels)] + np.diag((1 - chances) * chances * rise**2)
+        noise = posterior.noise[prior.levels]
+        return Estimate(memory, means + chances * rise, covariance, noise, frozenset(run.plan for run in runs))
 
-    @staticmethod
-    def after(prior: Prior, memory: Array, runs: Sequence[SeedRun]) -> Estimate:
-        """The estimate after runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
-        posterior, prior, levels = prior.after(runs), prior.with_divergence(runs), prior.levels
-        level_mean, level_deviation = posterior.levels()
-        ratio = max(prior.shared, LEAST_RATIO)
-        unknown = replace(prior, shared=ratio).without_seed_effects(runs).common / ratio  # share of the variance of seeds' effects
-        measured: dict[int, list[float]] = {}
-        for run in runs:
-            measured.setdefault(run.plan, []).append(prior.finite(run.error))
-        return Estimate(
-            memory,
-            level_mean[levels] + prior.offsets,
-            np.sqrt(level_deviation[levels] ** 2 + prior.doubt + unknown * prior.seed_variance),
-            np.hypot(posterior.run_noise()[levels], np.sqrt(prior.seed_variance)),
-            {plan: float(np.mean(errors)) for plan, errors in measured.items()},
-            prior,
-            posterior,
-        )
-
-    def front(self) -> NDArray[np.intp]:
-        """Plans on the Pareto front of memory and mean error, the least memory first."""
-        on_front = np.flatnonzero(undominated(self.memory, self.means))
-        return on_front[np.argsort(self.memory[on_front], kind="stable")]
+    @property
+    def deviations(self) -> Array:
+        """Standard deviations of the mean errors, (plans,)."""
+        return np.sqrt(np.diagonal(self.covariance))
 
     def mean_band(self, width: float = 1.645) -> tuple[Array, Array]:
         """Bounds of each plan's mean error over runs, `width` standard deviations to each side: by default a 90 % interval."""
@@ -182,16 +265,13 @@ class Estimate:
 
     def run_band(self, width: float = 1.645) -> tuple[Array, Array]:
         """Bounds of the error of one further run of each plan: those of its mean, and the noise of a run."""
-        half = width * np.hypot(self.deviations, self.noise)
+        half = width * np.sqrt(self.deviations**2 + self.noise)
         return self.means - half, self.means + half
 
     @property
     def tie_error(self) -> float:
-        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan.
-
-        That is without the effects of seeds, which all plans share.
-        """
-        return AS_ACCURATE * float(np.median(self.posterior.run_noise()[self.prior.levels]))
+        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan."""
+        return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
     def best(
         self, budget: float, *, is_cautious: bool = True, times: Array | None = None, exact: Collection[int] = ()
@@ -208,7 +288,7 @@ class Estimate:
             error = f"{self.means[least]:.2f} +- {self.deviations[least]:.2f}"
             smallest = f"{self.memory[least]:.6g} (plan {least}, error {error}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
-        errors = self._cautious(fits) if is_cautious else self.means[fits]
+        errors = self.cautious(fits) if is_cautious else self.means[fits]
         errors = at_least_exact(errors, self.means[fits], np.isin(fits, list(exact)))
         known_times = np.full(len(fits), np.nan) if times is None else times[fits]
         plan = int(fits[quickest_of_ties(self.memory[fits], errors, known_times, self.tie_error)])
@@ -233,22 +313,14 @@ class Estimate:
         chances[margin.baseline] = 1.0
         return chances
 
-    def _cautious(self, plans: NDArray[np.intp]) -> Array:
-        """Mean errors of these plans, with a standard deviation added to those of plans that are not measured, if others are."""
-        is_measured = np.isin(plans, list(self.measured))
-        return self.means[plans] + (~is_measured & is_measured.any()) * self.deviations[plans]
+    def cautious(self, plans: NDArray[np.intp] | None = None) -> Array:
+        """Mean errors of these plans, or all; with a standard deviation added to those of plans without a run, if others have some."""
+        plans = np.arange(len(self.means)) if plans is None else plans
+        is_tried = np.isin(plans, list(self.tried))
+        return self.means[plans] + (~is_tried & is_tried.any()) * self.deviations[plans]
 
     def chance_below(self, plan: int, increase: float = 0.0) -> Array:
         """Probability that each plan's mean error is below this plan's plus `increase`; one half where nothing tells them apart."""
-        levels, own_level = self.prior.levels, self.prior.levels[plan]
-        spreads, means = self.posterior.spreads[0], self.posterior.means[0]  # (kinds, levels, levels), (kinds, levels)
-        variances = np.diagonal(spreads, axis1=-2, axis2=-1)
-        variance = (variances + variances[:, own_level, None] - 2 * spreads[:, own_level])[:, levels]
-        variance = variance + self.prior.doubt + self.prior.doubt[plan]
-        difference = (means[:, own_level, None] - means)[:, levels] + self.prior.offsets[plan] - self.prior.offsets
-        return self.posterior.weights[0] @ _normal_cdf((difference + increase) / np.sqrt(np.maximum(variance, 1e-18)))
-
-
-def _normal_cdf(values: Array) -> Array:
-    """Probability that a standard normal number is below each value; without scipy, since few values are needed."""
-    return np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), otypes=[float])(values)
+        variances = np.diagonal(self.covariance)
+        apart = np.sqrt(np.maximum(variances + variances[plan] - 2 * self.covariance[plan], 1e-18))
+        return np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in (self.means[plan] - self.means + increase) / apart])

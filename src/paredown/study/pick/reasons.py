@@ -63,7 +63,7 @@ class AnswerText:
 
     def _evidence(self, point: Point) -> str:
         num_own, num_others = (sum(trial.status not in UNFINISHED for trial in trials) for trials in (self.trials, self.others))
-        num_tasks = self.task_prior.prior.num_tasks
+        num_tasks = len(self.task_prior.prior_data.tasks)
         after = f"after {num_own} trial{'s' * (num_own != 1)}"
         trials = f"{after} of its own and {num_others} known before" if num_others else after if num_own else "without a trial"
         measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
@@ -83,6 +83,15 @@ def _corrected(point: Point, ratios: Sequence[float]) -> str:
     took = f"{least} times its prediction" if least == most else f"{least} to {most} times their predictions"
     trials = "the trial" if len(ratios) == 1 else f"{len(ratios)} trials"
     return f"{say_bytes(point.needs)} with what trials took beyond their prediction ({trials} measured {took})"
+
+
+def say_use_of_trials(gain: float, is_settled: bool) -> str:
+    """Whether trials are worth their time; `gain`: by how much the best of them is expected to lower the error."""
+    if is_settled:
+        return (
+            "Trials are not expected to change this choice: the plans that fit are about as accurate, by what earlier tasks show."
+        )
+    return f"No trial ran; trials are expected to find a plan with an error lower by {gain:.4f} or more."
 
 
 def stopped_early(point: Point) -> str:

@@ -29,6 +29,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paredown.study.pick.prior_data import PriorData
+from paredown.study.pick.task_prior import WORST, random_guess_error, scaled
+
 Array = NDArray[np.float64]
 SMALLEST = 1e-12  # variance
 MOST = 1e4  # largest ratio
@@ -74,18 +77,6 @@ class SeedEffects(NamedTuple):
     doubt: Array
 
 
-class RunsWithoutSeeds(NamedTuple):
-    """Runs of a task without the effects of their seeds.
-
-    `weights`: information of each run, 1 if its seed is that of all runs. `common`: variance of the error that all effects share,
-    in variances of the rest.
-    """
-
-    errors: Array
-    weights: Array
-    common: float
-
-
 def variance_parts_of(runs: Array) -> VarianceParts:
     """Variances of seed effects and of the rest, from one task's runs (plans, seeds)."""
     squares = squares_of(runs)
@@ -128,26 +119,6 @@ def seed_effects_of(runs: Sequence[SeedRun], ratio: float, num_seeds: int) -> Se
     return SeedEffects(doubt @ np.bincount(seeds, residual, num_seeds), doubt)
 
 
-def without_effects_of_seeds(runs: Sequence[SeedRun], ratio: float, worst: float = np.inf) -> RunsWithoutSeeds:
-    """A new task's runs without seed effects, for seeds of any value; the uncertainty of a seed's effect lowers the weight of its runs.
-
-    `worst`: the error of a run that diverged.
-    """
-    names, seeds = np.unique([run.seed for run in runs], return_inverse=True)
-    errors = np.array([run.error for run in runs], dtype=float)
-    is_shifted = errors < worst
-    shares = np.bincount(seeds[is_shifted], minlength=len(names)) / max(int(is_shifted.sum()), 1)
-    diverged = {run.plan for run in runs if run.error >= worst}
-    usable = [run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True) if run.plan not in diverged]
-    size, doubt = seed_effects_of(usable, ratio, len(names))
-    covariance = doubt @ shares
-    common = float(shares @ covariance)
-    variance = np.maximum(np.diagonal(doubt) + common - 2 * covariance, 0.0)
-    return RunsWithoutSeeds(
-        errors - np.where(is_shifted, size[seeds], 0.0), np.where(is_shifted, 1 / (1 + variance[seeds]), 1.0), common
-    )
-
-
 def without_seed_effects(runs: Array, calm: NDArray[np.bool_] | None = None) -> Array:
     """Runs (tasks, plans, seeds) without seed effects; runs of a task whose seed effects cannot be estimated are unmodified.
 
@@ -167,13 +138,9 @@ def runs_of_task(runs: Array) -> list[SeedRun]:
     ]
 
 
-def shared_of(runs: Array) -> float:
-    """Variance of seed effects over that of the rest: the median over all tasks (tasks, plans, seeds) that show it; 0 where none does."""
-    ratios = [parts.ratio for parts in map(variance_parts_of, runs) if np.isfinite(parts.rest)]
-    return float(np.median(ratios)) if ratios else 0.0
-
-
-def seed_variance_of(runs: Array) -> float:
-    """Variance of seed effects, the mean over all tasks (tasks, plans, seeds) that show it; 0 where none does."""
-    variances = [parts.shared for parts in map(variance_parts_of, runs) if np.isfinite(parts.rest)]
-    return float(np.mean(variances)) if variances else 0.0
+def is_calm(prior_data: PriorData) -> NDArray[np.bool_]:
+    """Which (tasks, plans) show noise and seed effects: seeds are known, and no run diverged or was as bad as random guessing."""
+    # in a metric without an error of random guessing, WORST is only the worst run
+    guesses = [task.blind or random_guess_error(task.metric, task.answers) for task in prior_data.tasks]
+    is_guessing = (scaled(prior_data) >= WORST).any(axis=2) & np.array([bool(guess) for guess in guesses])[:, None]
+    return ~is_guessing & (prior_data.diverged == 0) & prior_data.has_seeds[:, None]
