@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import claims
 from benchmarks.tables import MARKS, PRIOR_TABLES, README_TABLES, SIZE_TABLES, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
@@ -76,3 +77,15 @@ def test_a_wrong_page_is_noticed() -> None:
     ]
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert filled(page.replace("| gpt2 |", "| gpt3 |")) == page
+
+
+def test_claims_of_the_papers_have_the_verdicts_of_the_results() -> None:
+    page = claims.PAGE.read_text(encoding="utf-8")
+    assert claims.MARKS.search(page) and claims.filled(page) == page
+
+
+def test_a_difference_is_that_of_the_same_seeds() -> None:
+    rows = [{"way": way, "seed": seed, "value": value, "task": "t"}
+            for way, values in (("fp32", (0.5, 0.7, 0.1)), ("low", (0.4, 0.7))) for seed, value in enumerate(values)]  # fmt: skip
+    found = claims.difference(rows, "low", task="t")
+    assert (found.num, found.mean, found.error) == (2, pytest.approx(-0.05), pytest.approx(0.05)) and found.is_noise
