@@ -40,7 +40,7 @@ WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBac
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """One tensor that one node saved. Do not store `tensor`, `node` or `raw`: they keep the graph alive."""
+    """A tensor that an autograd node saved for backward. Do not store `tensor`, `node` or `raw`: they keep the graph alive."""
 
     name: str
     module: str
@@ -64,13 +64,13 @@ class Saved:
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
-        """The same description of a later tensor."""
+        """Return this description for the tensor that a node in the same place of a later graph saved."""
         described = self.use, kind, self.pin, None, self.reason, self.is_centered
         return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
 
 class ModuleCall:
-    """A module whose forward is running. One is made for each call of a step: what most calls do not set is an attribute of the class."""
+    """A call of a module whose forward is running. Attributes that few calls set have their defaults in the class, which saves time."""
 
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
@@ -85,7 +85,7 @@ class ModuleCall:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether it is the layer of a checkpoint with use_reentrant=False."""
+        """Whether the module is the layer of a checkpoint with use_reentrant=False."""
         return self.checkpoint is not None and self.checkpoint[1].startswith(f"{self.path}:")
 
 
@@ -111,8 +111,8 @@ class Pass:
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
     saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
-    recording: Any = None  # `replay.Recording`; None if the pass cannot be replayed
-    replay: Any = None  # `replay.Replay` of an earlier pass
+    recording: Any = None  # `repeated_passes.Recording`; None if the pass cannot be replayed
+    replay: Any = None  # `repeated_passes.Replay` of an earlier pass
     is_unsure: bool = False  # whether modules are running that are not in `calls`: nodes of the first call may be theirs
     parts: Any = None  # `graph_parts.KnownParts` of passes that enter through the same module
     entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
@@ -125,7 +125,7 @@ class Pass:
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
-        """ "weight" or "buffer" if a parameter or buffer has this storage at the moment; None if none has.
+        """Return "weight" or "buffer" if a parameter or buffer has this storage at the moment, else None.
 
         A packed weight has its decoded storage only while its module runs. Then the storage is freed, and an activation may get its
         address.
@@ -140,7 +140,7 @@ next_number = torch._C._autograd._get_sequence_nr  # () -> the sequence number o
 
 
 def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
-    """Storage -> ("weight", the parameter) or ("buffer", the buffer) for the parameters and buffers of `modules`."""
+    """Map the storage of each parameter and buffer of `modules` to ("weight", the parameter) or ("buffer", the buffer)."""
     kinds: dict[int, tuple[str, Tensor]] = {}
     for module in modules:
         for tensors, kind in ((module._buffers, "buffer"), (module._parameters, "weight")):
@@ -151,18 +151,18 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is packed together with all of its storage, of which it may be a view; if not, it is packed alone."""
+    """Return whether `tensor`, if it is a view, is packed together with all of its storage; if not, it is packed alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Bytes of the values that are packed for a saved tensor."""
+    """Return the bytes that are packed for a saved tensor: those of its storage or of the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
 
 def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
-    """`covers_storage` for a storage of known size.
+    """Return what `covers_storage` does, for a storage of known size.
 
     A view that is a large part of its storage (q, k or v of one matrix product) is packed with the whole storage if none of its blocks
     contains values outside of the view: those may have another magnitude, or be uninitialized.
@@ -174,7 +174,7 @@ def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
 
 
 def _lies_in_blocks(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` are contiguous runs that begin and end at multiples of a block."""
+    """Return whether the values of `tensor` are contiguous runs that begin and end at multiples of a block."""
     run, outer_strides = 1, list[int]()
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if stride == run and not outer_strides:
@@ -185,7 +185,7 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """(number, node) behind the tensors in `values` that were created in this pass and not seen yet, in order of creation."""
+    """Return (number, node) of the nodes behind `values` that this pass created and that were not seen yet, in order of creation."""
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -207,7 +207,7 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """(name, handle attribute, tensor attribute) of each tensor that nodes of a type save.
+    """Return (name, handle attribute, tensor attribute) of each tensor that nodes of a type save.
 
     `only_major` leaves out statistics, library state and parameters.
     """
@@ -221,7 +221,7 @@ Named = tuple[str, Any, Tensor | None]
 
 
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
-    """(autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None where hooks of other code hold it."""
+    """Return (autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None if hooks of other code hold it."""
     saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         raws = node._raw_saved_tensors
@@ -245,7 +245,7 @@ def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
 
 
 def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
-    """Append (name, handle, tensor) of the tensors in the list `attribute` of a node."""
+    """Append (name, handle, tensor) of the tensors in the list `attribute` of a node to `saved`."""
     hooks = [raw.unpack_hook for raw in raws]
     if any(hook is not None for hook in hooks):  # reading the tensors would run the hooks
         is_foreign = any(hook is not None and not is_of_weight(hook) for hook in hooks)
@@ -260,12 +260,12 @@ def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
 
 
 def is_of_weight(hook: Any) -> bool:
-    """Whether a session registered this hook for a packed weight; such tensors are not reported."""
+    """Return whether a session registered this hook for a packed weight; such tensors are not reported."""
     return getattr(hook, IS_WEIGHT, False)
 
 
 def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
-    """The description of one tensor that `node` saved, by its row in the table of operations, with its slot name."""
+    """Return the description of one tensor that `node` saved, with its slot name, from the node's row in the table of operations."""
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:
@@ -291,7 +291,7 @@ def _bound(operand: Operand, node: Any) -> int | None:
 
 
 def _prefix(call: ModuleCall, op: str) -> str:
-    """The text between module and operand in a slot name: "", "mul." or "mul#2."."""
+    """Return the text between module and operand in a slot name: "", "mul." or "mul#2."."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""
     count = call.counts.get(op, 1)
@@ -299,7 +299,7 @@ def _prefix(call: ModuleCall, op: str) -> str:
 
 
 def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
-    """The kind of a saved tensor: "activation", "weight" (a parameter, its view, its cast), "buffer" or "input" (of the caller)."""
+    """Return the kind of a saved tensor: "activation", "weight" (a parameter, its view or cast), "buffer" or "input" (of the caller)."""
     node = tensor.grad_fn
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
@@ -317,19 +317,19 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
 
 
 def is_part_of_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of a parameter, by whatever operations: nn.MultiheadAttention multiplies by thirds of one."""
+    """Return whether a tensor is a view of a parameter. nn.MultiheadAttention multiplies by views of a third of one."""
     base = tensor._base
     return isinstance(base, nn.Parameter) and base.is_leaf
 
 
 def is_view_modified_in_place(tensor: Tensor) -> bool:
-    """Whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
+    """Return whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
     node = tensor._base.grad_fn if tensor._base is not None else None
     return node is not None and node.name() == IN_PLACE_ON_VIEW
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in nested containers and in attributes of other objects in them (a key-value cache), `depth` levels deep."""
+    """Yield the tensors in nested containers, and in attributes of objects in them (such as a key-value cache) up to `depth` levels."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -344,5 +344,5 @@ def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
+    """Return whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
     return type(tensor) in PLAIN_TYPES or hasattr(tensor, "fake_mode")

@@ -6,7 +6,7 @@
 
 A part is read again where a pass created as many nodes as the one before, from tensors of the same sizes and dtypes; then each node on the
 way is compared by its name. Where anything differs, `read_again` returns None and has changed nothing: the graph is searched
-(`autograd_graph.new_nodes`).
+(`graph.new_nodes`).
 """
 
 # pyright: reportPrivateUsage=false
@@ -32,7 +32,7 @@ Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]  # nodes, and wha
 
 
 class SavedTrail(NamedTuple):
-    """One saved tensor of a `GraphPart`: the index of its node in the walk, and its last description."""
+    """One saved tensor of a `GraphPart`: where to find it in a later graph, and its last description."""
 
     node_index: int
     raw: str
@@ -43,7 +43,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """A part of the graph that was read once: `follow` finds the nodes that saved activations in the same part of a later graph.
+    """A part of the graph, stored as a path to each saved activation; `follow` finds the same nodes in the same part of a later graph.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
     """
@@ -54,7 +54,7 @@ class GraphPart:
 
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """The part with the nodes `created` (by number) that is reached from `starts`; `saved`: (number of its node, description)."""
+        """Return the part of the nodes `created` (by number) that is reached from `starts`. `saved`: (number of the node, description)."""
         kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
         found, edges = _reach(starts, created)
         kept = [(number, one) for number, one in kept if number in found]
@@ -72,7 +72,7 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def keeping(self, kept: Sequence[bool]) -> GraphPart:
-        """The part with those of its saved tensors alone for which `kept` is True."""
+        """Return the part without the saved tensors for which `kept` is False."""
         trails = [trail for trail, is_kept in zip(self.trails, kept, strict=True) if is_kept]
         needed = {trail.node_index for trail in trails}
         steps: list[tuple[int, list[tuple[int, str, int]]]] = []  # the walk with the index of each node behind
@@ -95,7 +95,7 @@ class GraphPart:
         return GraphPart(roots, walk, [trail._replace(node_index=places[trail.node_index]) for trail in trails])
 
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
-        """(description, node, handle, tensor) of each saved tensor behind the nodes `starts`; None if one node differs or is hooked."""
+        """Return (description, node, handle, tensor) of each saved tensor behind `starts`; None if one node differs or has a hook."""
         nodes: list[Any] = []
         for index, name in self.roots:
             node = starts[index] if index < len(starts) else None
@@ -126,12 +126,12 @@ class GraphPart:
 
 
 def _can_be_followed(node: Any, saved: Saved) -> bool:
-    """Whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
+    """Return whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
     return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
 
 
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Whether the saved tensors of these nodes can be read from later nodes in the same place: none is of a custom function."""
+    """Return whether later nodes in the same places can be read as these nodes were: no node is of a custom function."""
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
         return False
     return all(number in created and _can_be_followed(created[number], saved) for number, saved in reported)
@@ -148,7 +148,11 @@ Found = dict[int, tuple[int | None, int]]
 
 
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
-    """Number of a node -> (number of the node before it or None, index of the start or edge); number -> (edge, number) behind it."""
+    """Search the graph from `starts`, and return two mappings: how each node was found, and which nodes lie behind it.
+
+    The first maps a node's number to (number of the node before it or None, index of the start or edge), the second to (edge, number)
+    pairs.
+    """
     found, edges = Found(), dict[int, list[tuple[int, int]]]()
     queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]
     for node, parent, edge in queue:  # grows as nodes are found
@@ -165,7 +169,7 @@ def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, di
 
 
 def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
-    """The nodes on the way from the starts to the nodes `numbers`, these included."""
+    """Return the nodes on the way from the starts to the nodes `numbers`, these included."""
     needed: set[int] = set()
     for number in numbers:
         at: int | None = number
@@ -180,7 +184,7 @@ def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """What the last call of a module without children saved; while calls create as many nodes, the graph is not searched again."""
+    """What the last call of a module without children saved. Calls that create as many nodes are read without a search of the graph."""
 
     num_nodes: int
     layout: tuple[torch.Size, torch.dtype]  # of the output
@@ -189,7 +193,7 @@ class CallCache:
 
     @staticmethod
     def of(call: ModuleCall, found: Report, output: Tensor) -> CallCache | None:
-        """What this call saved; None if some of its nodes were not reached, or one is a custom function."""
+        """Return what this call saved; None if some of its nodes were not reached, or one is of a custom function."""
         nodes, reported = found
         created = {number: node for number, node in nodes if number >= call.first}
         saved_here = [(number, saved) for number, saved in reported if number >= call.first]
@@ -199,7 +203,7 @@ class CallCache:
         return CallCache(len(created), (output.size(), output.dtype), call.needs, part)
 
     def read_again(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> list[FoundAgain] | None:
-        """What this call saved, if it is like the last one; None if it differs."""
+        """Return what this call saved, read from the same places as in the last one; None if the call differs."""
         first, end, seen = call.first, next_number(), current.seen
         if (
             end - first != self.num_nodes
@@ -216,7 +220,7 @@ class CallCache:
 
 
 def needs_of(args: Any) -> tuple[bool, ...]:
-    """Which of the tensors among the arguments of a call require a gradient."""
+    """Return which of the tensors among the arguments of a call require a gradient."""
     if len(args) == 1 and type(args[0]) is Tensor:
         return NEEDED if args[0].requires_grad else NOT_NEEDED
     return tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
@@ -224,7 +228,10 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """What the nodes between the calls of modules saved, in the last pass: read again at the same point of a pass with as many nodes."""
+    """What the nodes between two calls of modules saved in the last pass.
+
+    The same point of a pass with as many nodes is read without a search.
+    """
 
     point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
     layouts: list[tuple[torch.Size, torch.dtype]]  # of the tensors that it was read from
@@ -235,7 +242,7 @@ class Segment:
 
     @staticmethod
     def of(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
-        """What was read behind `values`; `point`, `counts`: `point_of` the pass, and of its running calls, before that."""
+        """Return what was read behind `values`. `point` and `counts` describe the pass and its running calls before that (`point_of`)."""
         nodes, reported = found
         tensors = list(tensors_in(values))
         changed = [(i, dict(call.counts)) for i, call in enumerate(current.calls) if call.counts != counts[i]]
@@ -245,7 +252,7 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """What the segment saved in this pass; None if this pass differs."""
+        """Return what the segment saved in this pass, read from the same places as in the last one; None if this pass differs."""
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))
@@ -263,14 +270,17 @@ class Segment:
 
 
 def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
-    """Where a pass is: nodes created, seen and unreached, and running calls; `before`: the number of the first node after that point."""
+    """Return numbers that identify a point of a pass: nodes created, seen and unreached, and running calls.
+
+    `before` is the number of the first node after that point; None: the next one that is created.
+    """
     calls = current.calls
     created = (next_number() if before is None else before) - calls[0].first
     return created, len(current.seen), current.unreached, len(calls)
 
 
 class KnownParts:
-    """The parts of the last pass: those of calls of modules without children, and those between calls."""
+    """The parts of the graph of the last pass: those of calls of modules without children, and those between calls."""
 
     def __init__(self) -> None:
         self.calls: dict[str, CallCache] = {}  # by the path of a call
@@ -284,7 +294,7 @@ class KnownParts:
     def keep(
         self, current: Pass, start: tuple[tuple[int, ...], list[dict[str, int]]], found: Report, values: Any, kind: PartKind
     ) -> GraphPart | None:
-        """Keep what was read behind `values` for later passes; None if it cannot be found there again.
+        """Store what was read behind `values` for later passes, and return it; None if it cannot be found there again.
 
         `start`: `point_of` the pass, and counts of its calls, before that.
         """

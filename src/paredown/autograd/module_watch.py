@@ -13,7 +13,7 @@ of a checkpoint its inputs are reported (autograd/checkpoints.py).
     encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (autograd/checkpoints.py)
 
 `model(x)` is one forward pass. With `follow_submodules`, `model.decoder(model.encoder(x))` is two: each outermost call of a module is one.
-Operations that lead from the output of one to an argument of another are read with the second (trace/pass_chains.py).
+Operations that lead from the output of one to an argument of another are read with the second (autograd/pass_chains.py).
 
 Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
 `save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
@@ -52,7 +52,9 @@ is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_en
 
 @final
 class Watch(SavedReports):
-    """Hooks on every module of `model` that call `on_saved` for each saved tensor; `attach()` registers, `detach()` removes them.
+    """Reports every tensor that a model's forward passes save: hooks on every module call `on_saved` for each.
+
+    `attach()` registers the hooks, `detach()` removes them.
 
     `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
     the path and the positional arguments of each module inside of the model that is called. `on_saved_again`, if set, is called instead
@@ -98,7 +100,7 @@ class Watch(SavedReports):
         return self._root_hook.was_compiled
 
     def attach(self, *, follows: bool = True) -> None:
-        """Register the hooks; with `follows` False, only those of the model itself."""
+        """Register the hooks; with `follows=False`, only those of the model itself."""
         for module in self._paths:
             # scripted modules take no hooks: what they save is read when their parent returns
             if not isinstance(module, torch.jit.ScriptModule) and (follows or module is self.model):
@@ -133,7 +135,7 @@ class Watch(SavedReports):
         self._called = {True: set(), False: set()}
 
     def follow_for(self, receiver: Receiver, *, passed_over: frozenset[nn.Module], on_recomputation: Callable[[], Store]) -> None:
-        """Follow passes through any module for a session's `receiver`, which gets tensors in places of earlier passes again.
+        """Follow passes through any module for a session's `receiver`, and report tensors in places of earlier passes to its `save_again`.
 
         `passed_over`: modules that the session checkpoints. `on_recomputation` begins the second pass of layers that the model does.
         """
@@ -144,18 +146,18 @@ class Watch(SavedReports):
         self.follow_submodules()
 
     def follow_submodules(self) -> None:
-        """Follow calls of modules inside of the model that no forward pass of the model makes, too."""
+        """Follow also calls of modules inside of the model that are made outside of the model's forward."""
         self.follows_submodules, self.replays.entrances = True, likely_entrances(self.model)
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """A context in which forward passes are not followed."""
+        """Do not follow forward passes inside of a `with` block."""
         with patched_attributes(self, _on_begin=lambda: False):
             yield
 
     @contextmanager
     def reporting_to(self, on_saved: Callable[[Saved], None]) -> Generator[None]:
-        """A context in which `on_saved` gets all saved tensors, those in places of earlier passes too."""
+        """Report all saved tensors to `on_saved` inside of a `with` block, those in places of earlier passes too."""
         with patched_attributes(self, _on_saved=on_saved, on_saved_again=None):
             yield
 
@@ -165,7 +167,7 @@ class Watch(SavedReports):
         self._forget()
 
     def _forget(self) -> None:
-        """Search the graph of the next pass."""
+        """Forget the parts of the graph of earlier passes, so that the next pass is searched."""
         self._parts = {self.model: KnownParts()}
         self.replays.clear()
 
@@ -177,7 +179,7 @@ class Watch(SavedReports):
                 handle.remove()
 
     def where(self) -> str:
-        """Path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
+        """Return the path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
         current = self._current()
         return current.calls[-1].path if current is not None else ""
 
@@ -189,7 +191,7 @@ class Watch(SavedReports):
         self._begin_pass(module, (args, kwargs))
 
     def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
-        """Begin the forward pass of this thread, which a call of `entrance` with the arguments `values` begins."""
+        """Begin a forward pass of this thread, for a call of `entrance` whose arguments are `values`, and return it."""
         with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
@@ -212,7 +214,7 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Read the nodes before a pass that enters through a module: nodes of the model itself."""
+        """Report the nodes between earlier passes and one that enters through a module inside the model, as nodes of the model itself."""
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -222,7 +224,7 @@ class Watch(SavedReports):
             current.calls = calls
 
     def _chain(self) -> PassChain:
-        """The passes of this thread that entered through modules inside of the model."""
+        """Return the `PassChain` of this thread: its passes that entered through modules inside of the model."""
         chain: PassChain | None = getattr(self._running, "chain", None)
         if chain is None:
             self._running.chain = chain = PassChain(self._owns)
@@ -249,7 +251,7 @@ class Watch(SavedReports):
             self._end_pass(current, output)
 
     def _end_pass(self, current: Pass, output: Any) -> None:
-        """End the forward pass of this thread; an `output` of None: it raised."""
+        """End the forward pass of this thread. An `output` of None means that it raised."""
         self._running.current = None
         self._passes.remove(current)
         self._on_end(output)
@@ -293,7 +295,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """The pass in which `module` is called: that of this thread or one that begins; None if the module is not followed in it."""
+        """Return the pass in which `module` is called, which may begin now; None if the module is not followed in it."""
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
         if current is not None and current.entrance is module:
             current.depth += 1
@@ -310,7 +312,7 @@ class Watch(SavedReports):
         return None
 
     def _follow_again(self, module: nn.Module) -> None:
-        """Register hooks inside of a layer that were removed because a checkpoint held all that it saved."""
+        """Register hooks inside of a layer again, which were removed because a checkpoint held all that the layer saved."""
         again = [part for part in module.modules() if part in self._unfollowed]
         self._unfollowed.difference_update(again)
         for part in again:
@@ -319,7 +321,7 @@ class Watch(SavedReports):
     # --- passes that enter through a module inside of the model ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """The pass that begins by a call of `module` outside of all forward passes; None where it is not followed.
+        """Begin a pass with a call of `module` outside of all forward passes, and return it; None if it is not followed.
 
         In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
         """
@@ -334,7 +336,7 @@ class Watch(SavedReports):
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """End the pass, if this is the call by which it began; an `output` of None: it raised."""
+        """End the pass if this is the call by which it began. An `output` of None means that the call raised."""
         current.depth -= 1
         if current.depth:
             return self._return(current, module, args, output)
@@ -358,7 +360,7 @@ class Watch(SavedReports):
         leave(current, module, args, output)
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what a call saved."""
+        """Report what a call saved, from the places of the last call if they are the same."""
         if current.replay is not None:
             return self.replays.read(current, module, args, output)
         call, over = current.calls[-1], current.over
@@ -412,7 +414,7 @@ class Watch(SavedReports):
         current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
-        """The branch of the running forward pass that another thread begins by calling `module`; None where that is not followed.
+        """Begin the branch of the running forward pass that another thread starts by calling `module`; None if that is not followed.
 
         Nodes before the arguments belong to the thread that created them. While several forward passes run, it is not known which of
         them the thread belongs to.
@@ -434,7 +436,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """The second forward pass of the layer of a reentrant checkpoint, which backward begins by calling `module`."""
+        """Begin the second forward pass of the layer of a reentrant checkpoint, in which backward calls `module`; None if it is none."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -458,7 +460,7 @@ class Watch(SavedReports):
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
-        """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""
+        """Record that a module runs under no_grad, as the layer of a reentrant checkpoint does, and what reads its arguments."""
         if current.hidden is not None:
             current.hidden.enter(args)
             return
@@ -469,13 +471,13 @@ class Watch(SavedReports):
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Whether a call of `module` in another thread may belong to a pass that is running: it is inside of what the pass entered through."""
+    """Return whether a call of `module` in another thread may belong to the pass `running`: it is inside of what that entered through."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 
 
 def likely_entrances(model: nn.Module) -> set[nn.Module]:
-    """The modules that code around a model calls directly, as far as that can be guessed: children, also those in a ModuleList or -Dict.
+    """Return the modules that code outside of a model's forward probably calls: its children, also those in a ModuleList or ModuleDict.
 
     The forward of nn.Sequential calls all its children.
     """
@@ -488,7 +490,7 @@ def likely_entrances(model: nn.Module) -> set[nn.Module]:
 
 
 def is_plain_leaf(module: nn.Module) -> bool:
-    """Whether `module` is a module of torch.nn without children: its slots are named by module and operand, without the operation."""
+    """Return whether `module` is of torch.nn and has no children: its slots are named by module and operand, without the operation."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
@@ -496,12 +498,12 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def is_wrapped_by_compile(model: nn.Module) -> bool:
-    """Whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
+    """Return whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
     return hasattr(model, "_orig_mod") or (isinstance(model, WRAPPERS) and is_wrapped_by_compile(model.module))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
+    """Return the user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
     return model

@@ -35,45 +35,45 @@ HookPlaces = dict[nn.Module, tuple[HookPlace, HookPlace]]  # of the hooks before
 
 
 class Receiver(Protocol):
-    """What receives saved tensors, and knows which of them it stores."""
+    """An object that receives saved tensors, and knows which of them it stores."""
 
     def replay_key(self) -> Any:
-        """What its decisions depend on; None if every tensor must be reported."""
+        """Return a value that changes whenever the receiver decides differently; None if every tensor must be reported."""
         ...
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """`Watch.on_saved_again`."""
+        """Receive a tensor in a place that an earlier pass reported, with that description; as `Watch.on_saved_again`."""
         ...
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """The pass that began in this thread entered through a module: its arguments, and which memory earlier passes returned."""
+        """Receive the arguments of a pass that entered through a module, and the storages that earlier passes returned."""
         ...
 
     def begin_replay(self) -> None:
-        """The pass that began in this thread reports stored tensors alone."""
+        """Prepare for a pass of this thread that reports only the tensors that are stored."""
         ...
 
     def is_left(self, storage: int) -> bool:
-        """Whether tensors with this storage stayed unmodified in the last pass of this thread, and will under the same plan."""
+        """Return whether tensors with this storage stayed unmodified in this thread's last pass, and will under the same plan."""
         ...
 
 
 class Search(NamedTuple):
-    """Nodes between calls that cannot be found by a `GraphPart`: numbers from the first node of the pass on, and the running calls."""
+    """A record of nodes between calls that a `GraphPart` cannot find: numbers from the first node of the pass on, and the running calls."""
 
     reached: frozenset[int]
     calls: tuple[tuple[nn.Module, str, bool, int, dict[str, int]], ...]
 
     @staticmethod
     def of(numbers: Iterable[int], current: Pass, counts: list[dict[str, int]]) -> Search:
-        """The nodes with these numbers; `counts`: operations of the running calls before they were reported."""
+        """Record the nodes with these numbers. `counts`: operations of the running calls before the nodes were reported."""
         first = current.calls[0].first
         calls = zip(current.calls, counts, strict=True)
         running = tuple((call.module, call.path, call.is_plain_leaf, call.first - first, count) for call, count in calls)
         return Search(frozenset(number - first for number in numbers), running)
 
     def nodes(self, values: Any, first: int) -> list[tuple[int, Any]] | None:
-        """(number, node) of the same nodes behind `values` in a pass that began with the number `first`; None if one is not there."""
+        """Return (number, node) of the recorded nodes in a pass whose first node is `first`; None if one is not found behind `values`."""
         stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
         found: dict[int, Any] = {}
         while stack:
@@ -85,7 +85,7 @@ class Search(NamedTuple):
         return sorted(found.items()) if len(found) == len(self.reached) else None
 
     def running_calls(self, first: int) -> list[ModuleCall]:
-        """The calls that were running, in a pass that began with the number `first`."""
+        """Return the recorded calls, as calls of a pass whose first node has the number `first`."""
         running: list[ModuleCall] = []
         for module, path, is_plain_leaf, offset, counts in self.calls:
             running.append(call := ModuleCall(module, path, is_plain_leaf, first + offset))
@@ -94,7 +94,7 @@ class Search(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One reading of the graph: from the arguments or the output of a call. `storages`: of the tensors found, 0 if never stored."""
+    """One reading of the graph, from the arguments or the output of a call. `storages`: of the tensors found, 0 if never stored."""
 
     of_args: bool
     how: GraphPart | Search
@@ -112,7 +112,7 @@ class Return(NamedTuple):
 
 
 class Recording:
-    """What a pass that is followed in full reads, return by return."""
+    """A record of what a pass that is followed in full reads, at the return of each module."""
 
     __slots__ = ("has_new_parts", "key", "readings", "returns")
 
@@ -144,18 +144,18 @@ class Recording:
         self.readings.clear()
 
     def outline(self) -> list[Any]:
-        """Modules in the order of their returns, nodes created until then, sizes, and where the graph is searched."""
+        """Return a list that is equal for passes that can share a program: the returns of modules, and where the graph is searched."""
         searches = [reading.how for one in self.returns for reading in one.readings if isinstance(reading.how, Search)]
         return [(one.module, one.num_created, one.size, len(one.readings)) for one in self.returns] + searches
 
 
 def _storage_of(saved: Saved) -> int:
-    """The storage of a saved activation; 0 of other saved tensors, which are never stored."""
+    """Return the storage of a saved activation; 0 for other saved tensors, which are never stored."""
     return saved.tensor.untyped_storage()._cdata if saved.kind == "activation" and type(saved.tensor) is Tensor else 0
 
 
 class Program:
-    """What replayed passes do: `returns` of the modules in `followed`, the last one that of the model."""
+    """What is done in passes that repeat a recorded one: a list of the returns of modules at which stored tensors are read."""
 
     def __init__(self, recording: Recording, paths: list[str], is_left: Callable[[int], bool]) -> None:
         """`paths`: of the modules in the order of their calls."""
@@ -171,12 +171,12 @@ class Program:
         self.num_replays = 0
 
     def times(self, num_returned: int) -> dict[str, int]:
-        """How often each module was called until the return before this one."""
+        """Return how often each module was called in the first `num_returned` returns."""
         return Counter(self._paths[: self.returns[num_returned - 1].num_called] if num_returned else [])
 
 
 def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tuple[Reading, ...]:
-    """The readings without tensors that stay unmodified."""
+    """Return the readings without the tensors that stay unmodified."""
     kept: list[Reading] = []
     for reading in readings:
         stored = [storage != 0 and not is_left(storage) for storage in reading.storages]
@@ -187,7 +187,7 @@ def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tu
 
 
 class Replay:
-    """A program, the number of its returns so far, and the number of the first node, of one pass."""
+    """A running pass that follows a program: the number of its returns so far, and of its first node."""
 
     __slots__ = ("first", "num_returned", "program")
 
@@ -196,7 +196,7 @@ class Replay:
 
 
 class Replays:
-    """The programs of a model, and the hooks that they do not need; `report_nodes`: what `Watch` does with nodes that were searched."""
+    """The programs of a model, and the hooks that they do not need. `report_nodes` is what `Watch` does with nodes that were searched."""
 
     def __init__(self, report_nodes: Callable[[Pass, list[tuple[int, Any]]], Any]) -> None:
         self._report_nodes = report_nodes
@@ -209,11 +209,11 @@ class Replays:
         self._lock = threading.Lock()  # passes may begin in several threads
 
     def report_to(self, receiver: Receiver) -> None:
-        """Replay passes for `receiver`."""
+        """Replay passes from now on, and report stored tensors to `receiver`."""
         self.receiver = receiver
 
     def key(self, entrance: nn.Module, arguments: Sequence[Tensor], is_held: tuple[bool, ...], modules: Iterable[nn.Module]) -> Any:
-        """What must be the same in passes that repeat each other, beyond their nodes; None if the pass is to be followed in full.
+        """Return what must be equal in passes that repeat each other, beyond their nodes; None if the pass is to be followed in full.
 
         `is_held`: of a pass through a module, which of the arguments are the caller's, and not made by earlier passes.
         """
@@ -225,7 +225,7 @@ class Replays:
         return entrance, decides_by, sizes, is_held, casts, tuple([module.training for module in modules])
 
     def begin(self, current: Pass, key: Any, passes: list[Pass], places: HookPlaces) -> None:
-        """Begin a pass beside those running: it repeats an earlier one, or is recorded, or neither if `key` is None."""
+        """Begin a pass: replay an earlier one if there is a program for `key`, else record it; do neither if `key` is None."""
         program = self._programs.get(key) if key is not None else None
         if program is not None:
             program.num_replays += 1
@@ -280,7 +280,7 @@ class Replays:
             set_grad_enabled(is_enabled)
 
     def _read_again(self, current: Pass, how: GraphPart | Search, values: Any) -> bool:
-        """Report what was read again behind `values`; False if it differs."""
+        """Report the tensors that are found behind `values` in the recorded places; return False if the graph differs."""
         if type(how) is GraphPart:
             starts = (values.grad_fn,) if type(values) is Tensor else [tensor.grad_fn for tensor in tensors_in(values)]
             tensors, receiver, inputs = how.follow(starts), self.receiver, current.inputs
@@ -318,7 +318,7 @@ class Replays:
     # --- hooks ---
 
     def _take_out(self, places: HookPlaces) -> None:
-        """Take out the hooks that no program needs: of modules that all of them call, and after calls in which nothing is stored.
+        """Remove the hooks that no program needs: of modules that all programs call, and after calls in which nothing is stored.
 
         A program of another entrance need not call a module that is not inside of that. Entrances keep their hooks.
         """

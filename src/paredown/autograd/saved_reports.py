@@ -34,7 +34,10 @@ SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
 class SavedReports:
-    """Calls `on_saved` for each tensor that the nodes of a pass saved; `Watch` says when to read which part of the graph."""
+    """Calls `on_saved` for each tensor that the nodes of a pass saved.
+
+    The subclass `Watch` decides when to read which part of the graph.
+    """
 
     def __init__(self, model: nn.Module, on_saved: Callable[[Saved], None], min_numel: int) -> None:
         self._min_numel, self._on_saved = min_numel, on_saved  # smaller tensors are not reported
@@ -47,7 +50,7 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """`_report`; from the segment of the last pass where this one came to the same point."""
+        """Report what `_report` would, without a search of the graph if the last pass was at the same point."""
         key = current.calls[-1].path, before is not None
         segment = current.parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
         tensors = segment.read_again(current, values, before) if segment is not None else None
@@ -80,7 +83,7 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the new nodes behind `values`, each under the innermost running call that created it.
+        """Report what the new nodes behind `values` saved, each under the innermost running call that created it.
 
         `before`: the first sequence number of the call whose arguments `values` are; None where they are outputs.
         """
@@ -134,7 +137,7 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report one tensor that a node saved; None if it is too small, or left out."""
+        """Report one tensor that a node saved, and return its description; None if it is too small, or left out."""
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None
@@ -158,7 +161,7 @@ class SavedReports:
         return saved.name in self._left_out and saved.tensor is not None and packable_bytes(saved.tensor) <= self._max_left_bytes
 
     def _report_input(self, saved: Saved) -> bool:
-        """Report an input of a checkpoint; False if it is too small."""
+        """Report an input of a checkpoint; return False if it is too small."""
         assert saved.tensor is not None
         if saved.tensor.numel() < self._min_numel:
             if self.collects_small:

@@ -30,7 +30,7 @@ top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """Takes hooks in the place of a saved-tensor handle, for tensors that a second forward pass saves."""
+    """Stands in for a saved-tensor handle, and keeps the hooks that are registered on it, for tensors of a second forward pass."""
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -39,12 +39,12 @@ class CapturedHooks:
         self.unpack: Callable[[Any], Tensor] | None = None
 
     def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Keep what `pack` returns."""
+        """Call `pack` with the tensor, and keep its result and `unpack`."""
         self.packed, self.unpack = pack(self._tensor), unpack
 
 
 class RecomputedSave:
-    """What is stored for one tensor of a second forward pass; torch compares its shape, dtype and device with those of the first."""
+    """The stored form of one tensor of a second forward pass; torch compares its shape, dtype and device with those of the first."""
 
     __slots__ = ("device", "dtype", "shape", "stored")
 
@@ -52,12 +52,12 @@ class RecomputedSave:
         self.stored, self.shape, self.dtype, self.device = stored, tensor.shape, tensor.dtype, tensor.device
 
     def tensor(self) -> Tensor:
-        """The unpacked tensor."""
+        """Return the unpacked tensor."""
         return self.stored.tensor()
 
 
 def stored_operand(node: Any) -> Any:
-    """What a second forward pass stored for the operand `self` of an operation, by the operation's node; None if it is no such node."""
+    """Return what a second forward pass stored for the operand `self` of an operation's node; None if it stored nothing for it."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -65,7 +65,7 @@ def stored_operand(node: Any) -> Any:
 
 
 class _State:
-    """What the dictionaries of one frame share."""
+    """The state that the dictionaries of one frame share."""
 
     __slots__ = ("is_compared", "save")
 
@@ -75,7 +75,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """Handle -> tensor of one backward, as torch.utils.checkpoint stores them; packed tensors are unpacked when they are read."""
+    """The tensors of one backward by handle, in torch.utils.checkpoint's place for them; packed tensors are unpacked when they are read."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """Number of a backward -> its tensors."""
+    """The tensors of each backward by its number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Store what the second forward pass of this checkpoint saves; of one that saved another number of tensors nothing is stored."""
+        """Prepare a checkpoint to store what its second pass saves; do nothing if its first pass saved another number of tensors."""
         is_known = all(hasattr(frame, name) for name in FRAME)
         if not is_known or len(frame.weak_holders) != len(self.saves) or not any(self.saves):
             return
@@ -141,7 +141,7 @@ class RecomputedLayer:
 
 
 def _compare(reference: weakref.ref[Any], number: Any) -> None:
-    """torch's comparison of both forward passes, by shape, dtype and device."""
+    """Compare both forward passes as torch does, by shape, dtype and device, without unpacking."""
     frame = reference()
     assert frame is not None
     state: _State = frame.recomputed.state
@@ -165,7 +165,7 @@ class SecondPass:
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is stored in the place of `tensor`, for the second graph; the checkpoint gets it too."""
+        """Store `tensor` if the layer's first pass described it, and return what the graph of the second pass saves in its place."""
         place, self._place = self._place, self._place + 1
         save = self._save(place, tensor) if place < len(self._saves) and self._saves[place] is not None else None
         self._state.save = save
@@ -188,7 +188,7 @@ class SecondPass:
         return RecomputedSave(stored, tensor) if stored is not None else None
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor, where backward runs through the second graph."""
+        """Return the tensor, for a backward that runs through the graph of the second pass."""
         return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
 
     def end(self) -> None:
@@ -210,7 +210,7 @@ class ReentrantSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward that runs the layer again is the one that runs now; one that raised ended without a word."""
+        """Whether the backward that runs the layer again is still running; one that raised ends without notice."""
         return self._backward == running_backward()
 
     def __call__(self, saved: Saved) -> None:
@@ -229,5 +229,5 @@ class ReentrantSaves:
 
 
 def running_backward() -> int:
-    """The number of the backward that runs in this thread; -1 if none does."""
+    """Return the number of the backward that runs in this thread; -1 if none does."""
     return torch._C._current_graph_task_id()
