@@ -71,7 +71,7 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value: the slots of the activation and of its gradient, and how many operations use it."""
+    """A value of the forward pass: the slots of the activation and of its gradient, and how many operations use it."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -80,7 +80,7 @@ class TrackedValue:
 
 @final
 class RoundedValues(OperationListener):
-    """Rounds the weights, outputs and gradients of operations. `names`: id of a parameter -> name."""
+    """Rounds the weights, outputs and gradients of operations. `names` maps the id of a parameter to its name."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.slots, self.how, self._names = slots, how, names
@@ -97,18 +97,18 @@ class RoundedValues(OperationListener):
         self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
     def refresh(self) -> None:
-        """Look up all slots again after the plan changed."""
+        """Find all slots again after the plan changed."""
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
-        """Start a forward pass; returns its arguments with rounded copies of float tensors."""
+        """Begin a forward pass, and return its arguments with rounded copies of float tensors."""
         self.counts_overflow = counts_overflow
         self._weights.clear()
         numbers = {id(tensor): number for number, tensor in enumerate(tensors_in((args, kwargs)), 1)}
         return tree_map_only(Tensor, lambda tensor: self._input(tensor, numbers.get(id(tensor), 0)), (args, kwargs))
 
     def end(self, output: Any) -> None:
-        """End of a forward pass: gradients that arrive at the model's outputs from outside are rounded too."""
+        """End a forward pass: gradients that arrive at the model's outputs from outside are rounded too."""
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
@@ -131,7 +131,7 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """The rounded copy of a parameter, the same for all operations of a forward pass."""
+        """Return the rounded copy of a parameter, the same for all operations of a forward pass."""
         name = self._names.get(id(weight))
         slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
         if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):
@@ -153,7 +153,7 @@ class RoundedValues(OperationListener):
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: Operation) -> None:
-        """Set TF32 for the product that is about to run."""
+        """Allow or forbid TF32 for the product that is about to run."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
@@ -190,12 +190,12 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
-        """The slots of the operands of a matrix product or convolution; a bias is not among them, since it is added in float32."""
+        """Return the slots of the operands of a matrix product or convolution, without the bias, which is added in float32."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
     def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
-        """Whether TF32 is exact for these slots, whatever formats they may get later."""
+        """Return whether TF32 is exact for these slots, whatever formats they may get later."""
         return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Index of an edge of `node` -> slot, for the edges listed in `edges` as (target node, number of its output, slot)."""
+    """Return the slot of each edge of `node` that is listed in `edges` as (target node, number of its output, slot), by index."""
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:
@@ -242,7 +242,7 @@ def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]])
 
 
 def _nodes(last: Any, first: int) -> list[Any]:
-    """The nodes behind `last` with a sequence number from `first` on."""
+    """Return the nodes behind `last` with a sequence number from `first` on."""
     nodes, pending = list[Any](), [last]
     while pending:
         node = pending.pop()
@@ -253,18 +253,18 @@ def _nodes(last: Any, first: int) -> list[Any]:
 
 
 class StraightThroughRounding(torch.autograd.Function):
-    """A rounded copy of a tensor; the gradient passes straight through."""
+    """Rounds a copy of a tensor; the gradient passes straight through."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """`x` rounded; `rounded` if the copy exists already."""
+        """Return `x` rounded, or `rounded` if that copy exists already."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """The gradient, unmodified."""
+        """Return the gradient, unmodified."""
         return grad, None, None, None, None
 
 
@@ -272,7 +272,7 @@ class StraightThroughRounding(torch.autograd.Function):
 
 
 def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
-    """Whether all slots have formats of at most 10 mantissa bits, also after promotion."""
+    """Return whether all slots have formats of at most 10 mantissa bits, also after promotion."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
     )
@@ -285,7 +285,7 @@ class Precision:
         self._before: tuple[str, ...] | None = None
 
     def set(self, is_narrow: bool) -> None:
-        """Allow TF32 (`is_narrow`) or not, for kernels that are launched from now on."""
+        """Allow TF32 (`is_narrow`) or forbid it, for kernels that are launched from now on."""
         if self._before is None:
             self._before = tuple(switch.fp32_precision for switch in SWITCHES)
         for switch in SWITCHES:
