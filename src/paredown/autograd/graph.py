@@ -76,7 +76,7 @@ class ModuleCall:
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
 
     def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int, cache: Any = None) -> None:
-        """`path`: with @2 for a second call. `first`: sequence number of the first node created in it.
+        """Begin a call. `path` ends with @2 for a second call of the module; `first` is the number of the first node created in it.
 
         `cache`: what the last call of a module without children saved (`graph_parts.CallCache`).
         """

@@ -162,7 +162,7 @@ class Watch(SavedReports):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """From the next pass on, do not report tensors with these names for which at most `max_bytes` would be packed."""
+        """Do not report, from the next pass on, tensors with these names for which at most `max_bytes` would be packed."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 

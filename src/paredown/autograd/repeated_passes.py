@@ -158,7 +158,7 @@ class Program:
     """What is done in passes that repeat a recorded one: a list of the returns of modules at which stored tensors are read."""
 
     def __init__(self, recording: Recording, paths: list[str], is_left: Callable[[int], bool]) -> None:
-        """`paths`: of the modules in the order of their calls."""
+        """Make the program of a recorded pass. `paths` are those of the modules in the order of their calls."""
         returns = [one._replace(readings=_stored(one.readings, is_left)) for one in recording.returns]
         self.followed = {one.module for one in returns if one.readings} | {returns[-1].module}
         self.returns = [one for one in returns if one.module in self.followed]
@@ -335,7 +335,7 @@ class Replays:
             place.take_out()
 
     def put_back(self) -> None:
-        """Put back all hooks."""
+        """Register all hooks again that were taken out."""
         with self._lock:
             self._put_back()
 
