@@ -144,7 +144,7 @@ def assign(
 
 @dataclass(frozen=True)
 class Planning:
-    """How a budget is planned for: `bound_bytes` of footprints, or `peak_bytes` without `keeps_margin`, are at most `within_bytes`."""
+    """The size within which a plan must fit: `bound_bytes` of its footprint, or without `keeps_margin` its `peak_bytes`."""
 
     budget_bytes: int
     within_bytes: int
@@ -152,14 +152,17 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return a planning with the margin of `bound_bytes`, or of an eighth of the budget if that of the baseline is larger."""
+        """Return the planning of a budget that keeps the margin of `bound_bytes`.
+
+        If that of the baseline is larger than an eighth of the budget, it keeps this eighth instead.
+        """
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
         return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)
 
     @property
     def has_margin(self) -> bool:
-        """Whether it keeps a margin of any kind."""
+        """Whether a margin of any kind is kept."""
         return self.keeps_margin or self.within_bytes < self.budget_bytes
 
     @property
@@ -181,7 +184,7 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan by `preference`, if there is one; else the quickest, if it is searched for; else the one of least error."""
+    """Return the plan for a preference, if there is one; else the plan of least time, if it is searched for; else of least error."""
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
     if recompute is None and ladder is None and problem_of(trace).method.order is None and recompute_choices(trace):
@@ -200,7 +203,7 @@ def _preferred(
     preference: Preference,
     recompute: bool | None,
 ) -> Plan:
-    """Return the plan of a preference; with "speed" its reason has the predicted time."""
+    """Return the plan for `preference`; with "speed" its reason states the predicted time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
     exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
@@ -223,7 +226,7 @@ def _preferred(
 def _problems(
     strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int, *, keeps_margin: bool
 ) -> Callable[..., AssignmentProblem]:
-    """Return a function that creates the problem of a step, with the formats of `ladder` or of its second argument."""
+    """Return a function that sets up the search for a traced step, with the formats of `ladder` or of its second argument."""
     known: dict[Ladder | None, KnownItems] = {}
 
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
@@ -236,7 +239,7 @@ def _problems(
 
 
 def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
-    """Return `recompute`; raise PlanError for arguments of another kind."""
+    """Return `recompute`; raise PlanError if it, or the trace, is of another type."""
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
     if recompute not in (None, True, False):
@@ -250,7 +253,7 @@ def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
 def _solve(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float, recompute: bool | None
 ) -> Solution:
-    """Return the point of least error within the budget, with or without checkpointed layers; raise BudgetError if there is none."""
+    """Return the solution of least error within the budget, with or without checkpointed layers; raise BudgetError if none fits."""
     problem = problem_of(trace)
     best = problem.best(budget_bytes)
     if best is not None and (not recompute or best.error <= tolerated):
@@ -268,7 +271,7 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any]) -> Plan:
-    """Return the plan of a solution, after a check that its footprint is within the budget.
+    """Return the plan of a solution, whose footprint is checked to be within the budget.
 
     It has its margin too, unless the plan quantizes nothing (assignment/speed.py).
     """
@@ -285,9 +288,10 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield rules that realize a point, the preferred variant first: without a rule for activations, since a session then needs no hooks.
+    """Yield rules of a plan for the formats of a point; the first to fit is taken.
 
-    `needs_activations`: the plan recomputes tensors of a compiled step, for which it has a rule for activations.
+    Those without a rule for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors
+    of a compiled step, for which it has a rule for activations.
     """
     formats = problem.formats(point)
     short, long = (rules_of(problem.trace, formats, is_short=is_short) for is_short in (True, False))
@@ -313,7 +317,7 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 def _reason(
     problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """Return a sentence on what is stored in a lower precision, under which budget, with which peak and margin."""
+    """Return a plan's reason: what is stored in a lower precision, under which budget, with which peak and margin."""
     formats = problem.formats(point)
     quantized = [slot for slot in problem.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
     what = ("tensor", "recomputed") if problem.trace.is_compiled else ("layer", "checkpointed")
@@ -385,7 +389,7 @@ OnInfeasible = Callable[[PlanTemplate, BudgetError], object]
 
 
 def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible: OnInfeasible | None = None) -> list[Plan]:
-    """Return the plans of templates for one step; equal plans are one, with all of its templates in `made_for`.
+    """Return the plans of templates for one step. Equal plans are returned once, with all of their templates in `made_for`.
 
     `on_infeasible` is called for each template whose budget no plan fits; without it, the first one raises its BudgetError.
     """
@@ -436,7 +440,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Return why an item cannot be stored in fewer than the `nbytes` that it has at the peak."""
+    """Return why an item cannot take fewer than the `nbytes` that it has at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")

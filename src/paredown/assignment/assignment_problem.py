@@ -58,7 +58,7 @@ SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD",
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """A trace with a method, its ledger, and the points that the method finds."""
+    """The search for plans of one traced step by one method: what can be stored how, with which bytes and error."""
 
     trace: Trace
     method: AssignMethod
@@ -77,7 +77,7 @@ class AssignmentProblem:
         known: KnownItems | None = None,
         keeps_margin: bool = True,
     ) -> AssignmentProblem:
-        """Return the problem of a trace for `method`. With a `ladder`, activations have its formats and parameters are unmodified.
+        """Set up the search for a trace by `method`. With a `ladder`, activations have its formats and parameters are unmodified.
 
         `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks are
         `bound_bytes` of footprints, otherwise `peak_bytes`.
@@ -95,15 +95,15 @@ class AssignmentProblem:
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:
-        """The points (peak, error) from which a budget selects one."""
+        """The combinations of peak memory and error that the method finds; a budget selects one of them."""
         return self.method.points(self.ledger, self.seed)
 
     def best(self, budget_bytes: int) -> AssignmentPoint | None:
-        """Return the point of least error within the budget; None if there is none."""
+        """Return the point of least error whose peak is within the budget; None if there is none."""
         return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
     def formats(self, point: AssignmentPoint) -> Formats:
-        """Return the format of each slot at a point; None for unmodified."""
+        """Return the format of each slot at a point, None for an unmodified one."""
         rows = [option for item in self.ledger.items for option in item.options]
         return {key: format for row in point.chosen for key, format in rows[row].formats}
 
@@ -117,7 +117,7 @@ class AssignmentProblem:
 
 
 def method_named(name: str) -> AssignMethod:
-    """Return the row of METHODS with this name."""
+    """Return the method of `assign` with this name, a row of METHODS."""
     if name not in METHODS:
         rows = "; ".join(f"{row.name} ({row.note})" for row in METHODS.values())
         raise PlanError(f"method {name!r} is unknown. Allowed: {rows}.")
@@ -144,7 +144,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
 
 
 def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
-    """Raise PlanError unless the sensitivities are those that the method needs, and of this model."""
+    """Raise PlanError unless sensitivities are given exactly if the method needs them, and are of this model."""
     if sensitivities is None:
         if method.needs_sensitivities:
             advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
@@ -208,7 +208,7 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Return rules for the slots of `rest`: patterns if they match no slot of `wanted` with another format, else names."""
+    """Return rules for the slots of `rest`: a pattern if it matches no slot of `wanted` with another format, else names."""
     patterns: dict[tuple[str, Format | None], list[str]] = {}
     for name, format in rest.items():
         patterns.setdefault((_pattern(name), format), []).append(name)

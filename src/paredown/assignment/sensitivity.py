@@ -126,7 +126,7 @@ class Sensitivities:
 
     @staticmethod
     def from_json(value: Any) -> Sensitivities:
-        """Return the sensitivities whose `to_json` is `value`."""
+        """Return the sensitivities whose `to_json` is `value`; raise PlanError for any other value."""
         parts = object_parts(value, "file of sensitivities", ("step", "errors"), ("version", "errors"), VERSION, PlanError)
         return Sensitivities(parts["errors"], parts.get("step", 0))
 
@@ -142,7 +142,7 @@ class Sensitivities:
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """Return the errors of one slot by canonical format text."""
+    """Check the errors of one slot, and return them by the canonical text of the format."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
@@ -158,7 +158,7 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """Return a squared error as a finite number; LARGEST for an infinite one."""
+    """Check a squared error, and return it as a finite number: LARGEST for an infinite one."""
     try:
         value = NAN if isinstance(error, str | bytes | bool) else float(error)  # accepts scalars of numpy and torch
     except (TypeError, ValueError, OverflowError):
@@ -174,7 +174,10 @@ def _bits(text: str) -> int:
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:
-    """Return the error of a format by its significant bits: between the nearest two measured formats, or 4 times the error per bit less."""
+    """Return the error of a format that was not measured, by its significant bits.
+
+    It is interpolated between the nearest two measured formats, or 4 times the error for each bit less.
+    """
     bits = _bits(text)
     points = sorted((_bits(measured), error) for measured, error in row.items())
     below = [point for point in points if point[0] <= bits]

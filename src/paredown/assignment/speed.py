@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """The preference of `assign`, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs from which it predicts time."""
+    """Whether `assign` prefers speed or accuracy, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs of time."""
 
     prefer: str
     error_allowance: float | None
@@ -80,7 +80,7 @@ class Preference:
         return Preference(str(prefer), error_allowance, _checked(found or replace(REFERENCE, device=trace.device), trace), note)
 
     def allowed_error(self, accurate: Solution) -> float:
-        """Return the largest error that a plan may have. `accurate` is the solution of prefer="accuracy"."""
+        """Return the largest predicted error of a plan; `accurate` is the solution for prefer="accuracy"."""
         return ALLOWANCE_FACTOR * accurate[1].error if self.error_allowance is None else float(self.error_allowance)
 
 
@@ -101,12 +101,15 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The predicted error."""
+        """The predicted squared gradient error."""
         return self.solution[1].error
 
 
 def quickest_plan(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the quickest candidate; of those within NOISE the one of least error, and one that keeps its margin."""
+    """Return the candidate of least error among those predicted within NOISE of the quickest.
+
+    One without its margin is chosen only if it is quicker by more than NOISE.
+    """
 
     def best(of: Sequence[Candidate]) -> Candidate:
         near = min(one.time.seconds for one in of) * (1 + NOISE)
@@ -128,7 +131,9 @@ def quickest_solution(
     *,
     has_layers: bool,
 ) -> Candidate:
-    """Return the quickest of `candidates` and of the packed ones. The first candidate is the solution of prefer="accuracy".
+    """Return the quickest of `candidates` and of solutions that pack tensors.
+
+    The first candidate is the solution of prefer="accuracy".
 
     `has_layers`: whether packed candidates may checkpoint layers.
     """
@@ -179,7 +184,7 @@ def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> I
 def packed_solutions(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, calibration: Calibration, allowed: float, *, has_layers: bool
 ) -> list[Solution]:
-    """Return the packed candidates within budget and error that are quickest by the sums of their parts."""
+    """Return the quickest solutions within budget and error that pack tensors, by the summed seconds of their parts."""
     layers = repeated_layers(trace) if has_layers else []
     counts = sorted({len(layers) * part // 4 for part in range(5)} | ({1} if layers else set()))
     found: dict[tuple[object, ...], tuple[float, Solution]] = {}
@@ -199,7 +204,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds on the device and on the host that packing takes, for each row of the ledger."""
+    """Return the seconds on the device and on the host of packing, for each storage option (row of the ledger)."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
@@ -213,7 +218,7 @@ def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Flo
 
 
 def cheapest_choices(ledger: Ledger, costs: tuple[Floats, Floats], budget_bytes: int) -> Iterator[NDArray[np.int64]]:
-    """Yield choices within the budget that the greedy path finds by seconds of device or host plus a weight times the error."""
+    """Yield choices within the budget that cost few seconds of the device, or of the host, and little error."""
     error_scale = max(float(ledger.errors.max(initial=0.0)), 1e-30)
     for seconds in costs:
         scale = max(float(seconds.max(initial=0.0)), 1e-30)

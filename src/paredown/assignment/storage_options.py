@@ -80,7 +80,7 @@ FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store an item.
+    """One way to store an item, with its bytes over time and its predicted error.
 
     `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that torch.optim updates.
     """
@@ -99,7 +99,7 @@ class StorageOption:
 
 @dataclass(frozen=True)
 class Item:
-    """Slots whose storage is decided together. `options` start with the unmodified one and go on to fewer bits."""
+    """Slots whose storage is decided together, with the options to choose from: unmodified, then fewer and fewer bits."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -107,7 +107,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its storages in the baseline."""
+        """The bytes of the item's storages in the baseline."""
         return sum({slot.storage if slot.storage != -1 else i: slot.nbytes for i, slot in enumerate(self.slots)}.values())
 
 
@@ -141,7 +141,7 @@ def _activation_plan(format: Format | None) -> Plan:
 
 
 def _components(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-    """Return groups of slots that share a storage, or of which one is recomputed from another."""
+    """Return groups of slots that share a storage or are recomputed from one another."""
     number_of: dict[str, int] = {slot.name: number for number, slot in enumerate(slots)}
     root = list(range(len(slots)))
 
@@ -197,7 +197,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Sort options by rising error, then by falling bytes. Options that others beat in both stay, since the search skips them."""
+    """Return options by rising error, then by falling bytes. Options that others beat in both stay, since the search skips them."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 
@@ -225,7 +225,7 @@ def _tiers(rows: Rows, trace: Trace) -> list[Tier]:
 
 
 class Tier(NamedTuple):
-    """A row of TIER_ROWS or FROZEN_ROWS: its formats, and the plan that gives them to all parameters."""
+    """A way to store all tensors of a parameter: a row of TIER_ROWS or FROZEN_ROWS as a plan."""
 
     name: str
     formats: dict[Role, Format]
@@ -234,7 +234,7 @@ class Tier(NamedTuple):
 
     @staticmethod
     def of(name: str, row: Mapping[str, str]) -> Tier:
-        """Return the tier of a row."""
+        """Return the tier with the formats of a row, {role: text}."""
         formats = {Role(role): Format.parse(text) for role, text in row.items()}
         plan = Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),))
         return Tier(name, formats, plan, parameter_error(formats))
@@ -284,7 +284,9 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """The bytes of every option (row) at every tick (column). Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
+    """The bytes of every storage option (row) at every tick of the step (column).
+
+    Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
 
     Bytes are those of `Footprint.bound_bytes`, with the margin for what an allocator cannot split, or without it of `peak_bytes`.
     """
@@ -304,7 +306,7 @@ class Ledger:
 
     @staticmethod
     def of(trace: Trace, items: Sequence[Item], *, keeps_margin: bool = True) -> Ledger:
-        """Return the ledger of a trace whose activations and parameters are `items`."""
+        """Compute the ledger of a trace whose activations and parameters are `items`."""
         device = DEVICES[trace.device]
         allocated = partial(device.bound, is_compiled=trace.is_compiled) if keeps_margin else device.rounded
         rows = [option for item in items for option in item.options]
@@ -335,16 +337,16 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Return the bytes at each tick, (ticks,), if `chosen` has one row for each item, without the optimizer's step."""
+        """Return the bytes at each tick, (ticks,), under the choice `chosen` of a row for each item, without the optimizer's step."""
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """Return the load of the choice `after`, computed from `load`, which is that of the choice `before`."""
+        """Return the bytes at each tick under the choice `after`, from `load`, which are those under the choice `before`."""
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return `load` plus the memory that the optimizer's step allocates."""
+        """Return the bytes at each tick with the memory that the optimizer's step allocates, from `load`, which is without."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -353,11 +355,13 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes of a choice: `bound_bytes` of its plan's footprint, or `peak_bytes` without margin."""
+        """Return the peak bytes of a choice: `bound_bytes` of its plan's footprint, or `peak_bytes` without the margin."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
-        """Return the peak after each change of `chosen`, whose bytes at each tick are `load`. `columns`: the ticks to consider; None: all.
+        """Return the peak bytes after each of some changes of the choice `chosen`, whose bytes at each tick are `load`.
+
+        `columns`: the ticks that count; None: all.
 
         `changes` is (changes, 2): the new rows of two items, equal where one item changes.
         """
@@ -381,7 +385,7 @@ class Ledger:
         return self.held[rows] if columns is None else self.held[np.ix_(rows, columns)]
 
     def error(self, chosen: Ints) -> float:
-        """Return the predicted error of a choice: the sum over its rows."""
+        """Return the predicted error of a choice: the sum over its storage options."""
         return float(self.errors[chosen].sum())
 
 
@@ -390,7 +394,7 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """Return (row, birth, death, bytes) of every interval, (intervals, 4), its bytes with rounding and margin."""
+    """Return every interval as a row (row of the ledger, birth, death, bytes with rounding and margin), (intervals, 4)."""
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -405,7 +409,7 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 
 
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
-    """Return the fewest and the most bytes at each tick that a choice of one row for each item can have.
+    """Return the fewest and the most bytes at each tick that any choice of options can have.
 
     An item has constant bytes from one of its births or deaths to the next, a stretch: few values for each row, not one for each tick.
     """
@@ -426,7 +430,7 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return the sum over items of the least (np.minimum) or the most (np.maximum) bytes of a row of the item, at each tick."""
+    """Return, at each tick, the sum over items of the least (np.minimum) or most (np.maximum) bytes of any of their options."""
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row
     reduce.at(bytes_of, stretch_of, cells)
@@ -438,7 +442,7 @@ def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, 
 
 
 def _held(spans: Ints, ticks: Ints, num_rows: int) -> Ints:
-    """Return the bytes of each row at each tick, (rows, ticks)."""
+    """Return the bytes of each storage option at each tick, (rows, ticks)."""
     row, birth, death, nbytes = spans.T
     width = len(ticks) + 1
     changes = np.zeros(num_rows * width, dtype=np.int64)

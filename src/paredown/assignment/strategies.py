@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """One option for each item (`chosen`: rows of the ledger), with the peak memory and the predicted error that follow."""
+    """A choice of one storage option for each item (`chosen`: rows of the ledger), with its peak memory and predicted error."""
 
     chosen: Ints
     peak_bytes: int
@@ -68,7 +68,7 @@ def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> Assignm
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """Return the points of the greedy path, and points with less error and the same peak that are found from some of them."""
+    """Return the points of the greedy search, and points with the same peak and less error that are found from some of them."""
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -83,7 +83,7 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the points of quantizing item by item in this order: all items to their second option, then all to their third, and so on."""
+    """Return the points of quantizing items in this order: all to their second option, then all to their third, and so on."""
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
     load = ledger.load(chosen)
@@ -99,13 +99,16 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """Return the point of a choice whose bytes at each tick are `load`."""
+    """Return the point of a choice, whose bytes at each tick are `load`."""
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the points of the greedy path: from the baseline down, the move of least added error per byte freed at the peak first."""
+    """Yield the points of the greedy search from the baseline down, each with one item in fewer bytes.
+
+    The item adds the least error for each byte that it frees at the peak.
+    """
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
     rows = np.arange(len(ledger.errors))
@@ -141,7 +144,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the row, of any item, with which the peak is lowest; None if no row lowers it."""
+    """Return the storage option (row of the ledger) that lowers the peak most if its item changes to it; None if none does."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -152,7 +155,10 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the row of fewer bytes that adds least error per byte that it frees at the tick; of equals the one that frees most."""
+    """Return the storage option that adds least error for each byte that it frees at a tick; None if none frees any.
+
+    Among equals it is the one that frees most.
+    """
     current = chosen[ledger.item_of]
     column = ledger.held[:, tick]
     freed = column[current] - column + _freed_in_step(ledger, chosen, current, tick)
@@ -164,7 +170,7 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each option frees during the optimizer's step, 0 at other ticks."""
+    """Return the bytes that each storage option frees during the optimizer's step, 0 at other ticks."""
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
     for ticks, most in ledger.transients:
@@ -174,9 +180,9 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
-    """Return the point with less error at a peak of at most `cap_bytes`: items get wider formats, the largest error first.
+    """Return the point with wider formats for some items, so that it has less error and a peak of at most `cap_bytes`.
 
-    The list is empty if no wider format fits. `load` are the point's bytes at each tick.
+    The largest error is lowered first; the list is empty if no wider format fits. `load` are the point's bytes at each tick.
     """
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
@@ -187,7 +193,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the row of a wider option that removes most error and still fits under `cap`; None if there is none."""
+    """Return the wider storage option that removes most error and still fits under `cap` bytes; None if there is none."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -215,7 +221,7 @@ class PointFront:
         self._errors: list[float] = []
 
     def add(self, point: AssignmentPoint) -> bool:
-        """Add a point, remove points that it beats, and return True; return False if another point is as good in peak and error."""
+        """Add a point unless another one is as good, remove points that it beats, and return whether it was added."""
         index = bisect_right(self._peaks, point.peak_bytes)
         if index and self._errors[index - 1] <= point.error:
             return False
@@ -233,13 +239,13 @@ class PointFront:
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that could join the front: no point of it beats them if their peaks are `least_peaks`."""
+        """Return the indices of candidates that may join the front: no point of it is better, if their peaks are `least_peaks`."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that no point of the front beats; of equal peaks, only the one of least error."""
+        """Return the indices of candidates that no point of the front beats; of candidates with equal peaks, the one of least error."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -247,7 +253,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of all that are reached from them by changing the options of one or two items at a time."""
+    """Return the Pareto front of `points` and of all points found from them by changing the options of one or two items at a time."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -268,7 +274,7 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two items of a point that could join the front, with their peaks and errors.
+    """Return changes of the options of one or two items that could join the front, with their peaks and errors.
 
     Changes are pairs of rows, equal for one item. The last result is the number of additions that all changes take.
     """
@@ -294,7 +300,7 @@ def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tu
 
 
 def _highest_ticks(total: Ints) -> Ints:
-    """Return the tick of the most bytes in each of BOUND_TICKS stretches of a step."""
+    """Return, for each of BOUND_TICKS stretches of the step, the tick with the most bytes."""
     stretch = -(-max(len(total), 1) // BOUND_TICKS)
     return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
 
@@ -361,12 +367,12 @@ METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in
 
 
 def role_table_error(slot: Slot, format: Format) -> float:
-    """Return the predicted error of a slot in a format, by the role table."""
+    """Return the predicted gradient error of a slot in a format, by the role table."""
     return slot_error(slot.savers, format)
 
 
 def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
-    """Return a function (slot, format) -> error, from measurements.
+    """Return a function (slot, format) -> measured gradient error.
 
     Slots that were not probed have the error of the role table, scaled by median(measured / predicted).
 
@@ -398,7 +404,7 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """Return a function slot -> formats that it may have: the whole ladder, or only its first format for slots that are not `eligible`."""
+    """Return a function slot -> formats that it may have: all of `ladder`, or only the first if the slot is not `eligible`."""
     if eligible is None:
         return lambda slot: ladder
     names = frozenset(eligible)

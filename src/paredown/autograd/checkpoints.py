@@ -118,7 +118,7 @@ def _read(raws: Iterable[Any], read: Any) -> list[tuple[Any, Tensor]]:
 
 
 def key_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensor objects with the same memory and layout, as long as that memory is allocated."""
+    """Return a key of a tensor's memory and layout: equal for tensor objects that share both, as long as the memory is allocated."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -163,7 +163,7 @@ def _routers_in(layer: nn.Module) -> list[str]:
 
 
 def _nodes(output: Any, first: int) -> list[Any]:
-    """Return the nodes that backward from `output` visits whose sequence numbers are at least `first`."""
+    """Return the autograd nodes with sequence number `first` or later that backward from `output` would visit."""
     pending: list[Any] = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
     nodes: dict[Any, None] = {}
     while pending:
@@ -175,7 +175,6 @@ def _nodes(output: Any, first: int) -> list[Any]:
 
 
 def _is_read(tensor: Tensor, nodes: Iterable[Any]) -> bool:
-    """Return whether one of the nodes reads `tensor`."""
     edge = tensor.grad_fn, tensor.output_nr
     return any(edge in node.next_functions for node in nodes)
 
@@ -204,13 +203,13 @@ class HiddenLayer:
 
     @staticmethod
     def of(module: nn.Module, path: str, args: Any) -> HiddenLayer | None:
-        """Return the checkpointed layer `module`, or None if no argument needs a gradient."""
+        """Return the record of a layer that begins to run under no_grad; None if no argument needs a gradient."""
         is_leaf = next(module.children(), None) is None
         inputs = {key_of(arg): is_leaf for arg in _differentiable(args)}
         return HiddenLayer(module, path, inputs) if inputs else None
 
     def enter(self, args: Any) -> None:
-        """Record which inputs of the layer are arguments of a module inside it, which is called now."""
+        """Record that a module inside the layer is called, and which inputs of the layer are among its arguments."""
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
@@ -255,16 +254,16 @@ class Checkpoints:
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function that begins to pack what a second forward pass saves; it returns the function that stores one tensor."""
+        """Set the function that is called when a checkpointed layer runs again; it returns the function that packs one saved tensor."""
         self.on_recomputation = on_recomputation
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether slots in layers of reentrant checkpoints have no names yet, because no backward has run."""
+        """Whether what layers of reentrant checkpoints save has no names yet, since no backward has run them again."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
-        """Record the checkpoint that runs now, if there is one, as that of the module that was just entered."""
+        """Record which checkpoint of torch.utils.checkpoint runs, if any, when the first module inside of it is entered."""
         frame = running_checkpoint()
         if frame is None or frame in current.checkpoints or not self.reports_inputs:
             return
@@ -282,7 +281,7 @@ class Checkpoints:
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Prepare the checkpoint in which `call` was the first module for packing in its second forward pass."""
+        """Let the checkpoint in which `call` was the first module pack what its layer saves when backward runs it again."""
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:
@@ -315,6 +314,6 @@ class Checkpoints:
 
 
 def _place_in(call: ModuleCall) -> str:
-    """Count a checkpoint in the forward of a module, and return the names of its inputs up to the operand."""
+    """Return the slot name, up to the operand, for the inputs of the next checkpoint in the forward of a module."""
     call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
     return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."

@@ -64,7 +64,7 @@ class Saved:
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
-        """Return this description for the tensor that a node in the same place of a later graph saved."""
+        """Return a copy of this description for the tensor that the same operation saved in a later forward pass."""
         described = self.use, kind, self.pin, None, self.reason, self.is_centered
         return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
@@ -151,7 +151,7 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Return whether `tensor`, if it is a view, is packed together with all of its storage; if not, it is packed alone."""
+    """Return whether `tensor` is packed together with the rest of its storage if it is a view; if not, it is packed alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
@@ -162,7 +162,7 @@ def packable_bytes(tensor: Tensor) -> int:
 
 
 def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
-    """Return what `covers_storage` does, for a storage of known size.
+    """Return whether `tensor`, perhaps a view, is packed together with all the `storage_bytes` of its storage.
 
     A view that is a large part of its storage (q, k or v of one matrix product) is packed with the whole storage if none of its blocks
     contains values outside of the view: those may have another magnitude, or be uninitialized.
@@ -185,7 +185,7 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """Return (number, node) of the nodes behind `values` that this pass created and that were not seen yet, in order of creation."""
+    """Return (number, node) of the autograd nodes that lead to `values` and that the pass created after the last call, in order."""
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -207,7 +207,7 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return (name, handle attribute, tensor attribute) of each tensor that nodes of a type save.
+    """Return (name, handle attribute, tensor attribute) of each tensor that autograd nodes of a type save.
 
     `only_major` leaves out statistics, library state and parameters.
     """
@@ -265,7 +265,7 @@ def is_of_weight(hook: Any) -> bool:
 
 
 def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
-    """Return the description of one tensor that `node` saved, with its slot name, from the node's row in the table of operations."""
+    """Return the description of one tensor that an autograd node saved: its slot name, and what backward needs of it."""
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:

@@ -32,7 +32,7 @@ Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]  # nodes, and wha
 
 
 class SavedTrail(NamedTuple):
-    """One saved tensor of a `GraphPart`: where to find it in a later graph, and its last description."""
+    """Where one saved tensor of a `GraphPart` is found in a later graph, and how it was described last."""
 
     node_index: int
     raw: str
@@ -43,7 +43,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """A part of the graph, stored as a path to each saved activation; `follow` finds the same nodes in the same part of a later graph.
+    """A part of autograd's graph that was read once, stored as paths along which the same part of a later graph is read.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
     """
@@ -54,7 +54,10 @@ class GraphPart:
 
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """Return the part of the nodes `created` (by number) that is reached from `starts`. `saved`: (number of the node, description)."""
+        """Return the part that is reached from the nodes `starts`, among the nodes `created` in a pass (by number).
+
+        `saved`: (number of a node, description) of what they saved.
+        """
         kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
         found, edges = _reach(starts, created)
         kept = [(number, one) for number, one in kept if number in found]
@@ -72,7 +75,7 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def keeping(self, kept: Sequence[bool]) -> GraphPart:
-        """Return the part without the saved tensors for which `kept` is False."""
+        """Return a part with only those of its saved tensors for which `kept` is True."""
         trails = [trail for trail, is_kept in zip(self.trails, kept, strict=True) if is_kept]
         needed = {trail.node_index for trail in trails}
         steps: list[tuple[int, list[tuple[int, str, int]]]] = []  # the walk with the index of each node behind
@@ -95,7 +98,10 @@ class GraphPart:
         return GraphPart(roots, walk, [trail._replace(node_index=places[trail.node_index]) for trail in trails])
 
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
-        """Return (description, node, handle, tensor) of each saved tensor behind `starts`; None if one node differs or has a hook."""
+        """Read the same part of a later graph: return (description, node, handle, tensor) of each saved tensor, or None if a node differs.
+
+        `starts`: the nodes of the tensors that the part is read from.
+        """
         nodes: list[Any] = []
         for index, name in self.roots:
             node = starts[index] if index < len(starts) else None
@@ -126,12 +132,12 @@ class GraphPart:
 
 
 def _can_be_followed(node: Any, saved: Saved) -> bool:
-    """Return whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
+    """Return whether the tensor can be read from a later node by attribute name: it has no bound and is not in a list."""
     return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
 
 
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Return whether later nodes in the same places can be read as these nodes were: no node is of a custom function."""
+    """Return whether nodes in the same places of later graphs can be read in the same way: none is of a custom function."""
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
         return False
     return all(number in created and _can_be_followed(created[number], saved) for number, saved in reported)
@@ -169,7 +175,7 @@ def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, di
 
 
 def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
-    """Return the nodes on the way from the starts to the nodes `numbers`, these included."""
+    """Return the numbers of the nodes on the paths from the starts to the nodes `numbers`, these included."""
     needed: set[int] = set()
     for number in numbers:
         at: int | None = number
@@ -184,7 +190,7 @@ def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """What the last call of a module without children saved. Calls that create as many nodes are read without a search of the graph."""
+    """The tensors that the last call of a leaf module saved, so that later calls are read without a search of autograd's graph."""
 
     num_nodes: int
     layout: tuple[torch.Size, torch.dtype]  # of the output
@@ -193,7 +199,7 @@ class CallCache:
 
     @staticmethod
     def of(call: ModuleCall, found: Report, output: Tensor) -> CallCache | None:
-        """Return what this call saved; None if some of its nodes were not reached, or one is of a custom function."""
+        """Return the cache for this call; None if some of its nodes were not reached, or one is of a custom function."""
         nodes, reported = found
         created = {number: node for number, node in nodes if number >= call.first}
         saved_here = [(number, saved) for number, saved in reported if number >= call.first]
@@ -203,7 +209,7 @@ class CallCache:
         return CallCache(len(created), (output.size(), output.dtype), call.needs, part)
 
     def read_again(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> list[FoundAgain] | None:
-        """Return what this call saved, read from the same places as in the last one; None if the call differs."""
+        """Return the tensors that this call saved, found where the last call saved its own; None if the call differs."""
         first, end, seen = call.first, next_number(), current.seen
         if (
             end - first != self.num_nodes
@@ -228,10 +234,7 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """What the nodes between two calls of modules saved in the last pass.
-
-    The same point of a pass with as many nodes is read without a search.
-    """
+    """The tensors that nodes between two module calls saved, so that the next forward pass is read without a search of the graph."""
 
     point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
     layouts: list[tuple[torch.Size, torch.dtype]]  # of the tensors that it was read from
@@ -242,7 +245,10 @@ class Segment:
 
     @staticmethod
     def of(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
-        """Return what was read behind `values`. `point` and `counts` describe the pass and its running calls before that (`point_of`)."""
+        """Return the segment that was read from the tensors in `values`.
+
+        `point` and `counts` are `point_of` the pass, and the counts of its running calls, before that.
+        """
         nodes, reported = found
         tensors = list(tensors_in(values))
         changed = [(i, dict(call.counts)) for i, call in enumerate(current.calls) if call.counts != counts[i]]
@@ -252,7 +258,7 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """Return what the segment saved in this pass, read from the same places as in the last one; None if this pass differs."""
+        """Return the tensors that this part of the current pass saved, found where the last pass saved them; None if it differs."""
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))
@@ -270,7 +276,7 @@ class Segment:
 
 
 def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
-    """Return numbers that identify a point of a pass: nodes created, seen and unreached, and running calls.
+    """Return numbers that identify a point of a forward pass: nodes created, seen and not reached, and running calls.
 
     `before` is the number of the first node after that point; None: the next one that is created.
     """
@@ -280,7 +286,7 @@ def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
 
 
 class KnownParts:
-    """The parts of the graph of the last pass: those of calls of modules without children, and those between calls."""
+    """The parts of autograd's graph that the last forward pass read, by the module calls that they belong to."""
 
     def __init__(self) -> None:
         self.calls: dict[str, CallCache] = {}  # by the path of a call
@@ -294,7 +300,7 @@ class KnownParts:
     def keep(
         self, current: Pass, start: tuple[tuple[int, ...], list[dict[str, int]]], found: Report, values: Any, kind: PartKind
     ) -> GraphPart | None:
-        """Store what was read behind `values` for later passes, and return it; None if it cannot be found there again.
+        """Store the part that was read from `values` for later passes, and return it; None if it cannot be found there again.
 
         `start`: `point_of` the pass, and counts of its calls, before that.
         """

@@ -53,7 +53,7 @@ class HookPlace:
     __slots__ = ("_before", "_hooks", "_id", "hook")
 
     def __init__(self, handle: Any) -> None:
-        """Find the place of the hook of `handle`, which `register_forward_hook` or `register_forward_pre_hook` of a module returned."""
+        """Find the place of the hook whose `handle` `register_forward_hook` or `register_forward_pre_hook` returned."""
         hooks = handle.hooks_dict_ref()
         self._hooks: OrderedDict[int, Any] = hooks
         self._id: int = handle.id

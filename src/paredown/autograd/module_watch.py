@@ -135,9 +135,10 @@ class Watch(SavedReports):
         self._called = {True: set(), False: set()}
 
     def follow_for(self, receiver: Receiver, *, passed_over: frozenset[nn.Module], on_recomputation: Callable[[], Store]) -> None:
-        """Follow passes through any module for a session's `receiver`, and report tensors in places of earlier passes to its `save_again`.
+        """Follow passes that enter through any module, for a session's `receiver`.
 
-        `passed_over`: modules that the session checkpoints. `on_recomputation` begins the second pass of layers that the model does.
+        Its `save_again` gets tensors in places of earlier passes. `passed_over`: modules that the session checkpoints. `on_recomputation`
+        begins the second pass of layers that the model checkpoints itself.
         """
         self.on_saved_again, self.on_begin_inside = receiver.save_again, receiver.begin_inside
         self.replays.report_to(receiver)
@@ -214,7 +215,7 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Report the nodes between earlier passes and one that enters through a module inside the model, as nodes of the model itself."""
+        """Report what operations before a pass saved that begins with the call of a module inside of the model."""
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -224,7 +225,7 @@ class Watch(SavedReports):
             current.calls = calls
 
     def _chain(self) -> PassChain:
-        """Return the `PassChain` of this thread: its passes that entered through modules inside of the model."""
+        """Return this thread's record of passes that began with the call of a module inside of the model."""
         chain: PassChain | None = getattr(self._running, "chain", None)
         if chain is None:
             self._running.chain = chain = PassChain(self._owns)
@@ -295,7 +296,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """Return the pass in which `module` is called, which may begin now; None if the module is not followed in it."""
+        """Return the forward pass that a call of `module` belongs to or begins; None if the module is not followed in it."""
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
         if current is not None and current.entrance is module:
             current.depth += 1
@@ -321,7 +322,7 @@ class Watch(SavedReports):
     # --- passes that enter through a module inside of the model ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin a pass with a call of `module` outside of all forward passes, and return it; None if it is not followed.
+        """Begin a pass with a call of `module` that no forward pass of the model makes, and return it; None if it is not followed.
 
         In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
         """
@@ -336,7 +337,7 @@ class Watch(SavedReports):
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """End the pass if this is the call by which it began. An `output` of None means that the call raised."""
+        """End the pass if the call that ends now began it. An `output` of None means that the call raised."""
         current.depth -= 1
         if current.depth:
             return self._return(current, module, args, output)
@@ -360,7 +361,7 @@ class Watch(SavedReports):
         leave(current, module, args, output)
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what a call saved, from the places of the last call if they are the same."""
+        """Report the tensors that a call of a module saved, when it returns."""
         if current.replay is not None:
             return self.replays.read(current, module, args, output)
         call, over = current.calls[-1], current.over
@@ -380,7 +381,7 @@ class Watch(SavedReports):
             self._end_call(current, call, output)
 
     def _read_call(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what a call saved, by reading the graph behind its output."""
+        """Report the tensors that a call of a module saved, by reading autograd's graph from its output."""
         calls = current.calls
         while len(calls) > 1 and calls[-1].module is not module:  # calls that ended by an exception which the model caught
             calls.pop()
@@ -436,7 +437,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin the second forward pass of the layer of a reentrant checkpoint, in which backward calls `module`; None if it is none."""
+        """Begin the second forward pass of a reentrant checkpoint's layer if backward calls `module` for it, and return it; else None."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -471,7 +472,7 @@ class Watch(SavedReports):
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether a call of `module` in another thread may belong to the pass `running`: it is inside of what that entered through."""
+    """Return whether a call of `module` in another thread may belong to the forward pass `running`."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 

@@ -135,7 +135,7 @@ def _classes(node: Any) -> int:
 
 
 def _has_low_exponent(node: Any) -> bool:
-    """Return whether the backward of pow divides by the base: the exponent is below 1, or a tensor."""
+    """Return whether the backward of pow divides by its base, which it does if the exponent is below 1 or a tensor."""
     exponent = node._saved_exponent
     return not isinstance(exponent, int | float) or exponent < 1
 
@@ -324,7 +324,7 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """Return the row of the table for nodes with this name; an empty row named after the node if the table has none."""
+    """Return the table's row for autograd nodes with this name; if there is none, an empty row named after the node."""
     base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
     return ROWS.get(base_name) or OperationRow(base_name)
 
@@ -402,7 +402,7 @@ def is_large_in_second_pass(nbytes: int) -> bool:
 
 
 def max_left_bytes(sizes: Collection[int]) -> int:
-    """Return the bytes up to which tensors stay unmodified on a GPU, 0 for none. `sizes` are those of all tensors that could be packed.
+    """Return the size in bytes up to which saved tensors stay unmodified on a GPU; `sizes`: of all tensors that could be packed.
 
     >>> max_left_bytes([1, 1, 1, 2, 3000]), max_left_bytes([5, 5, 3000]), max_left_bytes([100] * 9)
     (2, 0, 0)

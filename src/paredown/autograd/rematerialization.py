@@ -74,7 +74,7 @@ def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
 
 @cache
 def _may_lead(name: str) -> bool:
-    """Return whether results of nodes with this name may be recomputed."""
+    """Return whether the results of autograd nodes with this name may be recomputed."""
     return name in SAME_MEMORY_ORDER or row_of(name).op in SOURCE_OPS
 
 

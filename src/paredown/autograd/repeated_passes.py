@@ -38,42 +38,42 @@ class Receiver(Protocol):
     """An object that receives saved tensors, and knows which of them it stores."""
 
     def replay_key(self) -> Any:
-        """Return a value that changes whenever the receiver decides differently; None if every tensor must be reported."""
+        """Return a value that changes whenever the receiver stores other tensors or formats; None if it needs every tensor reported."""
         ...
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """Receive a tensor in a place that an earlier pass reported, with that description; as `Watch.on_saved_again`."""
+        """Receive a saved tensor, with the description that an earlier pass reported for it."""
         ...
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """Receive the arguments of a pass that entered through a module, and the storages that earlier passes returned."""
+        """Begin a pass that entered through a module: `arguments` of its call, and storages that earlier passes returned (`outputs`)."""
         ...
 
     def begin_replay(self) -> None:
-        """Prepare for a pass of this thread that reports only the tensors that are stored."""
+        """Begin a pass of this thread that reports only the tensors that are stored."""
         ...
 
     def is_left(self, storage: int) -> bool:
-        """Return whether tensors with this storage stayed unmodified in this thread's last pass, and will under the same plan."""
+        """Return whether tensors in this storage stayed unmodified in the thread's last pass, and will again under the same plan."""
         ...
 
 
 class Search(NamedTuple):
-    """A record of nodes between calls that a `GraphPart` cannot find: numbers from the first node of the pass on, and the running calls."""
+    """Nodes between module calls that a later pass finds by searching the graph again, since a `GraphPart` cannot find them."""
 
     reached: frozenset[int]
     calls: tuple[tuple[nn.Module, str, bool, int, dict[str, int]], ...]
 
     @staticmethod
     def of(numbers: Iterable[int], current: Pass, counts: list[dict[str, int]]) -> Search:
-        """Record the nodes with these numbers. `counts`: operations of the running calls before the nodes were reported."""
+        """Return the search for the nodes with these numbers. `counts`: operations of the running calls before the nodes were reported."""
         first = current.calls[0].first
         calls = zip(current.calls, counts, strict=True)
         running = tuple((call.module, call.path, call.is_plain_leaf, call.first - first, count) for call, count in calls)
         return Search(frozenset(number - first for number in numbers), running)
 
     def nodes(self, values: Any, first: int) -> list[tuple[int, Any]] | None:
-        """Return (number, node) of the recorded nodes in a pass whose first node is `first`; None if one is not found behind `values`."""
+        """Return (number, node) of these nodes in a pass that began with node number `first`; None if one is not found from `values`."""
         stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
         found: dict[int, Any] = {}
         while stack:
@@ -85,7 +85,7 @@ class Search(NamedTuple):
         return sorted(found.items()) if len(found) == len(self.reached) else None
 
     def running_calls(self, first: int) -> list[ModuleCall]:
-        """Return the recorded calls, as calls of a pass whose first node has the number `first`."""
+        """Return the module calls that were running, with node numbers of a pass that began with node number `first`."""
         running: list[ModuleCall] = []
         for module, path, is_plain_leaf, offset, counts in self.calls:
             running.append(call := ModuleCall(module, path, is_plain_leaf, first + offset))
@@ -94,7 +94,7 @@ class Search(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One reading of the graph, from the arguments or the output of a call. `storages`: of the tensors found, 0 if never stored."""
+    """One reading of autograd's graph at the return of a module. `storages`: of the tensors found, 0 for those that are never stored."""
 
     of_args: bool
     how: GraphPart | Search
@@ -102,7 +102,7 @@ class Reading(NamedTuple):
 
 
 class Return(NamedTuple):
-    """The return of a module: nodes created and modules called in the pass until then, size of the output, and what was read."""
+    """The return of a module in a recorded pass: nodes created and modules called until then, size of the output, and what was read."""
 
     module: nn.Module
     num_created: int
@@ -112,7 +112,7 @@ class Return(NamedTuple):
 
 
 class Recording:
-    """A record of what a pass that is followed in full reads, at the return of each module."""
+    """A record of what a forward pass reads from autograd's graph at the return of each module."""
 
     __slots__ = ("has_new_parts", "key", "readings", "returns")
 
@@ -144,7 +144,7 @@ class Recording:
         self.readings.clear()
 
     def outline(self) -> list[Any]:
-        """Return a list that is equal for passes that can share a program: the returns of modules, and where the graph is searched."""
+        """Return a list that is equal for forward passes that can be replayed alike."""
         searches = [reading.how for one in self.returns for reading in one.readings if isinstance(reading.how, Search)]
         return [(one.module, one.num_created, one.size, len(one.readings)) for one in self.returns] + searches
 
@@ -155,7 +155,7 @@ def _storage_of(saved: Saved) -> int:
 
 
 class Program:
-    """What is done in passes that repeat a recorded one: a list of the returns of modules at which stored tensors are read."""
+    """The returns of modules at which stored tensors are read, made of a recorded pass and followed in later equal passes."""
 
     def __init__(self, recording: Recording, paths: list[str], is_left: Callable[[int], bool]) -> None:
         """Make the program of a recorded pass. `paths` are those of the modules in the order of their calls."""
@@ -171,12 +171,12 @@ class Program:
         self.num_replays = 0
 
     def times(self, num_returned: int) -> dict[str, int]:
-        """Return how often each module was called in the first `num_returned` returns."""
+        """Return how often each module had been called at the given number of returns."""
         return Counter(self._paths[: self.returns[num_returned - 1].num_called] if num_returned else [])
 
 
 def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tuple[Reading, ...]:
-    """Return the readings without the tensors that stay unmodified."""
+    """Return the readings in which some tensor is stored, without their tensors that stay unmodified."""
     kept: list[Reading] = []
     for reading in readings:
         stored = [storage != 0 and not is_left(storage) for storage in reading.storages]
@@ -187,7 +187,7 @@ def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tu
 
 
 class Replay:
-    """A running pass that follows a program: the number of its returns so far, and of its first node."""
+    """The progress of a pass that follows a program: the returns so far, and the number of its first node."""
 
     __slots__ = ("first", "num_returned", "program")
 
@@ -196,7 +196,10 @@ class Replay:
 
 
 class Replays:
-    """The programs of a model, and the hooks that they do not need. `report_nodes` is what `Watch` does with nodes that were searched."""
+    """Replays forward passes that equal earlier ones, and removes the hooks that this does not need.
+
+    `report_nodes` reports what nodes saved that were found by a search.
+    """
 
     def __init__(self, report_nodes: Callable[[Pass, list[tuple[int, Any]]], Any]) -> None:
         self._report_nodes = report_nodes
@@ -213,7 +216,7 @@ class Replays:
         self.receiver = receiver
 
     def key(self, entrance: nn.Module, arguments: Sequence[Tensor], is_held: tuple[bool, ...], modules: Iterable[nn.Module]) -> Any:
-        """Return what must be equal in passes that repeat each other, beyond their nodes; None if the pass is to be followed in full.
+        """Return what two passes must have in common to repeat each other, beside their nodes; None if the pass is followed in full.
 
         `is_held`: of a pass through a module, which of the arguments are the caller's, and not made by earlier passes.
         """
@@ -225,7 +228,7 @@ class Replays:
         return entrance, decides_by, sizes, is_held, casts, tuple([module.training for module in modules])
 
     def begin(self, current: Pass, key: Any, passes: list[Pass], places: HookPlaces) -> None:
-        """Begin a pass: replay an earlier one if there is a program for `key`, else record it; do neither if `key` is None."""
+        """Begin a forward pass: replay an earlier one if `key` has a program, else record it; do neither if `key` is None."""
         program = self._programs.get(key) if key is not None else None
         if program is not None:
             program.num_replays += 1
@@ -241,7 +244,7 @@ class Replays:
             passes.append(current)
 
     def record(self, current: Pass, output: Any, places: HookPlaces) -> None:
-        """Make a program of a pass that ended, if those before it recorded the same."""
+        """Make a program of a pass that has ended, if the passes before it recorded the same."""
         recording: Recording = current.recording
         assert self.receiver is not None
         recording.end_call(current, output)
@@ -258,7 +261,7 @@ class Replays:
             self._programs[key] = Program(recording, current.called, self.receiver.is_left)
 
     def read(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what is stored at the return of a module in a replayed pass."""
+        """Report the stored tensors of a module when it returns in a replayed pass."""
         replay: Replay = current.replay
         found_module, num_created, size, readings = replay.program.steps[replay.num_returned]
         if found_module is not module:
@@ -280,7 +283,7 @@ class Replays:
             set_grad_enabled(is_enabled)
 
     def _read_again(self, current: Pass, how: GraphPart | Search, values: Any) -> bool:
-        """Report the tensors that are found behind `values` in the recorded places; return False if the graph differs."""
+        """Report the tensors that are found in the recorded places from `values`; return False if the graph differs."""
         if type(how) is GraphPart:
             starts = (values.grad_fn,) if type(values) is Tensor else [tensor.grad_fn for tensor in tensors_in(values)]
             tensors, receiver, inputs = how.follow(starts), self.receiver, current.inputs
@@ -299,7 +302,7 @@ class Replays:
         return True
 
     def stop(self, current: Pass) -> None:
-        """Follow the rest of a pass that differs from the recorded one; what was not reported until now stays unmodified."""
+        """Stop replaying a pass that differs from the recorded one, and follow the rest; tensors not yet reported stay unmodified."""
         replay: Replay = current.replay
         current.replay, current.is_unsure = None, True
         current.times = replay.program.times(replay.num_returned)
@@ -318,7 +321,7 @@ class Replays:
     # --- hooks ---
 
     def _take_out(self, places: HookPlaces) -> None:
-        """Remove the hooks that no program needs: of modules that all programs call, and after calls in which nothing is stored.
+        """Remove the hooks that no program needs: before modules that all programs call, and after calls that store nothing.
 
         A program of another entrance need not call a module that is not inside of that. Entrances keep their hooks.
         """

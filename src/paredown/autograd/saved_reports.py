@@ -50,7 +50,7 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report what `_report` would, without a search of the graph if the last pass was at the same point."""
+        """Report new saved tensors as `_report` does, but without a search of the graph if the last pass was at the same point."""
         key = current.calls[-1].path, before is not None
         segment = current.parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
         tensors = segment.read_again(current, values, before) if segment is not None else None
@@ -68,7 +68,7 @@ class SavedReports:
             self._report_tensors(current, tensors)
 
     def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
-        """Report tensors in places that an earlier pass reported."""
+        """Report saved tensors that were found where an earlier pass found its own."""
         is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
         set_grad_enabled(False)
         try:
@@ -83,7 +83,7 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report what the new nodes behind `values` saved, each under the innermost running call that created it.
+        """Report the saved tensors of new nodes that lead to `values`, each under the innermost running call that created it.
 
         `before`: the first sequence number of the call whose arguments `values` are; None where they are outputs.
         """

@@ -30,7 +30,7 @@ top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """Stands in for a saved-tensor handle, and keeps the hooks that are registered on it, for tensors of a second forward pass."""
+    """Stands in for autograd's handle of a saved tensor, and keeps the pack and unpack hooks that are registered on it."""
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -44,7 +44,10 @@ class CapturedHooks:
 
 
 class RecomputedSave:
-    """The stored form of one tensor of a second forward pass; torch compares its shape, dtype and device with those of the first."""
+    """The stored form of a tensor that a checkpointed layer saves in backward, when it runs again.
+
+    torch compares its shape, dtype and device with those of the first forward pass.
+    """
 
     __slots__ = ("device", "dtype", "shape", "stored")
 
@@ -57,7 +60,7 @@ class RecomputedSave:
 
 
 def stored_operand(node: Any) -> Any:
-    """Return what a second forward pass stored for the operand `self` of an operation's node; None if it stored nothing for it."""
+    """Return the stored form of the operand `self` that an operation of a second forward pass saved; None for other nodes."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -65,7 +68,7 @@ def stored_operand(node: Any) -> Any:
 
 
 class _State:
-    """The state that the dictionaries of one frame share."""
+    """The state that the dictionaries of one checkpoint's frame share."""
 
     __slots__ = ("is_compared", "save")
 
@@ -75,7 +78,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """The tensors of one backward by handle, in torch.utils.checkpoint's place for them; packed tensors are unpacked when they are read."""
+    """A dictionary of the tensors of one backward, as torch.utils.checkpoint keeps; packed ones are unpacked when they are read."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """The tensors of each backward by its number."""
+    """A dictionary with the tensors of each backward by its number, as torch.utils.checkpoint keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ FRAME = ("recompute_fn", "recomputed", "check_recomputed_tensors_match")  # priv
 
 
 class RecomputedLayer:
-    """A checkpointed layer whose second forward passes store large tensors packed.
+    """A checkpointed layer that stores large tensors packed when backward runs it again.
 
     `hooked`: what the operations of its first forward pass saved. `begin` starts a second one, and returns the function that stores.
     """
@@ -121,7 +124,7 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Prepare a checkpoint to store what its second pass saves; do nothing if its first pass saved another number of tensors."""
+        """Let a checkpoint of this layer store what its second forward pass saves; do nothing if it saved another number of tensors."""
         is_known = all(hasattr(frame, name) for name in FRAME)
         if not is_known or len(frame.weak_holders) != len(self.saves) or not any(self.saves):
             return
@@ -141,7 +144,7 @@ class RecomputedLayer:
 
 
 def _compare(reference: weakref.ref[Any], number: Any) -> None:
-    """Compare both forward passes as torch does, by shape, dtype and device, without unpacking."""
+    """Compare both forward passes as torch does, by shape, dtype and device, without unpacking any tensor."""
     frame = reference()
     assert frame is not None
     state: _State = frame.recomputed.state
@@ -165,7 +168,7 @@ class SecondPass:
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Store `tensor` if the layer's first pass described it, and return what the graph of the second pass saves in its place."""
+        """Store `tensor` if it is large, and return the object that autograd holds in its place."""
         place, self._place = self._place, self._place + 1
         save = self._save(place, tensor) if place < len(self._saves) and self._saves[place] is not None else None
         self._state.save = save
@@ -188,7 +191,7 @@ class SecondPass:
         return RecomputedSave(stored, tensor) if stored is not None else None
 
     def unpack(self, kept: Any) -> Tensor:
-        """Return the tensor, for a backward that runs through the graph of the second pass."""
+        """Return the tensor that autograd reads in backward."""
         return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
 
     def end(self) -> None:
@@ -210,7 +213,7 @@ class ReentrantSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward that runs the layer again is still running; one that raised ends without notice."""
+        """Whether the backward that ran the layer again still runs; one that raised ends without notice."""
         return self._backward == running_backward()
 
     def __call__(self, saved: Saved) -> None:

@@ -39,7 +39,7 @@ LOOPS = "paredown.codec.loops"
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None = None) -> PackedParts:
-    """Return what `reference.encode_rows` does; `x` is (rows, cols).
+    """Return the same codes and scales as `reference.encode_rows`; `x` is (rows, cols).
 
     `bits`: int32 random bits of the values, instead of those of the seed.
     """
@@ -59,7 +59,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write what `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return it."""
+    """Write the values that `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return it."""
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
@@ -72,7 +72,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write what `reference.round_trip_rows` returns into `out`, (rows, cols), and return it; both tensors are contiguous."""
+    """Write the values that `reference.round_trip_rows` returns into `out`, and return it; `x` and `out` are contiguous (rows, cols)."""
     loops = find_loops(x)
     if loops is not None:
         parts = given if given is not None else PackedParts()
@@ -98,7 +98,7 @@ def largest_finite(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Tensor:
-    """Return what `reference.random_bits` does, as int32 of the same bits."""
+    """Return the random bits of `reference.random_bits` as int32, (count,)."""
     out = torch.empty(count, dtype=torch.int32, device=device)
     loops = find_loops(out)
     if loops is None:
@@ -143,7 +143,7 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """Return the compiled loops, for a tensor on the CPU if numba is installed; None for small tensors while importing them costs more."""
+    """Return the compiled loops for a tensor on the CPU; None without numba, or if importing it takes longer than the reference."""
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -204,7 +204,7 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
-    """Return the memory of parts as `loops.Parts`."""
+    """Return the memory of codes, scales and minimums in the form that the compiled loops take."""
     return loops.Parts(*map(_bytes, (parts.codes, parts.scales, parts.minimums)))
 
 
@@ -223,7 +223,7 @@ def _array(x: Tensor) -> Any:
 
 @lru_cache(maxsize=1024)
 def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any]:
-    """Return an encoding as a record of `loops.NUMBERS`, and its `loops.Tables`."""
+    """Return an encoding in the form that the compiled loops take: a record of `loops.NUMBERS`, and `loops.Tables`."""
     from paredown.codec import loops
 
     element, scale, is_nonfinite = format.element, format.scale, overflow is Overflow.NONFINITE
@@ -281,7 +281,7 @@ def _scale_numbers(scale: Element | None) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def _table(element: Element | None) -> Any:
-    """Return the values of all codes; empty for elements wider than 8 bits, whose values are computed."""
+    """Return the values of all codes of an element; an empty array for elements wider than 8 bits, whose values are computed."""
     if element is None or element.width > 8:
         return NO_FLOATS
     return reference.values_of(torch.arange(1 << element.width), element).numpy()
@@ -289,7 +289,7 @@ def _table(element: Element | None) -> Any:
 
 @lru_cache(maxsize=256)
 def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """Return the thresholds and signs of `loops.Tables`."""
+    """Return the thresholds between the values of a table, and the signs, in the form that the compiled loops take."""
     values, up = np.array(element.table, np.float32), np.float32(np.inf)
     below, above = values[:-1], values[1:]
     if rounding is Rounding.STOCHASTIC:
@@ -331,7 +331,7 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, rows: int, cols: int, *, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Return `pieces` that consist of whole blocks and bytes."""
+    """Yield slices as `pieces` does that consist of whole blocks and bytes."""
     return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=PIECE if device.type == "cpu" else GPU_PIECE)
 
 

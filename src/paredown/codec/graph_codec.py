@@ -176,7 +176,7 @@ def _indices(count: int, device: torch.device) -> Tensor:
 
 
 def _word(x: Tensor) -> Tensor:
-    """Return the low 32 bits as int32."""
+    """Return the low 32 bits of integers as int32."""
     return x if x.dtype is torch.int32 else (((x & WORD) ^ (1 << 31)) - (1 << 31)).to(torch.int32)
 
 
@@ -185,7 +185,7 @@ def _signed(word: int) -> int:
 
 
 def _shifted(x: Tensor, shift: int) -> Tensor:
-    """Return x >> shift of int32, filled with zeros."""
+    """Return int32 `x` shifted right, with zeros in place of copies of the sign bit."""
     return (x >> shift) & ((1 << (32 - shift)) - 1)
 
 
@@ -193,7 +193,10 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
 
 
 def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return the codes of `y`, which exceeds the element by rounding error alone: int32 for integers, uint8 for floats."""
+    """Return the codes of scaled values `y`: int32 for integers, uint8 for floats.
+
+    `y` exceeds the element's range by rounding error alone.
+    """
     largest = element.max_value
     if element.kind is ElementKind.FLOAT:
         return _rounded(y.clamp(-largest, largest), element, rounding, bits).to(CASTS[element]).view(torch.uint8)
@@ -209,7 +212,10 @@ def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor |
 
 
 def _cast_codes(y: Tensor, element: Element, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return codes without a block. Inf and NaN of 8 bits are set as codes, since casts to float8 saturate on some devices only."""
+    """Return the codes of values in a format without a block.
+
+    Inf and NaN of 8 bits are set as codes, since casts to float8 saturate on some devices only.
+    """
     largest = element.max_value
     if overflow is Overflow.SATURATE:
         y = y.clamp(-largest, largest)
@@ -227,7 +233,10 @@ def _cast_codes(y: Tensor, element: Element, overflow: Overflow, rounding: Round
 
 
 def _past(a: Tensor, element: Element, rounding: Rounding) -> Tensor:
-    """Return whether magnitudes from `_rounded` exceed the largest value; nearest_even has still to round them."""
+    """Return whether values that `_rounded` returned exceed the largest value of the element.
+
+    With nearest_even they are not rounded yet.
+    """
     if rounding is not Rounding.NEAREST_EVEN:
         return a > element.max_value
     middle = element.max_value + (element.max_value - element.value(element.max_code - 1)) / 2
@@ -251,7 +260,7 @@ def _rounded(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | Non
 
 
 def _addend(rounding: Rounding, bits: Tensor | None, num_bits: int) -> Tensor | int:
-    """Return the number that is added before the lowest `num_bits` bits are dropped."""
+    """Return the number that is added before the lowest `num_bits` bits of another one are dropped, so that it is rounded."""
     if bits is not None:
         return _shifted(bits, 32 - num_bits)
     return 1 << (num_bits - 1) if rounding is Rounding.NEAREST_AWAY else 0
@@ -275,7 +284,7 @@ def _choose_scales(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def _stored_scales(scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Return `scale` rounded up, as stored and as float32. What is not finite, before or after, becomes NaN."""
+    """Return the scales rounded up, as stored and as float32; those that are not finite, before or after, become NaN."""
     assert format.scale is not None
     if format.scale.name == "e8m0":
         codes = torch.where(scale < inf, _e8m0_codes(scale), 255).to(torch.uint8)
@@ -293,7 +302,7 @@ def _bf16_away_from_zero(x: Tensor, away: Tensor) -> Tensor:
 
 
 def _e8m0_codes(scale: Tensor) -> Tensor:
-    """Return the exponent of the power of two at or above `scale` >= 0, plus 127; 0 up to 2^-127."""
+    """Return the e8m0 codes of scales, rounded up to a power of two: its exponent plus 127, or 0 up to 2^-127."""
     bits = scale.view(torch.int32)
     return torch.where(bits <= 0x400000, 0, (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32))
 
@@ -312,14 +321,16 @@ def _stored_dtype(element: Element) -> torch.dtype:
 
 
 def lanes_per_block(format: Format) -> int:
-    """Return how many values of a block share a byte; 1 if each has its own, or if bytes hold neighbours, as in the reference."""
+    """Return how many codes share a byte in the layout of lanes; 1 if a byte holds one code, or neighbours as in the reference."""
     per_byte = 8 // format.element.width
     assert format.block
     return 1 if format.block % per_byte else per_byte
 
 
 def _lanes(x: Tensor, format: Format, fill: float) -> list[Tensor]:
-    """Return 1-D `x`, padded with `fill`, as one tensor (num_blocks, part) for each value of a byte.
+    """Return the values whose codes share bytes, as one tensor (num_blocks, part) for each place in a byte.
+
+    `x` is 1-D and padded with `fill`.
 
     They are separate tensors, so that all of encode has one shape: Inductor stores the result of some 30 operations, and fuses
     the next ones only if their shape is the same.
@@ -331,7 +342,7 @@ def _lanes(x: Tensor, format: Format, fill: float) -> list[Tensor]:
 
 
 def _own_buffer(x: Tensor) -> Tensor:
-    """Return 1-D contiguous `x`.
+    """Return `x`, 1-D and contiguous, in a form that Inductor writes to memory.
 
     Inductor stores the input of as_strided, which it would otherwise compute again for every value.
     """
@@ -339,7 +350,7 @@ def _own_buffer(x: Tensor) -> Tensor:
 
 
 def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
-    """Return the 1-D bytes of the codes of every lane, (num_blocks, part) each."""
+    """Return the codes of all lanes packed into bytes, 1-D; each lane is (num_blocks, part)."""
     width = format.element.width
     if len(lanes) > 1:
         shifted = [lane << (width * i) if i else lane for i, lane in enumerate(lanes)]
@@ -351,7 +362,7 @@ def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Tensor:
-    """Return the 1-D integers of bytes from `_packed`, or of bytes that hold neighbours.
+    """Return the codes in bytes as `numel` integers, 1-D. `in_order`: the bytes hold neighbours.
 
     It has few operations, since each takes time to compile.
     """
@@ -367,17 +378,14 @@ def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Ten
 
 
 def _join_neighbours(codes: Tensor, width: int) -> Tensor:
-    """Return the bytes of 1-D codes, each of `8
-
-    width` neighbours.
-    """
+    """Return 1-D codes packed into bytes, as many neighbours in each as fit."""
     per_byte = 8 // width
     num_bytes = _ceil_div(codes.shape[0], per_byte)
     return _joined(_padded(codes, num_bytes * per_byte, 0).view(num_bytes, per_byte, 1), width).flatten()
 
 
 def _joined(codes: Tensor, width: int) -> Tensor:
-    """Return codes, (n, 8 / width, part) int32, as bytes, (n, part) uint8.
+    """Return codes, (n, 8 / width, part) int32, packed into bytes, (n, part) uint8.
 
     Inductor unrolls sums of fewer than 8 numbers, so 8 are summed in two steps.
     """

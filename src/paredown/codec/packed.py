@@ -209,7 +209,7 @@ class FlatCodec(ABC):
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
-        """Return the stored values as a flat packed tensor."""
+        """Return what `encode` stored as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
         """Return what `codec.recompute.DecodeSteps` compute from the values, in a new dense tensor of `layout` (sizes, strides).
@@ -282,7 +282,7 @@ def round_trip(
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The straight-through estimator: rounding in forward, the identity in backward."""
+    """The straight-through estimator: rounds in forward, and passes the gradient unchanged in backward."""
 
     @staticmethod
     def forward(x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
@@ -316,7 +316,7 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """Return the order of dimensions in which `x` is packed; that of `scales` if this is a packed tensor."""
+    """Return the order of dimensions in which `x` is packed: its own, or that of `scales` if this is a packed tensor."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:

@@ -115,7 +115,7 @@ def transposed_codes(codes: Tensor) -> Tensor:
 
 
 def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of the Triton kernels with this name, or the reference if Triton is missing."""
+    """Return a function that runs the Triton kernel with this name, or `reference` if Triton is missing."""
 
     def run(*args: Any) -> Any:
         kernels = backend.find_kernels()

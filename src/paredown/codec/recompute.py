@@ -180,7 +180,7 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """The functions to recompute after decoding: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
+    """Functions that are applied to decoded values: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
 
     norm: Norm | None = None
     activation: str = ""
@@ -188,7 +188,7 @@ class DecodeSteps:
 
 
 def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout | None = None) -> Tensor:
-    """Return the output of `steps` in `dtype` from a packed (or unpacked) flat input: flat, or with the dense `layout` (sizes, strides)."""
+    """Decode a flat input, packed or not, apply `steps`, and return the output in `dtype`: flat, or with `layout` (sizes, strides)."""
     if steps.norm is not None:
         steps.norm.check()
     size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))
@@ -204,7 +204,7 @@ def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dt
 
 
 def _norm_(x: Tensor, norm: Norm) -> None:
-    """Normalize in place: a second copy of an activation would add to the peak memory of a step."""
+    """Normalize `x` in place, since a second copy of an activation would add to the peak memory of a step."""
     rows = x.view(-1, norm.channels, norm.inner)
     shape = (-1, 1, 1) if norm.by_row else (1, -1, 1)
     rows.sub_(norm.mean.view(shape)).mul_(norm.rstd.view(shape))

@@ -64,7 +64,7 @@ def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
 
 
 def _group(width: int) -> tuple[int, int]:
-    """Return (values, bytes) of the smallest whole number of bytes that holds whole values."""
+    """Return the smallest number of values whose codes fill whole bytes, and the number of these bytes."""
     return 8 // gcd(width, 8), width // gcd(width, 8)
 
 
@@ -126,7 +126,7 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The arguments of `encode` other than the tensor."""
+    """How `encode` stores a tensor: format, rounding, overflow, seed, and the rule by which scales are chosen."""
 
     format: Format
     rounding: Rounding
@@ -162,7 +162,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes (int64) of float32 `y`, and a mask of the values that have no code: past the largest one, or NaN.
+    """Return the codes (int64) of float32 `y`, and a mask of values without a code: past the largest value, or NaN.
 
     Under NONFINITE a value past the largest gets the code of inf or NaN where the element has one, and the nearest value otherwise.
     """
@@ -179,7 +179,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest values of a float or integer element, and a mask of `y` past the largest or smallest value."""
+    """Return the codes that float or integer elements give to `y`, and a mask of `y` past the largest or smallest value."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -192,7 +192,7 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return magnitude codes (int64, not yet limited to the element's largest) of finite `a` >= 0: all rounding rules are here."""
+    """Return the codes of finite magnitudes `a` >= 0 by a rounding mode, int64 and not yet limited to the element's largest."""
     mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
     a = a.double()
     exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
@@ -218,7 +218,7 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest values of a table, and a mask of `y` past its ends.
+    """Return the codes that a table of values gives to `y`, and a mask of `y` past its ends.
 
     Ties of e8m0 take the larger value, as in ml_dtypes.
     """

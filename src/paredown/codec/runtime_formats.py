@@ -32,7 +32,7 @@ Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Return whether a table can hold a format: no block, no list of values, and its normal values are normal in float32."""
+    """Return whether a `RuntimeFormatTable` can hold a format: it has no block and no list of values, and float32's range."""
     return format is None or (
         format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
@@ -63,7 +63,7 @@ def overflow_limit(format: Format | None) -> float:
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """Return the memory of `x` as one row, in the order in which `round_trip` reads it; None if it has gaps."""
+    """Return the memory of `x` as a 1-D tensor, in the order in which `round_trip` reads it; None if it has gaps."""
     x = x.detach()
     dims = memory_order(x, UNMODIFIED)
     ordered = x.permute(dims)
@@ -141,7 +141,7 @@ class RuntimeFormatTable:
 
 
 def signed_base_keys(seed: Seed) -> tuple[int, ...]:
-    """Return the keys of a random stream before the step is mixed in, as int32."""
+    """Return the two keys of a stream of random bits as int32, before the step is mixed in."""
     return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 
 

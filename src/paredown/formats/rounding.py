@@ -106,7 +106,7 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
 
 
 def high_key(index: int) -> int:
-    """Return the number that k1 is xored with for the element at a global index: 0 below 2^32."""
+    """Return the number that is xored with key k1 for the elements from a global index on: 0 below 2^32."""
     high = ((index >> 32) * HIGH_INDEX) & WORD
     return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 

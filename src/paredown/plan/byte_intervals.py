@@ -161,7 +161,7 @@ def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
 
 
 def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """Return `storages`, with `recomputed` set for slots whose values are recomputed from another stored slot."""
+    """Return `storages` with `recomputed` set for slots that are recomputed from another stored slot, and take no bytes."""
     storages = dict(storages)
     for slot in slots:
         source = storages.get(slot.recomputed_from)
@@ -171,7 +171,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Return the packed bytes of a slot for one use."""
+    """Return the packed bytes of a slot for one use of it in backward: values, signs, a mask or an index."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
@@ -183,7 +183,7 @@ def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
 
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
-    """Return the intervals of everything that the step holds under `plan`."""
+    """Return the intervals of bytes of all tensors that the step holds under `plan`."""
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
@@ -208,7 +208,7 @@ def host_bytes(trace: Trace, plan: Plan) -> int:
 
 @cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """Return the intervals that no plan changes: buffers, inputs and temporaries of operations."""
+    """Return the intervals of bytes that no plan changes: buffers, inputs and temporaries of operations."""
     kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
     temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
     return [
@@ -218,7 +218,7 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 
 
 def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
-    """Yield the intervals of weights, gradients and optimizer state, and of their decoded copies."""
+    """Yield the intervals of bytes of weights, gradients and optimizer state, and of their decoded copies."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
     if not packs_gradients:
@@ -301,7 +301,7 @@ def activation_intervals(
 
 
 def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
-    """Return the spans in which packed inputs of checkpointed layers are on the GPU, by slot."""
+    """Return the spans of ticks in which packed inputs of checkpointed layers are on the GPU, by slot."""
     pairs = [(part, slot) for slot in packed for part in slot.parts if part.use is Use.VALUE and part.decoded]
     pairs = sorted(
         ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed

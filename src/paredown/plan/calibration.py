@@ -67,7 +67,7 @@ LAUNCH_SHARE = 0.6
 
 @dataclass(frozen=True)
 class FormatCost:
-    """The cost of a format: bytes of the unpacked tensor per second, seconds of one launch on the device, host seconds for each tensor."""
+    """The cost of encoding and decoding in a format: bytes per second of the unpacked tensor, seconds of a launch, and host seconds."""
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -81,7 +81,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds that the host takes.
+    """Seconds that the host takes for calls of each kind.
 
     Those of packing and checkpointing come on top of the operations of the step and of those that run twice.
     """
@@ -148,7 +148,7 @@ class Calibration:
         return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """Return the calibration with the seconds of the host multiplied by `factor`, and `launched` by a factor nearer to 1."""
+        """Return the calibration for a host whose calls take `factor` times as long; `launched`, time of the driver, changes less."""
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
         issued = {name: factor * seconds for name, seconds in self.issued.items()}
@@ -230,7 +230,7 @@ def kind_of(op: str) -> str:
 
 
 def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """Return the rate at `flops`, on lines through the logarithms of the points; it is constant outside of them.
+    """Return the rate at `flops`, interpolated between the logarithms of the points; it is constant outside of them.
 
     >>> round(interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
     (1.0, 100000000000000.0)

@@ -49,8 +49,6 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
     Without a session, without packed activations, or compiled with activations in 4 bits or fewer, a step may save other tensors than
     those of `trace`.
-
-    It does without a session, if the plan packs no activations, and if a compiled step packs them in 4 bits or fewer.
     """
     if trace.unmodified is not None and plan.changes_nothing:
         return step_under(trace.unmodified, plan)
@@ -141,7 +139,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return the ticks in which a module runs and is needed; a note with the reason if it cannot be checkpointed."""
+    """Return the ticks at which a module runs and backward needs it; a note with the reason if it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -158,13 +156,13 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads a tensor that only the module saved."""
+    """Return the ticks at which backward reads tensors that only the checkpointed module saved."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
 
 def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
-    """Return the parts of a slot that only the module needs."""
+    """Return the packed parts of a slot that only the checkpointed module needs."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
     others = {saver.use for saver in slot.savers if not span.has(saver.name)}
@@ -216,12 +214,10 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield the slots, the largest frozen weight of the module with a decoded copy at the tick of the second forward pass.
+    """Yield the slots, with a decoded copy of the module's largest frozen weight in the second forward pass.
 
-    That pass decodes frozen weights one at a time. `before`: the trace without this checkpoint. Sessions decode frozen weights again where
-    backward reads them.
-
-    `before`: the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
+    That pass runs in one tick and decodes frozen weights one at a time. `before`: the trace without this checkpoint. Sessions decode
+    frozen weights again where backward reads them.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
     largest = max(frozen, key=lambda slot: slot.nbytes, default=None)
@@ -238,12 +234,12 @@ def _reason_exact(trace: Trace, span: CheckpointSpan) -> str:
 
 
 def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
-    """Return the name of a tensor as an input of the module, or "" if it is not one."""
+    """Return the slot name of a tensor as an input of the checkpointed module, or "" if it is not an input."""
     return next((name for name in row.inputs if name.partition(":")[0] == span.module), "")
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor that is also an input of the module: its packed copy is decoded from the second forward pass on."""
+    """Return the slot of a saved tensor that is also an input of the checkpointed module, which is packed until backward runs it."""
     name, stays = _input_name(slot, span), slot.stays or reason
     others = tuple(saver for saver in slot.savers if not span.has(saver.name))
     is_saved = len(others) < len(slot.savers)
@@ -295,7 +291,7 @@ def _last_read(slot: Slot) -> int:
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Split a result of the module that operations outside save too: return the slot for these, and its copy of the second forward pass."""
+    """Return two records of a module's result that later operations save too: its slot, and its copy in the second forward pass."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -309,19 +305,22 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return `output`, stored until the module's backward is done if it is an input: allocated before the module, read and freed in it."""
+    """Return `output`, stored until the checkpointed module's backward is done if it is an input of the module."""
     is_input = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death <= span.end + 1
     is_input = is_input and (output.used < 0 or output.used >= span.start)
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return a weight of the module, decoded once more from the second forward pass until its gradient is complete."""
+    """Return the slot of a weight that the checkpointed module reads twice: it is decoded again from the second forward pass on."""
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the cast of a weight with two lifetimes. Autocast caches casts of trained weights until its context ends, and no others."""
+    """Return the slot of a weight's cast, which exists twice: in forward, and again in backward.
+
+    Autocast caches casts of trained weights until its context ends, and no others.
+    """
     end = trace.backward_at - 1 if is_trained else cast.parts[0].packed
     return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
 
@@ -331,7 +330,7 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The second forward pass of a module: the bytes that it allocates beyond the tensors that it saves, at its largest moment.
+    """The memory of a checkpointed module's second forward pass: bytes at its largest moment, beyond the tensors that it saves.
 
     `extra`: bytes if nothing is packed. `packed`: tensors that a session may store packed, and when the first pass reads them last. If they
     are packed, in 8 bits, the largest moment is at the tick `moment`, with `beside` bytes of temporaries.
@@ -345,7 +344,7 @@ class _SecondPass:
 
     @staticmethod
     def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
-        """Return the second forward pass of the module of `span`."""
+        """Compute the memory of the second forward pass of the module of `span`."""
         inner = [slot for slot in trace.activations if _is_inner(slot, span)]
         end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
         ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
@@ -364,7 +363,7 @@ class _SecondPass:
         return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
 
     def slots(self, storage: int) -> Iterator[Slot]:
-        """Yield the slots of the tensors that are packed. `storage`: the last storage number of the trace."""
+        """Yield slots for the tensors that a session may pack in the second forward pass. `storage`: the last number in use."""
         at, names = self.span.backward_start, {slot.name for slot in self.packed}
         for place, (slot, read) in enumerate(self.packed.items()):
             is_alive = slot.birth <= self.moment <= read
@@ -377,7 +376,7 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return a part of a slot with its ticks for the second pass, which packs it; backward decodes it after that."""
+        """Return when a slot is packed and decoded if the second forward pass saves it."""
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
         decoded = tuple((max(start, at + 1), max(end, at + 1)) for start, end in part.decoded)
@@ -392,14 +391,14 @@ def _is_packed_again(slot: Slot) -> bool:
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return (tick, change of bytes) of a tensor that is packed in 8 bits by the operation that saves it, and read until tick `read`."""
+    """Return how many bytes a tensor takes and frees at which tick, if it is packed in 8 bits by the operation that saves it."""
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
     return [(slot.birth, slot.nbytes), (read + 1, -slot.nbytes), (first, 0 if slot.recomputed_from else int(share * slot.nbytes))]
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return (tick, bytes) of the largest sum of changes; those of one tick count together.
+    """Return the tick at which the sum of the changes so far is largest, and this sum; changes of one tick count together.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

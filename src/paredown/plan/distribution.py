@@ -169,7 +169,7 @@ def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, 
 
 @dataclass(frozen=True)
 class _Shards:
-    """The formats of all parameters of a trace under FSDP2, and the bytes of their shards."""
+    """The formats of all parameters of a trace under FSDP2, from which the bytes of their shards follow."""
 
     world_size: int
     weights: Mapping[str, Slot]
@@ -273,7 +273,7 @@ class _Unit:
 
 
 def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
-    """Return all units in the order in which they run.
+    """Return all units of `fully_shard` in the order in which they run.
 
     In forward and in backward, a unit runs from the first to the last operation of its modules.
     """
@@ -299,13 +299,13 @@ def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
 
 
 def _hull(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the span from the first start to the last end."""
+    """Return the span from the first start to the last end, None for no spans."""
     found = list(spans)
     return (min(start for start, _ in found), max(end for _, end in found)) if found else None
 
 
 def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
-    """Yield the intervals of whole parameters and of the buffers of all-gathers.
+    """Yield the intervals of bytes of whole parameters and of the buffers of all-gathers.
 
     FSDP2 frees the buffer of a unit when the next one is gathered, and gathers the next unit of backward while one runs; the model's own
     parameters stay whole from forward to the end of backward.
@@ -324,7 +324,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Yield the intervals of a unit's gradients: whole until the reduce-scatter, its input, and the shards that remain."""
+    """Yield the intervals of bytes of a unit's gradients: whole until the reduce-scatter, its input, and the remaining shards."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]
@@ -371,7 +371,7 @@ def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Commu
 
 
 def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Format) -> int:
-    """Return the bytes that a process sends in the all-to-all of each unit: the shards of all its gradients in one row of codes."""
+    """Return the bytes that a process sends to reduce gradients in few bits: each unit exchanges the codes of all its gradients."""
     numels: dict[str, int] = defaultdict(int)
     for slot in gradients:
         numels[shared.unit_of(slot.module)] += shard_bytes(slot.shape, None, shared.world_size, itemsize=1)

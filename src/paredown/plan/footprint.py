@@ -102,14 +102,11 @@ class Allocator:
     unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
 
     def rounded(self, nbytes: Any, **_: Any) -> Any:
-        """Return the size that is allocated for `nbytes`, a number or an array; takes the arguments of `bound`."""
+        """Return the size that the device allocates for `nbytes`, a number or an array; further arguments of `bound` are ignored."""
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
-        """Return the size that is allocated, with the margin that `assign` keeps.
-
-        `comes_and_goes`: the tensor is allocated in each step.
-        """
+        """Return the size that the device allocates, with the margin that `assign` keeps. `comes_and_goes`: allocated anew in each step."""
         is_large = (nbytes >= MIB) & comes_and_goes
         is_odd = is_large & (nbytes % SEGMENT != 0)
         share = nbytes // COMPILED_MARGIN if is_compiled else nbytes // EAGER_MARGIN * is_large * (self.unsplit > 0)
@@ -126,7 +123,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a footprint fits a budget: usable as a bool, prints as a sentence."""
+    """The answer whether a footprint fits a budget: usable as a bool, prints as a sentence."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -241,7 +238,7 @@ class Footprint:
 
     @property
     def wide_bytes(self) -> int:
-        """The bytes by which weights that `fully_shard` leaves plain are larger than packed on one device, part of `model_bytes`."""
+        """The bytes that `fully_shard` adds by storing some weights unpacked that one device packs, part of `model_bytes`."""
         shared = self.distribution
         if shared is None or shared.strategy != "fsdp2":
             return 0
@@ -249,7 +246,7 @@ class Footprint:
 
     @cached_property
     def _undivided_bytes(self) -> int:
-        """The `model_bytes` of one process that has all rows, under the same strategy."""
+        """The `model_bytes` of a single process under the same strategy, which has all rows."""
         assert self.distribution is not None
         return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
@@ -289,7 +286,7 @@ class Footprint:
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
-        """Return the model memory of the baseline, under this plan, and under each tier, as text."""
+        """Return texts with the model memory of the baseline, of this plan, and of each tier."""
         plans = {"baseline": BASELINE, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
         sizes = {name: self._model_bytes(plan) for name, plan in plans.items()}
         if sizes["this plan"] == sizes["baseline"]:
@@ -385,7 +382,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
 
 
 def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]]:
-    """Return names and roles of what a plan for `trace` may have rules for: its slots, those of the baseline and of `others`."""
+    """Return the names and roles for which a plan of `trace` may have rules: slots of the step, of the baseline and of `others`."""
     steps = [trace, *([trace.unmodified] if trace.unmodified is not None else []), *others]
     names = [(slot.names, slot.role) for step in steps for slot in step.slots]
     names += [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan

@@ -66,7 +66,7 @@ SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule in which two plans differ. A side of None: that plan has no such rule; equal sides: the rules are in another order."""
+    """A rule in which two plans differ. A side is None if that plan has no such rule; sides are equal if only the order differs."""
 
     key: str
     mine: Assignment | str | None
@@ -218,7 +218,9 @@ class Plan:
         return find_product(self.products, path)
 
     def recomputing(self, *modules: str) -> Plan:
-        """Return this plan with activation checkpointing of these modules too, given by path or pattern; slots are recomputed one by one.
+        """Return this plan with activation checkpointing of these modules too, given by path or pattern.
+
+        Names of slots are tensors that a compiled step recomputes one by one.
 
         >>> Plan().recomputing("layers.0", "layers.1")
         Plan(0 rules)
@@ -273,7 +275,7 @@ class Plan:
         return assignment
 
     def needs_of(self, name: str, needs: Needs) -> Needs:
-        """Return what backward needs of an activation under this plan: a rule that names the inputs of checkpoints removes their pin.
+        """Return what backward needs of an activation under this plan; a rule that names an input of a checkpoint removes its pin.
 
         >>> from paredown.autograd.operations import RECOMPUTES
         >>> named = Plan((("*:checkpoint.input", Assignment.parse("int4/64@bf16")),))
@@ -292,7 +294,7 @@ class Plan:
         return UNMODIFIED if best is None else self.rules[best][1]
 
     def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the keys of single slots that are not among `slots`, which a plan made for a similar model may have.
+        """Return the keys that name a slot which is not among `slots`, as a plan made for a similar model may have.
 
         Each slot is (names of its savers, role). PlanError for a pattern that matches no slot, and for a plan that names slots none of
         which are among these. A role without slots is no error.
@@ -428,7 +430,7 @@ class Plan:
 
 
 def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
-    """Return the rules as a tuple; raise PlanError for wrong types."""
+    """Return the rules as a tuple of (key, Assignment); raise PlanError for other types."""
     pairs: tuple[Any, ...] = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Assignment)):
@@ -443,7 +445,7 @@ def _how(text: str) -> str:
 
 
 def _modules(recompute: Any) -> tuple[str, ...]:
-    """Return paths of modules as a tuple; raise PlanError for wrong types."""
+    """Return `recompute`, paths of modules, as a tuple; raise PlanError for other types."""
     paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
     if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
         raise PlanError(

@@ -33,7 +33,7 @@ def is_product_key(key: Any) -> bool:
 
 
 def checked_products(rules: Any) -> Products:
-    """Return the rules as a tuple, those of lowest precedence first; raise PlanError for keys and elements that do not exist."""
+    """Return the rules as a tuple in order of precedence, the lowest first; raise PlanError for unknown keys and elements."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         if not (isinstance(rule, list | tuple) and len(rule) == 2 and is_product_key(rule[0]) and rule[0] != f"{PRODUCT}="):
@@ -58,7 +58,7 @@ def _rank(key: str) -> int:
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """Return the element of a layer's products, or None, and whether a rule names the layer by its path."""
+    """Return the element in which a layer's products run, or None, and whether a rule names the layer by its path."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):

@@ -21,7 +21,7 @@ SOURCE = "backward recomputes another tensor from it"
 
 
 def planned_step(step: Trace, plan: Plan) -> Trace:
-    """Return the step with what the plan recomputes: layers of an eager step, single tensors of a compiled one."""
+    """Return the trace of the step with what the plan recomputes: layers of an eager step, single tensors of a compiled one."""
     return recomputed_trace(step, plan) if step.is_compiled else checkpointed_trace(step, plan.checkpointed)
 
 
@@ -58,7 +58,7 @@ def _source(slot: Slot, needed: dict[int, int]) -> Slot:
 
 
 def _outputs(slot: Slot) -> list[Output]:
-    """Return the memory of a recomputed tensor: in forward, and in backward with the other tensors that recomputing it writes."""
+    """Return the memory of a recomputed tensor in forward and in backward, with the other tensors that recomputing it writes."""
     how = slot.recomputation
     assert how is not None
     of_slot = slot.shape, slot.dtype, slot.nbytes

@@ -144,7 +144,7 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def num_watched(trace: Trace, plan: Plan) -> int:
-    """Return the number of module calls outside of checkpointed layers and of saved tensors, which a session that packs any must check."""
+    """Return how many module calls and saved tensors a session must look at if it packs any, without those in checkpointed layers."""
     layers = _checkpointed_layers(trace, plan)
     modules = sum(not any(is_of(path, layer) for layer in layers) for path in called_modules(trace))
     return modules + sum(len(slot.names) for slot in trace.activations)

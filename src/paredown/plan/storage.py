@@ -137,7 +137,9 @@ UNMODIFIED = Assignment()
 
 
 def significant_bits(format: Format) -> int:
-    """Return b, if a format divides the range below its largest magnitude in 2^b steps: int8 7, e4m3 4 (for the largest values), bf16 8.
+    """Return the significant bits of a format: it divides the range below its largest magnitude in 2^bits steps.
+
+    int8 has 7, e4m3 4 (for the largest values), bf16 8.
 
     Unsigned integers with a minimum divide the range from the smallest value to the largest, twice as long as that of magnitudes.
     """
@@ -154,7 +156,7 @@ def resolves_differences(format: Format) -> bool:
 
 @lru_cache(maxsize=256)
 def with_minimum(format: Format) -> Format:
-    """Return unsigned integers of the same width with a minimum for each block, as a format; blocks have at least 64 values.
+    """Return the format of unsigned integers of the same width, with a minimum for each block of at least 64 values.
 
     >>> str(with_minimum(Format.parse("e2m1fn/32@e8m0")))
     'uint4/64@bf16+bf16'
@@ -163,12 +165,12 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Return whether `other` is `format`, or what `format` becomes if backward subtracts a mean."""
+    """Return whether `other` is `format`, or the format with a minimum that replaces it where backward subtracts a mean."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 
 def keeps_enough(format: Format, needs: Needs) -> bool:
-    """Return whether values stored in `format` are precise enough for an operation with these needs."""
+    """Return whether values stored in `format` are precise enough for an operation whose backward has these needs."""
     is_fine = needs.pin is None or significant_bits(format) >= needs.pin.significant_bits
     return is_fine and (not needs.is_centered or resolves_differences(format))
 

@@ -145,7 +145,7 @@ class Slot:
 
     @property
     def pin(self) -> Pin | None:
-        """The pin of its savers that needs the most significant bits."""
+        """The pin of the saver that needs the most significant bits; None if no saver has one."""
         pins = [saver.pin for saver in self.savers if saver.pin is not None]
         return max(pins, key=lambda pin: pin.significant_bits, default=None)
 
@@ -358,7 +358,7 @@ def check_row(row: Slot | Output | Part, length: int) -> None:
 
 
 def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
-    """Yield (word, begin, word, end) of every lifetime in a row."""
+    """Yield every lifetime in a slot, output or part, as (word, begin, word, end)."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
     if isinstance(row, Output):
@@ -373,7 +373,7 @@ def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]
 
 
 def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """Raise TraceError if a row is impossible, or if rows contradict one another; `length` is that of the step in ticks."""
+    """Raise TraceError if a slot or output is impossible, or if two contradict one another; `length`: of the step in ticks."""
     for row in (*slots, *outputs):
         check_row(row, length)
     total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
@@ -393,12 +393,12 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
 
 
 def _copies(row: Slot | Output) -> int:
-    """Return an upper bound on the tensors of its size that a row accounts for: itself, its packed parts and their decoded copies."""
+    """Return an upper bound on how often the bytes of a row exist at once: the tensor, its packed parts and their decoded copies."""
     return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
 
 
 def _check_bytes(slot: Slot) -> None:
-    """Raise TraceError unless bytes, shape and dtype of a weight, a gradient or a moment agree."""
+    """Raise TraceError unless the bytes of a weight, a gradient or a moment follow from its shape and dtype."""
     numel = prod(slot.shape)
     size = numel * FLOAT_BYTES.get(slot.dtype, 0)
     if (size and size != slot.nbytes) or slot.numel not in (0, numel):

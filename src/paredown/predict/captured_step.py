@@ -72,7 +72,7 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return the number of ticks of one call."""
+        """Return how many ticks of the timeline one call of the graph takes."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
@@ -92,7 +92,10 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner that partitions a joint graph without packing, as sessions do, and as they do in 4 bits; torch gets the first."""
+    """A partitioner for torch.compile that partitions each graph three times: as plain torch does, as sessions do, and as in 4 bits.
+
+    torch gets the first partition.
+    """
 
     on_graph: Callable[[CapturedGraph], None]
 
@@ -117,7 +120,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 class GraphCapture:
-    """Runs the forward of a `FakeStep` with the graphs of torch.compile. `calls` lists their calls, those of backward too."""
+    """Runs the forward of a `FakeStep` with torch.compile, and records the calls of its graphs, those of backward too."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -149,7 +152,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Record a loss in chunks between two graphs operation by operation inside of a `with` block, as a loss behind them is."""
+        """Record a loss in chunks between two graphs operation by operation, inside of a `with` block."""
         step = self.step
 
         @contextmanager
@@ -162,7 +165,7 @@ class GraphCapture:
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
-        """Let Dynamo find shapes and dtypes of operations as the target device would have them, inside of a `with` block."""
+        """Let Dynamo compute shapes and dtypes as on the target device, inside of a `with` block."""
         run_node = dynamo_utils.run_node
 
         def run_in_forms(*args: Any, **keywords: Any) -> Any:
@@ -173,7 +176,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Trace and partition a graph, and return a function that runs the parts with fake tensors: a backend of torch.compile."""
+        """Return a function that runs a graph of torch.compile with fake tensors, after tracing and partitioning it."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -185,7 +188,10 @@ class GraphCapture:
         self._partitioned = graph
 
     def _compile(self, gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
-        """Return a function that records its calls and runs `gm`, which is a forward or a backward graph, or one without gradients."""
+        """Return a function that runs the graph `gm` and records its calls.
+
+        The graph is of forward, of backward, or one without gradients.
+        """
         number = options.get("graph_id")
         if options.get("is_backward"):
             return self._backward(gm, self._graphs[number])
@@ -228,7 +234,7 @@ class GraphCapture:
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a call as allocations that began with their nodes; those that are saved too become slots of the graph."""
+        """Record the outputs of a graph's call as allocations; those that are saved for backward too become slots."""
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
         nodes: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -247,7 +253,7 @@ class GraphCapture:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return `run` as a function that AOTAutograd calls with a list, which it empties so that tensors can be freed."""
+    """Return `run` as a function that empties its list of arguments, so that AOTAutograd frees tensors."""
 
     def call(args: list[Any]) -> Any:
         outputs = run(args)
@@ -259,7 +265,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return the outputs of forward, with copies of saved ones that the caller gets too: a storage then ends when the caller frees it."""
+    """Return the outputs of forward, with copies of those that are both saved and returned, so that each has a lifetime of its own."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value

@@ -50,7 +50,7 @@ MASK_USES = (
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """The memory of both graphs of a partition, and the ticks at which a call of them began. `end` is the tick of the step's end."""
+    """The memory of a forward and a backward graph, with the ticks at which their calls began; `end` is the end of the step."""
 
     partition: Partition
     forward: GraphMemory
@@ -59,7 +59,7 @@ class GraphTimes:
     end: int
 
     def placeholder(self, node: fx.Node) -> fx.Node | None:
-        """Return the placeholder of a saved node in the backward graph; None if there is none."""
+        """Return the input of the backward graph that is a saved node of forward; None if there is none."""
         gm = self.partition.backward
         found = gm.graph.find_nodes(op="placeholder") if gm is not None else ()
         return next((p for p in found if p.name == node.name), None)
@@ -84,11 +84,11 @@ class GraphTimes:
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
     def reads(self, node: fx.Node) -> tuple[int, int]:
-        """Return the ticks of the first and the last read of a saved node in backward; the end of the step if backward does not run."""
+        """Return the ticks at which backward reads a saved node first and last; the end of the step if backward does not run."""
         return self.reads_of(self.placeholder(node))
 
     def decoded(self, node: fx.Node) -> tuple[int, int]:
-        """Return the ticks from which and until which a packed node is decoded in backward.
+        """Return the ticks from which and until which a packed tensor is decoded in backward.
 
         Comparisons of it do not count, since forward computes them.
         """
@@ -100,14 +100,14 @@ class GraphTimes:
         return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
 
     def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
-        """Return the ticks of the first and the last read of a node of the backward graph."""
+        """Return the ticks at which a node of the backward graph is read first and last."""
         if self.backward is None or node is None or self.call.backward_at < 0:
             return self.end, self.end
         times = self.backward.reads(node) or [0]
         return self.call.backward_at + min(times), self.call.backward_at + max(times)
 
     def is_overwritten(self, node: fx.Node) -> bool:
-        """Return whether the kernel that is the last to read a saved node writes a result of the same size over it."""
+        """Return whether the last kernel that reads a saved tensor writes a result of the same size over it."""
         placeholder = self.placeholder(node)
         source = self.backward.of(placeholder) if self.backward is not None and placeholder is not None else None
         if self.backward is None or source is None or not source.reads:
@@ -117,7 +117,7 @@ class GraphTimes:
 
 
 class StepSlots:
-    """The slots and outputs of the calls of all graphs, for one kind of partition."""
+    """The slots and outputs of a compiled step, from the calls of its graphs in one of the three partitions."""
 
     def __init__(
         self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
@@ -200,7 +200,7 @@ class StepSlots:
         return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
-        """Return the slots, with the comparisons of packed tensors that backward would compute, which forward saves as bits."""
+        """Return the slots, with one-bit masks of comparisons that backward would compute from packed tensors."""
         slots = dict(made)
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
         extra: list[Slot] = []
@@ -238,7 +238,7 @@ def _saved(partition: Partition) -> list[fx.Node]:
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """Return the savers of a saved node, and why no plan can pack it, or "" if a plan can."""
+    """Return which operations saved a tensor of a graph, and why no plan can pack it, or "" if a plan can."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -264,7 +264,7 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _place(node: fx.Node) -> str:
-    """Return the name of a slot that no operation names: its module and its node."""
+    """Return the slot name of a tensor that no operation names: its module and its node."""
     return f"{module_path(node.meta.get('nn_module_stack'))[0]}:{node.name}"
 
 
@@ -286,7 +286,7 @@ def _is_written(placeholder: fx.Node | None) -> bool:
 
 
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
-    """Yield booleans that backward computes from tensors in `packed`, without gradients, as (node, names of these tensors)."""
+    """Yield the comparisons that backward computes from tensors in `packed` alone, as (node, names of these tensors)."""
     of: dict[fx.Node, set[str]] = {}
     of_tangents: set[fx.Node] = set()
     for node in backward.graph.nodes if backward is not None else ():
@@ -304,7 +304,7 @@ def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[
 
 
 def with_unique_names(slots: list[Slot]) -> list[Slot]:
-    """Return the slots, each with the savers that no other slot has; if it has none, with one that no earlier slot has."""
+    """Return the slots, renamed so that no two have the same name and no saver belongs to two."""
     counts = Counter(saver.name for slot in slots for saver in slot.savers)
     taken: Counter[str] = Counter()
     named: list[Slot] = []
@@ -328,7 +328,7 @@ def with_unique_names(slots: list[Slot]) -> list[Slot]:
 
 
 def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output]:
-    """Yield the buffers that are written and freed inside one call."""
+    """Yield the buffers that are written and freed inside one call of a graph."""
     for buffer in memory.buffers:
         if buffer.is_output or buffer.birth < 0:
             continue
@@ -341,7 +341,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """Yield what the graph returns to its caller, if plain torch.compile saves it and this partition does not."""
+    """Yield the tensors that a graph returns and plain torch.compile saves, but this partition does not."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -369,7 +369,7 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield slots outside of graphs with storage numbers that those of graphs do not have: below -1."""
+    """Yield the slots of operations outside of graphs, with storage numbers below -1, which slots of graphs do not have."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

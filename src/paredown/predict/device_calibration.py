@@ -117,7 +117,7 @@ def _on(trace: Trace, device: str) -> Trace:
 
 
 def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
-    """Return the result of `find_calibration`, with the operations of `trace` timed if it is for a GPU that is present.
+    """Return this device's calibration and a reason as `find_calibration` does, after timing the operations of `trace` on a GPU.
 
     Each operation is timed only once, which takes seconds.
     """

@@ -44,7 +44,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def num_calls_of(seconds: float) -> int:
-    """Return how many calls that take `seconds` are in a group.
+    """Return how many calls, which take `seconds` each, are timed together.
 
     >>> [num_calls_of(seconds) for seconds in (1e-5, 1e-3, 0.1)]
     [6, 4, 1]
@@ -83,7 +83,7 @@ def empty_operation(device: str, num_calls: int) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """Return bytes per second by kind of operation, for tensors larger than the caches."""
+    """Return the bytes per second of each kind of operation, for tensors larger than the caches."""
     rows, width = ROWS[device]
     x = torch.randn(LARGE[device], device=device, dtype=torch.bfloat16)
     table = torch.randn(rows, width, device=device)
@@ -107,13 +107,16 @@ def bandwidths(device: str) -> dict[str, float]:
 
 
 def smallest_kernel(device: str) -> float:
-    """Return the seconds of an addition of few values."""
+    """Return the seconds of a small kernel, an addition of few values."""
     x = torch.ones(SMALL[device], device=device)
     return device_seconds(lambda: x.add_(1.0), device)
 
 
 def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Return (flops, flops per second) at rising sizes by kind and dtype: matrix products, 3 x 3 convolutions, attention."""
+    """Return the flops per second of matrix products, 3 x 3 convolutions and attention.
+
+    For each kind and dtype these are pairs (flops, flops per second) at rising sizes.
+    """
     rates: dict[str, tuple[tuple[float, float], ...]] = {}
     for dtype in FLOAT_DTYPES[device]:
         name = str(dtype).removeprefix("torch.")

@@ -55,7 +55,10 @@ OPERATIONS = {"decode": 14, "unpack_bits": 4}  # in the kernel of one node; 1 fo
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of one value: written at `birth`, read last at `death`. `reads`: the times of its reads. Inputs of the graph have birth -1."""
+    """Memory that a kernel writes at time `birth` and that is read last at `death`.
+
+    `reads`: the times of its reads. Inputs of the graph have birth -1.
+    """
 
     node: fx.Node
     nbytes: int
@@ -78,7 +81,7 @@ class Buffer:
 
 @dataclass(eq=False)
 class Value:
-    """The value of a node: a buffer, or operations on buffers that its readers repeat."""
+    """The value of a graph's node: a buffer in memory, or operations that each kernel that reads it repeats."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -86,7 +89,7 @@ class Value:
     operations: int = 0
 
     def read(self) -> tuple[Buffer, ...]:
-        """Return the buffers that a reader of this value reads."""
+        """Return the buffers that a kernel reads to get this value."""
         return (self.buffer,) if self.buffer is not None else self.sources
 
 
@@ -111,14 +114,14 @@ class GraphMemory:
         return value.buffer if isinstance(value, Value) else None
 
     def reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels read a node, or repeat its operations."""
+        """Return the times at which kernels read a node's buffer, or repeat its operations."""
         buffer = self.of(node)
         if buffer is not None:
             return buffer.reads
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels read a node for more than a comparison."""
+        """Return the times at which kernels need a node's values, without kernels that only compare them."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -185,7 +188,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: Value, node: fx.Node) -> bool:
-        """Return whether a pointwise value becomes a buffer at `node`, which computes it or views it."""
+        """Return whether Inductor writes a pointwise value to memory at `node`, which computes it or views it."""
         users, num_reads = list(_users(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -195,7 +198,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: Value, at: int) -> Buffer:
-        """Return the buffer of a value, written at `at` unless it has one."""
+        """Return the buffer of a value; if it has none, one that is written at time `at`."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -271,7 +274,7 @@ def _is_over_last_dimensions(node: fx.Node) -> bool:
 
 
 def _domain(node: fx.Node, result: Any, kind: str) -> int:
-    """Return the number of elements that the kernel of a node goes over."""
+    """Return how many elements the kernel of a node loops over."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
@@ -283,7 +286,7 @@ def _flash_workspace(query: Any) -> int:
 
 
 def _loss_scratch(node: fx.Node) -> int:
-    """Return the bytes that an operator of a chunked loss holds beside its inputs and results."""
+    """Return the bytes that an operator of a loss in chunks holds beside its inputs and results."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
     tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
     return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
@@ -353,7 +356,7 @@ class Kernel:
 
 
 class Kernels:
-    """The kernels of a graph, which are joined step by step; those that share most memory first."""
+    """The kernels of a graph, which are joined step by step as Inductor fuses them: those that share most memory first."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
@@ -379,7 +382,7 @@ class Kernels:
         return [other for other in found if other is not kernel]
 
     def _reaches(self, start: Kernel, end: Kernel) -> bool:
-        """Return whether a path of more than one step leads from `start` to `end`."""
+        """Return whether kernel `end` depends on kernel `start` by way of other kernels."""
         stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
         while stack:
             kernel = stack.pop()
@@ -401,7 +404,7 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
 
 
 def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """Return the place of each buffer's kernel among all kernels, each right after those that it reads from."""
+    """Return the place of each buffer's kernel in the order in which kernels run: each right after those that it reads from."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
     placed: dict[Kernel, int] = {}
@@ -427,7 +430,7 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """Return `scratch_bytes`, computed once for each choice of the constants."""
+    """Return `scratch_bytes`; the cache has an entry for each choice of the constants."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", is_cuda=device == "cuda")
     with fakes.mode, torch.no_grad():

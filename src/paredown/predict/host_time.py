@@ -113,7 +113,7 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Return the seconds of the second of two steps of each model, which finds its caches filled, as in a loop."""
+        """Return the seconds of one step of each model, after one that fills its caches, as in a loop."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
@@ -210,7 +210,7 @@ class HostMeasurement:
         return cost, packed
 
     def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
-        """Return the seconds that the host takes for the calls of each network's operations; on the CPU these include their computation."""
+        """Return the host's seconds for the calls of operations in each network's step; on the CPU that is their computation."""
         ratios, draft = self.calls.issued, self.draft
 
         def seconds(one: Operation) -> float:
@@ -219,14 +219,14 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """Return the seconds that SHARES are shares of: a step of the first network, on the CPU one without what its operations compute."""
+        """Return the seconds that SHARES refer to: a step of the first network, on the CPU without the computation of its operations."""
         if not self.is_cpu:
             return rows[0].total
         rest = [row.forward + row.backward for row in rows], [-seconds for seconds in self._calls((*FORWARD, *BACKWARD), empty)]
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """Return the sum of SHARES over the views, module calls and gradients of a network's step."""
+        """Return the share of SHARES that the views, module calls and gradients of a network's step have together."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -234,7 +234,7 @@ class HostMeasurement:
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
     ) -> tuple[float, float]:
-        """Return the seconds of a module call or saved tensor that a session checks, and of a tensor that it packs."""
+        """Return the host's seconds for a module call or saved tensor that a session looks at, and for a tensor that it packs."""
         computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
         num_packed = [sum(len(slot.names) for slot in one.packed(plan)) - 1 for one in self.networks]
         added = [after.total - before.total for before, after in zip(few, all_packed, strict=True)]
@@ -243,7 +243,7 @@ class HostMeasurement:
         return _share(added, [num_watched(one.trace, plan) for one in self.networks]), packed
 
     def _checkpointed(self, rows: Sequence[StepSeconds], checkpointed: Sequence[StepSeconds]) -> float:
-        """Return the seconds of one tensor that a checkpointed layer saves."""
+        """Return the host's seconds for one tensor that a checkpointed layer saves."""
         added: list[float] = []
         for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
             inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]
@@ -264,7 +264,7 @@ def with_present_host(calibration: Calibration) -> Calibration:
 
 
 class HostSpeed:
-    """Measures how fast the host is now, at each call: seconds of a step of a small network over those at calibration."""
+    """Measures how fast the host is now, relative to the calibration, by steps of a small network."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._network, self._seconds = small_networks(calibration.device)[0], calibration.host.step
@@ -274,7 +274,7 @@ class HostSpeed:
             self._network.step(*self._pair)
 
     def __call__(self, num_steps: int = SPEED_STEPS) -> float:
-        """Return the median time of a few steps, relative to the calibration; 2 on a host that is half as fast."""
+        """Return the median time of a few steps divided by their time at calibration: 2 on a host that is half as fast."""
         with _without_collection():
             _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds

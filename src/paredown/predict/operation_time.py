@@ -60,11 +60,9 @@ QUEUE_SLEEP = 20e-3  # seconds in which the host issues the launches of a short 
 
 
 class CallSeconds(NamedTuple):
-    """The seconds of calls on the device by `operation_key`, 0 if a call cannot be repeated, and on the host by name.
+    """The device seconds of calls by `operation_key`, and their host time by name, in units of an empty operation.
 
-    Those of the host are in units of an empty operation.
-
-    `launched`: host seconds of calls of cuDNN's RNNs, by `operation_key`.
+    Device seconds are 0 if a call cannot be repeated. `launched`: host seconds of calls of cuDNN's RNNs, by `operation_key`.
     """
 
     timed: dict[str, float]
@@ -83,7 +81,7 @@ def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_s
 
 
 def time_operations(traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf) -> CallSeconds:
-    """Return the seconds of each distinct operation of the traces, without those `known`; no new one is timed after `most_seconds`."""
+    """Measure the seconds of each distinct operation of the traces, without those `known`; none is begun after `most_seconds`."""
     now = begun = time.perf_counter()
     timed, ratios, launched = dict[str, float](), dict[str, list[float]](), dict[str, float]()
     convolving, is_convolution = 0.0, False
@@ -105,19 +103,22 @@ def time_operations(traces: Iterable[Trace], device: str, *, known: Container[st
 
 
 def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operation]:
-    """Sort operations by the work of all calls, the largest of each name first, since its host time counts for all of that name."""
+    """Return the operations in the order in which they are timed: the largest of each name, then the others, by the work of all calls.
+
+    Each name is among the first, since its host time counts for all of its operations.
+    """
     by_work = sorted(operations, key=lambda one: one.count * _work(one), reverse=True)
     first = {one.op: one for one in reversed(by_work)}
     return sorted(by_work, key=lambda one: first[one.op] is not one)
 
 
 def _work(operation: Operation) -> float:
-    """Return the bytes that one call moves, or if that is more, its flops over those that a device computes while it moves a byte."""
+    """Return the size of a call: the bytes that it moves, or its flops divided by FLOPS_PER_BYTE if that is more."""
     return max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
 
 
 def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of operations that are not `timed`, at the rate of timed ones of the same name and dtype.
+    """Return estimated seconds of operations that are not `timed`, by the rates of timed ones of the same name and dtype.
 
     The rate is interpolated between the two that are nearest in size.
 
@@ -139,7 +140,7 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
 
 
 def _alike(operation: Operation) -> list[tuple[str, ...]]:
-    """Return what operations of one rate have in common, the narrower first: name, dtype and, of convolutions, the size of the kernel."""
+    """Return keys of operations with the same rate, the narrower first: name, dtype and, of convolutions, size of the kernel."""
     name = operation.op, operation.dtype
     if kind_of(operation.op) != "conv":
         return [name]
@@ -152,7 +153,7 @@ def _is_recurrent(operation: Operation) -> bool:
 
 
 def _empty_operations(call: Callable[[], object]) -> float:
-    """Return the host time of a call in empty operations: the median over groups of calls, each followed by empty operations."""
+    """Return the host time of a call as a multiple of an empty operation: the median over groups of calls."""
     return median(_host_seconds(call, ISSUED_CALLS) / empty_operation("cuda", EMPTY_CALLS) for _ in range(ISSUES))
 
 
@@ -179,7 +180,7 @@ def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
 
 
 def _recurrent_seconds(operation: Operation, device: str) -> float:
-    """Return the device seconds of an RNN's call, from two short sequences.
+    """Return the device seconds of an RNN's call, extrapolated from two short sequences.
 
     In a long one, the device would wait for the host between kernels.
     """
@@ -202,7 +203,7 @@ def _queued_seconds(call: Callable[[], object]) -> float:
 
 
 def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[[], object]:
-    """Return an RNN's call for a sequence of `length` positions, dimension 0 of its input."""
+    """Return a function that calls an RNN on a sequence of `length` positions."""
     args, _ = json.loads(operation.arguments)
     dtype, shape, strides = args[0]["t"]
     x = _tensor(dtype, [length, *shape[1:]], strides, device=device, bound=1)
@@ -210,7 +211,7 @@ def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
-    """Yield one operation of each key, of traces and of the steps that they hold."""
+    """Yield the operations of the traces, and of the steps that they hold, that have different keys."""
     seen: set[str] = set()
     for trace in traces:
         for step in (trace, trace.without_packing, trace.unmodified):
@@ -220,7 +221,10 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
-    """Return the device seconds of a call, and its host time: in empty operations, for RNNs in seconds, None on the CPU."""
+    """Measure a call: return its device seconds and its host time.
+
+    The host time is in empty operations, for RNNs in seconds, and None on the CPU. The result is None if the call cannot be repeated.
+    """
 
     def measured() -> tuple[float, float | None] | None:
         call = repeated_call(operation, device)
@@ -245,7 +249,7 @@ def _or_none(measure: Callable[[], Any]) -> Any:
 
 
 def repeated_call(operation: Operation, device: str) -> Callable[[], object] | None:
-    """Return a function that runs the operation again on new tensors; None for a name that only stands for a kernel."""
+    """Return a function that runs the operation again on new tensors; None if its name is not one of aten's."""
     args, kwargs = json.loads(operation.arguments)
     bound = max(_index_bound(operation.op, args), 1)
     values, named = _values(args, device, bound), _values(kwargs, device, bound)
@@ -286,7 +290,7 @@ def _recurrent(x: Tensor, kind: str, width: int, num_layers: int, directions: in
 
 
 def _index_bound(op: str, args: list[Any]) -> int:
-    """Return the bound that integers of a call are below: the size of the dimension that they index."""
+    """Return the exclusive bound of the integers that a call takes: the size of the dimension that they index."""
     name = op.removeprefix("aten.").partition(".")[0].strip("_")
     if name == "embedding_dense_backward":
         return args[2]  # rows of the table
@@ -299,7 +303,7 @@ def _index_bound(op: str, args: list[Any]) -> int:
 
 
 def _smallest_side(args: Any) -> int:
-    """Return the smallest dimension of float tensors with two or more dimensions."""
+    """Return the smallest size of a dimension of the float tensors with two or more dimensions."""
     sides = [side for dtype, shape, _ in _tensors(args) if len(shape) > 1 and "float" in dtype for side in shape]
     return max(min(sides, default=DEFAULT_BOUND), 1)
 
@@ -314,7 +318,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def _values(value: Any, device: str, bound: int) -> Any:
-    """Return the arguments that `_arguments_json` of predict/timeline.py wrote, with new tensors."""
+    """Return the arguments of a call, with new tensors, from the JSON that `_arguments_json` of predict/timeline.py wrote."""
     if isinstance(value, list):
         return [_values(part, device, bound) for part in value]
     if not isinstance(value, dict):

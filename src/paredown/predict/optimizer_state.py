@@ -49,7 +49,7 @@ class StateTensor:
 
     @property
     def name(self) -> str:
-        """The name of its slot."""
+        """The name of the tensor's slot in a trace."""
         return f"{self.parameter}.{self.suffix}" if self.suffix else self.parameter
 
 
@@ -90,7 +90,10 @@ def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], devi
 
 
 def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
-    """Return the name in `NAMES` for each parameter: under "muon", "adamw" for parameters that are not matrices of hidden layers."""
+    """Return the update rule of each parameter by its name in NAMES.
+
+    Under "muon", parameters that are not matrices of hidden layers have "adamw".
+    """
     if optimizer != "muon":
         return dict.fromkeys(trained, optimizer)
     others = {id(p) for p in embeddings_and_head(model)}
@@ -98,7 +101,7 @@ def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.M
 
 
 def _matrix_bytes(matrices: Iterable[Tensor]) -> int:
-    """Return the bytes of orthogonalizing the largest of these: two bfloat16 copies, and two squares of its shorter side."""
+    """Return the bytes that Muon needs to orthogonalize the largest of `matrices`: two bfloat16 copies, two squares of the shorter side."""
     return max((4 * p.numel() + 4 * min(p.shape) ** 2 for p in matrices), default=0)
 
 
@@ -155,7 +158,7 @@ def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dic
 
 
 def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterator[StateTensor]:
-    """Yield the states of `p`: those of the tiny parameter, with each of its sizes replaced by the size of `p` in that dimension."""
+    """Yield the state tensors of `p`, with its sizes in place of those of the tiny parameter."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     seen_roles: set[Role] = set()
     for name, value in tiny_state.items():
@@ -166,7 +169,7 @@ def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterato
 
 
 def _transient(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], device: str) -> int:
-    """Return the bytes of workspace of one step: all parameters for a foreach optimizer, the largest for a loop over parameters."""
+    """Return the workspace bytes of one optimizer step: all parameters with foreach, the largest one in a loop over parameters."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return 0

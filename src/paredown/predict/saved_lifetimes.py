@@ -38,7 +38,7 @@ OUTSIDE = "it is outside of the model"
 
 @dataclass(eq=False)
 class StoredPart:
-    """The stored form of a `SavedStorage` for one use, with the number of handles that autograd holds on it."""
+    """The packed form of a `SavedStorage` for one use of it in backward, with the number of handles that autograd holds on it."""
 
     use: Use
     packed: int
@@ -50,7 +50,7 @@ class StoredPart:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage, or a small view of one (`is_whole` False), that operations saved; it becomes one slot."""
+    """A storage that operations saved for backward, or a small view of one; it becomes one slot of the trace."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -150,7 +150,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module: if it is checkpointed, they are stored until its backward."""
+        """Record the arguments of a module as its inputs, which would be stored until backward if the module were checkpointed."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -170,12 +170,12 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return the part of a weight, or of the cast of one, that backward needs; empty if it needs none."""
+        """Return when backward needs a weight, or the cast of one, decoded; empty if it does not need it."""
         saved = self.weights.get(allocation) if allocation is not None else None
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark saved tensors that are still live at the end of the model's forward pass as not packable: other code holds them."""
+        """Mark saved tensors that are still live after the model's forward as not packable, since other code holds them."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
@@ -200,12 +200,12 @@ class Recorder:
         return unit
 
     def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
-        """Return whether the node, that of a ReLU, saved this unit."""
+        """Return whether a ReLU, by its autograd node, saved this storage."""
         entry = self._sources.get(node._sequence_nr()) if node is not None else None
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """Return the unit from whose values `saved` can be recomputed, under the same conditions as in a session; else None."""
+        """Return the saved storage from which `saved` can be recomputed, under the same conditions as in a session; else None."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -231,7 +231,7 @@ class Recorder:
         return origin
 
     def _source_of(self, node: Any) -> tuple[Any, SavedStorage, torch.Size, tuple[int, ...]] | None:
-        """Return the node, and the unit, size and strides of the operand that it saved; None if it saved none that is stored."""
+        """Return the node with the storage, size and strides of its saved operand; None if that is not stored."""
         handle = stored_operand(node)
         return (node, handle.unit, *handle.layout) if handle is not None else self._sources.get(node._sequence_nr())
 
@@ -245,7 +245,10 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """Return a flat tensor for the decoded part. Values are decoded once while a copy is live, bits and integers each time."""
+        """Return a flat tensor that stands for the decoded values.
+
+        Values are decoded once while a copy is live; bits and integers each time.
+        """
         last = part.decoded[-1] if part.decoded else None
         if last is not None and last.death is None and part.use is Use.VALUE:
             live_copy = last.tensor()
@@ -258,7 +261,7 @@ class Recorder:
 
 
 def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
-    """Return whether this is the mask of dropout on the CPU: random bits stored as floats, without a gradient."""
+    """Return whether a saved tensor is the mask of dropout on the CPU: random bits stored as floats, without a gradient."""
     return saved.op == "mul" and allocation.op == RANDOM_BITS and saved.tensor is not None and not saved.tensor.requires_grad
 
 
@@ -359,7 +362,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 
 
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
-    """Return the tick at which the tensor is freed in the baseline: when the original and all that autograd holds for it are gone."""
+    """Return the tick at which a saved tensor is freed in the baseline, where nothing is packed."""
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 

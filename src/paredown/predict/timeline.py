@@ -79,7 +79,10 @@ class Allocation:
         return next((tensor for view in self.views if (tensor := view()) is not None), None)
 
     def happens_in_place(self) -> bool:
-        """Return whether real autograd adds in place here, since one of the two gradients has no other owner; fake tensors never do."""
+        """Return whether real autograd would add in place here, as it does if one of the two gradients has no other owner.
+
+        Fake tensors never add in place.
+        """
         return any(part.death == self.birth for part in self.merges)
 
 
@@ -167,7 +170,7 @@ class Timeline(TorchDispatchMode):
         self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record one kernel of CUDA that CPU operations stand for; `arguments`: those that it can be repeated with."""
+        """Record one CUDA kernel that a fake tensor's operations stand for; `arguments`: those that it can be repeated with."""
         self._count_kernel(name, tensors, flops, _arguments_json(arguments, {}), self.module())
 
     def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:
@@ -179,7 +182,7 @@ class Timeline(TorchDispatchMode):
         self._operations[operation] = self._operations.get(operation, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:
-        """Return the operations that ran so far, equal calls as one row."""
+        """Return the operations that ran so far, with equal calls counted in one row."""
         return tuple(replace(operation, count=count) for operation, count in self._operations.items())
 
     def module(self) -> str:
@@ -219,7 +222,7 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def owned_by(self, owner: Any) -> Generator[None]:
-        """Give new allocations this `owner` inside of a `with` block."""
+        """Mark allocations as owned by `owner` inside of a `with` block."""
         before, self._owner = self._owner, owner
         try:
             yield

@@ -90,7 +90,10 @@ def _is_of_loss(slot: Slot) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StepTracer:
-    """Traces one step: unmodified, and as sessions run it if that differs. `options`: the dtype of autocast, whether it is compiled."""
+    """Traces one step: unmodified, and as sessions run it if that differs.
+
+    `options`: the dtype of autocast, and whether the model is compiled.
+    """
 
     model: nn.Module
     loss_module: nn.Module
@@ -123,7 +126,7 @@ class StepTracer:
 def _run(
     step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
 ) -> Callable[[Trace], Trace]:
-    """Run the step, and return a function that turns its trace into that of the compiled step, if it is compiled."""
+    """Run the step on fake tensors; return a function that turns its trace into that of a compiled step, if it is compiled."""
     if not compiled:
         step.run(arguments, loss, autocast)
         return lambda trace: trace
@@ -202,7 +205,10 @@ class TraceBuilder:
         return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)
 
     def _gradient_slot(self, name: str, parameter: Tensor, end: int, *, is_released: bool) -> Slot:
-        """Return the slot of the gradient of `parameter`; added to an accumulator, or released, it is freed after `dropped`."""
+        """Return the slot of the gradient of `parameter`.
+
+        If it is added to an accumulator, or released in backward, it is freed after `dropped`.
+        """
         assert parameter.grad is not None
         allocation = self.step.timeline.find(parameter.grad)
         birth = allocation.birth if allocation is not None else 0
@@ -211,13 +217,13 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """Return when `weight` is decoded if it is packed: while its modules run and while operations outside of them read it."""
+        """Return the spans of ticks in which a packed `weight` is decoded: its modules run, or other operations read it."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
 
     def _constants(self) -> list[Allocation]:
-        """Return the tensors that the model uses and that no module registers as parameter or buffer."""
+        """Return tensors that the model uses and that are registered neither as parameters nor as buffers."""
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:

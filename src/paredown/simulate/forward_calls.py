@@ -99,10 +99,10 @@ class OperationListener(ABC):
 
     @abstractmethod
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
-        """Receive the output `out` of an operation, which may be changed in place; return the value to mark it with."""
+        """Receive the output `out` of an operation, which may be changed in place; return the value that later operations read as."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Receive a view or a copy of `value`; return the value that marks it, and the tensor that later operations use.
+        """Receive a view or a copy of a value; return the value that it stands for, and the tensor that later operations use.
 
         `name` is not empty if it is a part of the value, such as half of the channels.
         """
@@ -110,7 +110,7 @@ class OperationListener(ABC):
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Mark `tensor` with a value of `listener`."""
+    """Mark `tensor` as the value that `listener` knows it by."""
     setattr(tensor, MARK, (listener, value))
 
 
@@ -162,7 +162,7 @@ def op_of(func: Any) -> str:
 
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
-    """Return a Python function of torch without its check for `__torch_function__`: its body runs, and the mode sees the calls inside."""
+    """Return a Python function of torch with its check for `__torch_function__` left out, so that the mode sees the calls inside."""
     checks = {name: _always_false for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
@@ -178,14 +178,14 @@ def _always_false(*args: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """A module whose forward is running."""
+    """A module whose forward is running, and counts of the operations in it."""
 
     path: str
     is_plain_leaf: bool
     counts: dict[str, int] = field(default_factory=dict)
 
     def prefix(self, op: str) -> str:
-        """Return the part of a slot name before the operand, for the next operation `op` of this call."""
+        """Count an operation, and return the part of its slot name before the operand, such as "encoder.3:add#2."."""
         self.counts[op] = count = self.counts.get(op, 0) + 1
         if self.is_plain_leaf and len(self.counts) == 1 and count == 1:
             return f"{self.path}:"
@@ -194,7 +194,7 @@ class Frame:
 
 @final
 class ForwardCalls(TorchFunctionMode):
-    """Calls its listener for the operations that run while it is entered, and names them by the path of the running module."""
+    """A function mode that reports the operations of a forward pass to a listener, named by the path of the running module."""
 
     def __init__(self, model: nn.Module, listener: OperationListener) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class ForwardCalls(TorchFunctionMode):
 
     @contextmanager
     def following(self, path: str = "") -> Generator[None]:
-        """Follow operations inside of a `with` block; `path` is used if no module runs."""
+        """Follow operations inside of a `with` block, under the module path `path`."""
         self.start(path)
         try:
             yield
@@ -228,7 +228,7 @@ class ForwardCalls(TorchFunctionMode):
             self.stop()
 
     def start(self, path: str = "") -> None:
-        """Begin a forward pass, which may be inside another one."""
+        """Begin to follow a forward pass, which may be inside another one."""
         outer = self._running.frames if self.is_running else None
         if outer is None:
             self.__enter__()
@@ -238,7 +238,7 @@ class ForwardCalls(TorchFunctionMode):
         self._running.times = dict[str, int]()
 
     def stop(self) -> None:
-        """End the forward pass."""
+        """End to follow the innermost forward pass."""
         self._running.frames, self._running.times = self._running.outer.pop()
         if not self.is_running:
             self.__exit__(None, None, None)

@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class Value:
-    """An input of the model or the output of an operation: its source values (indices in the outline), weights and number of elements."""
+    """An input of the model or the output of an operation, with the values and weights that it is computed from."""
 
     name: str
     op: str
@@ -72,7 +72,7 @@ class Outline:
         return users
 
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return names and role of every slot, for `Plan.check`."""
+        """Return the names and the role of every slot, in the form that `Plan.check` takes."""
         pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
         roles = (Role.WEIGHT, Role.FROZEN, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
         return [*pairs, *(((name,), role) for name in self.weights for role in roles)]
@@ -147,13 +147,13 @@ class OutlineListener(OperationListener):
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Record a view or copy of a value, so that saving it counts as saving the value; a part of it is a new value, as in the paper."""
+        """Record a view or a copy as the same value; a part of a value is a new value, as in the paper."""
         self._kept.append(out)
         self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
 
     def saved(self, saved: Saved) -> None:
-        """Record the name of a saved tensor as a name of its value."""
+        """Record the name under which an operation saves a value."""
         tensor = saved.tensor
         if tensor is None or saved.kind not in ("activation", "input") or not tensor.is_floating_point():
             return

@@ -42,7 +42,7 @@ HIGH_FORMATS = ("e6m7", "e6m9", "e6m11", "e7m7", "e7m9", "e7m11", "e8m7", "e8m9"
 
 
 def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
-    """Return a float of PEPPP: exponents from -(2^(e-1) - 1) to 2^(e-1) - 1, every code a number, no subnormals.
+    """Return the text of a float format of PEPPP: exponents from -(2^(e-1) - 1) to 2^(e-1) - 1, no subnormals, infinities or NaN.
 
     With 8 exponent bits the smallest exponent is -126 instead of -127, as float32's is.
     """
@@ -83,7 +83,7 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 
 def num_outputs(outline: Outline) -> int:
-    """Return T, the elements in the outputs of all modules of PEPPP's network, counted as often as PEPPP does."""
+    """Return how many numbers all modules of PEPPP's network return, counted as often as PEPPP does."""
     modules = sum(value.numel for value in outline.values if value.op not in (INPUT, SUM))
     quantizers = sum(value.numel for value in outline.values if _is_rounded(value))
     sums = [value for value in outline.values if value.op == SUM]
@@ -98,7 +98,7 @@ def _is_rounded(value: Value) -> bool:
 
 
 def _is_first(outline: Outline, value: Value) -> bool:
-    """Return whether a sum adds the stem's output."""
+    """Return whether one of the terms of a sum is the output of the network's first layer."""
     return outline.values[value.sources[1]].name == "relu:output"
 
 

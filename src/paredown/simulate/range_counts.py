@@ -86,11 +86,11 @@ class RangeCounter:
         self.has_new |= self.is_on
 
     def reset(self) -> None:
-        """Start counting from zero, because the formats changed."""
+        """Set all counts to zero, because the formats changed."""
         self.__init__()
 
     def add(self, number: int, format: Format, before: Tensor, after: Tensor) -> None:
-        """Count the values of a slot that were `before` and are `after` rounding."""
+        """Count the values of a slot by their values `before` and `after` rounding."""
         sums, key = _sums(before.detach().float(), after.detach().float(), format), (number, format)
         self._rows[key] = sums if key not in self._rows else self._rows[key].to(sums.device) + sums
 

@@ -83,7 +83,7 @@ class RoundedSlot:
 
     @property
     def is_live(self) -> bool:
-        """Whether the slot's formats can be rows of a table in memory."""
+        """Whether the slot's formats can be read from a table in device memory."""
         return is_live(self.assignment.format) and is_live(self.raised.format)
 
 
@@ -165,7 +165,7 @@ class RoundedSlots:
                 self._next_rows.set_seeds(seeds)
 
     def _allocate(self, capacity: int) -> None:
-        """Allocate the table and the vectors with a number for each slot on the device, and copy their contents."""
+        """Allocate the table of formats and the vectors with an entry for each slot on the device, and copy the old contents."""
         if self._captured:
             raise ApplyError(
                 "new slots appeared after a CUDA graph was captured, which reads the previous table. Run a step before capturing, or "
@@ -293,7 +293,7 @@ class RoundedSlots:
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """Round many tensors in one launch inside of a `with` block that captures a graph.
+        """Round many tensors in one launch while a `with` block captures a CUDA graph.
 
         The addresses of its tensors are copied to the device when the block ends.
         """
@@ -357,7 +357,7 @@ class RoundedSlots:
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Set the promotions to those of a saved state. Slots that are not added yet are promoted when they are."""
+        """Set the promotions to those of a saved state. Slots that do not exist yet are promoted when they are added."""
         self._pending = {str(key): (int(forward), float(share)) for key, forward, share in promotions}
         for slot in self._all:
             self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key, (NEVER, 0.0))

@@ -108,7 +108,7 @@ class RoundedValues(OperationListener):
         return tree_map_only(Tensor, lambda tensor: self._input(tensor, numbers.get(id(tensor), 0)), (args, kwargs))
 
     def end(self, output: Any) -> None:
-        """End a forward pass: gradients that arrive at the model's outputs from outside are rounded too."""
+        """End a forward pass, and round gradients that arrive at the model's outputs from outside."""
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
@@ -169,7 +169,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Round a part of a value like the value, unless the plan has another assignment for the part."""
+        """Round a part of a value as the plan has it for the part; without a rule of its own, it is rounded like the whole value."""
         if not name:
             return value, out
         part = self._value(name)
@@ -190,7 +190,10 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
-        """Return the slots of the operands of a matrix product or convolution, without the bias, which is added in float32."""
+        """Return the slots of the operands of a matrix product or convolution.
+
+        The bias is not among them, since it is added in float32.
+        """
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
@@ -201,7 +204,7 @@ class RoundedValues(OperationListener):
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: Operation, out: Tensor, value: TrackedValue) -> None:
-        """Round the gradients of an operation's inputs where its nodes return them, or the summed gradient of its output."""
+        """Register hooks that round gradients: of an operation's inputs where backward returns them, or summed, of its output."""
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -232,7 +235,10 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Return the slot of each edge of `node` that is listed in `edges` as (target node, number of its output, slot), by index."""
+    """Return which slots the gradients on the edges of `node` belong to, by the index of the edge.
+
+    `edges` are (target node, number of its output, slot).
+    """
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:
@@ -242,7 +248,7 @@ def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]])
 
 
 def _nodes(last: Any, first: int) -> list[Any]:
-    """Return the nodes behind `last` with a sequence number from `first` on."""
+    """Return the autograd nodes with sequence number `first` or later that lead to `last`."""
     nodes, pending = list[Any](), [last]
     while pending:
         node = pending.pop()

@@ -122,9 +122,9 @@ class SimulatedSession:
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
-        """Use the formats of `plan` for the same slots, also in a captured CUDA graph.
+        """Change to the formats of `plan`, also in a captured CUDA graph.
 
-        `Simulate(all_live=True)` includes every slot.
+        Only slots that are rounded now change; with `Simulate(all_live=True)` all do.
 
         `forwards`: the number of forward passes to continue from; None to keep it. `seed`: a new seed; None to keep it.
         """
@@ -254,7 +254,7 @@ class SimulatedSession:
                 self._values.end(output)
 
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Find the names of all slots by a forward pass on fake tensors; if that fails, slots have the names of outputs only."""
+        """Find the names of all slots by a forward pass on fake tensors; if it fails, slots have only the names of outputs."""
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # a user's model may do anything with fake tensors

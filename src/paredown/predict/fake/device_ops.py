@@ -66,7 +66,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
-    """Report one kernel to the timeline that records this step (predict/timeline.py), since no operation on fake tensors stands for it."""
+    """Report one kernel of CUDA to the timeline that records this step (predict/timeline.py)."""
     tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, HasKernels):
@@ -80,13 +80,15 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) 
 
 
 def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None = None) -> Tensor:
-    """Return an empty (num, heads, length, width) tensor with the heads of a position adjacent, as attention kernels write it."""
+    """Return an empty tensor (num, heads, length, width) with the memory layout that attention kernels write."""
     num, like_heads, length, like_width = like.shape
     return like.new_empty(num, length, heads or like_heads, width or like_width).transpose(1, 2)
 
 
 class Flash(Function):
-    """Flash attention: no tensor of length x length is allocated. Outputs and gradients have the layout of what they belong to.
+    """The flash attention kernel of CUDA, which allocates no tensor of length x length.
+
+    Outputs and gradients have the layout of what they belong to.
 
     So the output of nn.MultiheadAttention, whose queries are in the order (length, num, heads, width), is not copied for the next product.
     """
@@ -124,7 +126,7 @@ class Flash(Function):
 
 
 class Efficient(Function):
-    """Memory-efficient attention, which takes float32 and masks too."""
+    """The kernel of memory-efficient attention of CUDA, which takes float32 and masks too."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -159,7 +161,7 @@ class Efficient(Function):
 
 
 class Softmax(Function):
-    """softmax and log_softmax from float16 to float32 in one kernel; torch casts bfloat16 before."""
+    """The CUDA kernel of softmax and log_softmax from float16 to float32; torch casts bfloat16 before it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
@@ -183,7 +185,7 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        """Return a tensor for `x` normalized over its last `num_dims` dimensions."""
+        """Return an empty tensor in place of `x` normalized over its last `num_dims` dimensions."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
         record_kernel("rms_norm", (out,), x)
@@ -201,7 +203,7 @@ class RMSNorm(Function):
 
 
 class Recurrent(Function):
-    """All layers, positions and directions of an LSTM, GRU or RNN in one cuDNN call; dimension 0 is time."""
+    """The cuDNN call that runs all layers, positions and directions of an LSTM, GRU or RNN; dimension 0 is time."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, sizes: tuple[int, int], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
@@ -265,7 +267,7 @@ def attention_kernel(
 
 
 def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask in the form that the kernel takes: floats, the last dimension padded, expanded as a view."""
+    """Return an attention mask in the form that the kernel takes: floats, the last dimension padded, expanded as a view."""
     if mask.dtype is torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype)
     length = key.shape[2]
@@ -288,7 +290,7 @@ def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Te
 
 @contextmanager
 def trl_kernels() -> Generator[None]:
-    """Let TRL's loss allocate what it does on CUDA inside of a `with` block: its kernels change a tile in place, autocast is CUDA's.
+    """Let TRL's loss allocate the memory that it does on CUDA, inside of a `with` block.
 
     On CUDA it scores the tokens that have a label; a trace, which has no values, scores all.
     """
@@ -334,7 +336,7 @@ def onednn_workspace(args: Any, outputs: Any) -> Any:
 
 
 def _row(width: int) -> int:
-    """Return the number of floats in a row of oneDNN."""
+    """Return how many floats a row of `width` values takes in oneDNN's workspace."""
     rounded = round_up(width, ONEDNN_ALIGN)
     return rounded + ONEDNN_ALIGN if rounded % ONEDNN_AVOIDED == 0 else rounded
 
@@ -347,7 +349,7 @@ UNKNOWN_SIZES = {torch.ops.aten.mkldnn_rnn_layer.default: onednn_workspace}
 
 
 def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes of partial sums if each of `num_outputs` adjacent values is the sum of `num_inputs` values."""
+    """Return the bytes that a sum on CUDA needs for partial sums, of `num_inputs` values for each of `num_outputs` adjacent results."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > MAX_REDUCED_BYTES:
         num_inputs = -(-num_inputs // 2)
     sum_bytes = 4 if dtype.is_floating_point and dtype.itemsize <= 4 else 8
@@ -382,7 +384,7 @@ def _sum_op_workspace(args: Any, _: Any) -> int:
 
 
 def transposed_bytes(*operands: Tensor) -> int:
-    """Return the bytes of channels_last copies of those operands of a convolution that have another layout.
+    """Return the bytes of the channels_last copies of a convolution's operands that have another layout.
 
     Where one operand or the weight is channels_last, torch copies the others; otherwise cuDNN does, whose kernels for tensor cores read and
     write channels_last, with channels in multiples of 16 bytes.
@@ -393,7 +395,7 @@ def transposed_bytes(*operands: Tensor) -> int:
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    """Return whether each channel has a filter of its own: these convolutions run in torch's own kernels, without workspace."""
+    """Return whether a convolution is depthwise, which torch computes in kernels of its own, without workspace."""
     return groups > 1 and weight.shape[1] == 1
 
 

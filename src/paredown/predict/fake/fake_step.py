@@ -152,7 +152,7 @@ class FakeStep:
         autocast: torch.dtype | None,
         compiled: Callable[[Arguments], Any] | None = None,
     ) -> None:
-        """Run forward, loss and backward. `compiled` runs forward in place of the model, without the modes that record operations."""
+        """Run forward, loss and backward on fake tensors. `compiled`: a function that runs forward with torch.compile."""
         self._record_initial_tensors(arguments)
         with ExitStack() as stack:
             stack.callback(self.fakes.mode.forget)
@@ -186,9 +186,9 @@ class FakeStep:
 
     @contextmanager
     def _recording_gradients(self) -> Generator[None]:
-        """Record when the gradient of each parameter is complete, and can be accumulated or used for an update.
+        """Record the ticks at which gradients of parameters are complete, inside of a `with` block.
 
-        Gradients that are complete inside of the `with` block count.
+        From then on they can be added to an accumulator, or used for an update.
         """
         complete_at, timeline = self.gradient_complete_at, self.timeline
 
@@ -224,7 +224,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record what is live before backward and not in autograd's graph: inputs of a checkpoint, tensors that the model caches."""
+        """Record tensors that are live before backward and not in autograd's graph: inputs of checkpoints, and cached tensors."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -251,7 +251,7 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Record what `module` saves inside of a `with` block.
+        """Record the tensors that `module` saves inside of a `with` block.
 
         Hooks stay until `backward` ends if that runs layers of reentrant checkpoints again.
         """
@@ -291,7 +291,7 @@ class FakeStep:
 
     @contextmanager
     def _explained(self, phase: str) -> Generator[None]:
-        """Add the module, phase and operation to errors of the model that a `with` block raises."""
+        """Add the module, the phase and the operation to errors that the model raises inside of a `with` block."""
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -421,7 +421,7 @@ def _masks_by_values() -> Generator[None]:
 
 @contextmanager
 def _without_fake_tensor_log() -> Generator[None]:
-    """Turn off torch's log of errors of fake operations inside of a `with` block: they are raised, with the same text."""
+    """Turn off torch's log of errors of fake operations inside of a `with` block, since these errors are raised too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True

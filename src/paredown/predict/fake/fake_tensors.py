@@ -99,7 +99,7 @@ class FakeTensors:
         self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake CPU tensor for `tensor`; `tensor` itself if it is a fake of this mode."""
+        """Return the fake CPU tensor that stands for `tensor`; a fake of this mode is returned itself."""
         if (isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode) or id(tensor) in self._wrappers:
             return tensor
         pair = self._made.get(id(tensor))
@@ -132,7 +132,7 @@ class FakeTensors:
             return fake.requires_grad_(tensor.requires_grad)
 
     def _wrapped(self, tensor: Any) -> Tensor:
-        """Return a tensor of the class of `tensor` with fakes for its inner tensors."""
+        """Return a tensor of the class of `tensor`, a class of torchao, whose inner tensors are fake."""
         names, context = tensor.__tensor_flatten__()
         inner = {name: self.of(getattr(tensor, name)) for name in names}
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
@@ -146,12 +146,12 @@ class FakeTensors:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a class of torchao, which consists of inner tensors."""
+    """Return whether a tensor is of a class of torchao, which wraps inner tensors."""
     return type(tensor).__module__.partition(".")[0] in WRAPPER_LIBRARIES and is_traceable_wrapper_subclass(tensor)
 
 
 def inner_tensors(tensor: Any) -> dict[str, Tensor]:
-    """Return the tensors that a tensor of torchao consists of, by attribute; empty for other tensors."""
+    """Return the tensors that a tensor of torchao wraps, by attribute; empty for other tensors."""
     if not is_wrapper(tensor):
         return {}
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -188,7 +188,10 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
-    """Give `model` fake parameters and buffers inside of a `with` block, and remove hooks of paredown except those that are `is_traced`."""
+    """Give `model` fake parameters and buffers inside of a `with` block, and restore it afterwards.
+
+    Of paredown's hooks only those that are `is_traced` stay.
+    """
     modules = list(model.modules())
     states = [_state_of(module) for module in modules]
     rng_states = torch.get_rng_state(), random.getstate()
@@ -215,7 +218,7 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Set the attributes of a module, and the contents of those that are containers, back to a state of `_state_of`."""
+    """Set the attributes of a module back to those that `_state_of` returned, with the contents of containers."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
@@ -230,7 +233,7 @@ def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, An
 
 
 def _same(container: Any, copy: Any) -> bool:
-    """Return whether a dict or set still holds the same objects, in the same order."""
+    """Return whether a dict or set still holds the same objects in the same order as its earlier copy."""
     if isinstance(container, set):
         return container == copy
     return len(container) == len(copy) and all(a == b and container[a] is copy[b] for a, b in zip(container, copy, strict=True))
@@ -282,7 +285,10 @@ class DeviceForms(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _body(self, func: FunctionType) -> Callable[..., Any] | None:
-        """Return a copy of `func` whose has_torch_function checks return False; None if it has no such check."""
+        """Return a copy of `func` that this mode sees inside of: its has_torch_function checks return False.
+
+        It is None if `func` has no such check.
+        """
         if func not in self._bodies:
             checks = [check for check in CHECKS if check in func.__code__.co_names]
             body = None
@@ -383,12 +389,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """The arguments in the form that functions of `device_ops` take."""
+        """The arguments as positional and keyword arguments of functions of `device_ops`."""
         return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 
 def _attention(fused: Callable[[AttentionCall], Any]) -> Callable[..., Any]:
-    """Return the form of scaled_dot_product_attention. `fused` returns None if CUDA has no kernel for a call."""
+    """Return a function that runs scaled_dot_product_attention as CUDA does. `fused` returns None if CUDA has no kernel for a call."""
 
     def form(
         query: Tensor,
@@ -415,7 +421,7 @@ def _described_attention(call: AttentionCall) -> Any:
 
 
 def _aten_attention(call: AttentionCall) -> Any:
-    """Return the output of the aten operation that CUDA runs, for graphs; None if it runs the unfused one."""
+    """Return the output of the attention operation that CUDA runs in a graph; None if CUDA has no fused kernel for the call."""
     tensors, facts = call.facts
     kernel = device_ops.attention_kernel(*tensors, **facts)
     query, key, value, mask = tensors

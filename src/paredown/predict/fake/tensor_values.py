@@ -56,7 +56,7 @@ class Value:
 
     @property
     def is_known(self) -> bool:
-        """Whether the value is computed, or part of one that is."""
+        """Whether the value was computed, or is part of one that was."""
         return self._result is not None or (self._function is getitem and self._inputs[0].is_known)
 
     def tensor(self) -> Tensor:
@@ -95,7 +95,7 @@ class ValuedFakeMode(FakeTensorMode):
         self.places: Counter[str] = Counter()  # modules in which assumed values were needed
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the fake result of an operation."""
+        """Return the fake result of an operation, and record how its value follows from the arguments."""
         kwargs = kwargs or {}
         inputs = self._inputs(args, kwargs) if func._schema.is_mutable else None  # before they are written to
         try:
@@ -129,7 +129,7 @@ class ValuedFakeMode(FakeTensorMode):
             self.places[self.place()] += 1
 
     def _number(self, value: Value) -> Any:
-        """Return the number in a tensor of one element. `tolist` asks for many, most of which are parts of one value."""
+        """Return the number in a tensor of one element. `tolist` calls this for many parts of one value."""
         self._count(value)
         if not value.is_known:
             with _computing():
@@ -138,7 +138,7 @@ class ValuedFakeMode(FakeTensorMode):
             return value.tensor().item()
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation on values: a number, or fake tensors of the sizes that follow."""
+        """Run an operation that needs values, and return a number, or fake tensors of the resulting sizes."""
         if func is NUMBER:
             return self._number(self._value(args[0]))
         value = Value(_runs(func), self._inputs(args, kwargs))
@@ -154,7 +154,7 @@ class ValuedFakeMode(FakeTensorMode):
         return fake
 
     def _grouped_product(self, args: Any, kwargs: Any) -> Tensor:
-        """Return the fake result of a product that torch implements for every dtype, but for fake tensors in bfloat16 alone."""
+        """Return the fake result of a grouped matrix product, which torch implements for fake tensors only in bfloat16."""
         with self:
             halves = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in args[:2])
             out = GROUPED_PRODUCT(*halves, *args[2:], **kwargs)
@@ -211,7 +211,7 @@ def _runs(func: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _computing() -> Generator[None]:
-    """Disable modes and gradients inside of a `with` block, in which random operations draw the same numbers each time."""
+    """Run operations on real values inside of a `with` block, without modes and gradients, and with the same random numbers each time."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         yield
