@@ -171,7 +171,7 @@ class Planning:
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
-        """Return whether a footprint is within the budget with its margin."""
+        """Return whether the peak of a footprint is within the budget, with the margin of this planning."""
         return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
 
 
@@ -331,7 +331,7 @@ def _reason(
 
 
 def _margin(planned: Footprint, budget_bytes: int) -> str:
-    """Return a note on the margin for memory that is not predicted; an empty text if there is none."""
+    """Return a note on the margin that a plan keeps for memory that is not predicted; "" if it keeps none."""
     margin, left = planned.bound_bytes - planned.peak_bytes, budget_bytes - planned.peak_bytes
     instead = f"{say_bytes(left)} instead of " if left < margin else ""
     return f" (with a margin of {instead}{say_bytes(margin)} for the allocator and libraries)" if margin else ""
@@ -380,7 +380,7 @@ class PlanTemplate:
         return f"assign {self.budget} {self.method}"
 
     def make(self, trace: Trace) -> Plan:
-        """Return the plan that `assign` makes for a step by this template."""
+        """Return the plan that `assign` finds for a step with these arguments."""
         plan = assign(trace, self.budget, method=self.method)
         return replace(plan, made_for={**plan.made_for, TEMPLATE_FIELD: str(self)})
 
@@ -417,7 +417,10 @@ def templates_of(plan: Plan) -> list[str]:
 
 
 def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_layers: bool) -> str:
-    """Return the sentences of a BudgetError. `has_layers`: activation checkpointing was allowed too."""
+    """Return the message of a BudgetError: what needs the memory, and what to change.
+
+    `has_layers`: activation checkpointing was allowed too.
+    """
     smallest = problem.smallest
     ledger = problem.ledger
     tick_index = int(ledger.total(ledger.load(smallest.chosen), smallest.chosen).argmax())
@@ -458,7 +461,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if a plan would fit without pins (lower bounds on precision); else an empty text."""
+    """Return a sentence if a plan would fit the budget without pins (lower bounds on precision), else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""
@@ -479,7 +482,7 @@ def _unpinned(slot: Slot) -> Slot:
 
 
 def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if the default method reaches the budget, else an empty text."""
+    """Return a sentence if method "role" would fit the budget, else ""."""
     if problem.method.order is None and not problem.method.keeps_residue:
         return ""
     peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder, keeps_margin=False).smallest.peak_bytes

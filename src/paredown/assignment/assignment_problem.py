@@ -109,7 +109,7 @@ class AssignmentProblem:
 
     @property
     def smallest(self) -> AssignmentPoint:
-        """The point of least peak memory."""
+        """The point of least peak memory, whatever its error."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
 
 

@@ -164,7 +164,7 @@ class RepairState:
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
-        """Return the bits per value of a slot under the plan."""
+        """Return the bits per value of a slot as the plan stores it now."""
         return self.bits_at(name, self.current)
 
     def can_rise(self, name: str) -> bool:

@@ -43,8 +43,8 @@ from paredown.serial import is_number
 from paredown.sizes import say_bytes
 
 PREFERENCES = ("speed", "accuracy")
-ALLOWANCE_FACTOR = 1.1  # over the error of prefer="accuracy"
-NOISE = 0.02  # of measured step times
+ALLOWANCE_FACTOR = 1.1  # times the error of prefer="accuracy" is allowed
+NOISE = 0.02  # relative noise of measured step times
 ERROR_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 MOST_PACKED = 8  # candidates whose whole step is predicted
 Floats = NDArray[np.float64]

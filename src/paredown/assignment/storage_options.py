@@ -60,7 +60,7 @@ OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value, Role.FROZEN.value)
 Rows = Mapping[str, Mapping[str, str]]  # name -> role -> format
 _TIERS = {
     name: row for name, row in TIERS.items() if row and name != "fine_tune"
-}  # which differs from safe by the length of blocks
+}  # fine_tune differs from safe only in the length of blocks
 _PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in _TIERS.items()}
 TIER_ROWS: Mapping[str, Mapping[str, str]] = {
     "full": {},
@@ -93,7 +93,7 @@ class StorageOption:
 
     @property
     def total(self) -> int:
-        """The bytes held, summed over ticks."""
+        """The bytes of the option, summed over the ticks at which they are held."""
         return sum(i.nbytes * (i.death - i.birth + 1) for i in self.held)
 
 
@@ -120,7 +120,9 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each storage and the slots that depend on it. `is_free`: slots of an item may have different formats.
+    """Yield an item for each storage of activations and the slots that depend on it.
+
+    `is_free`: slots of an item may have different formats.
 
     `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
     """
@@ -207,7 +209,10 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(
     trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each parameter with its gradient, moments and casts, stored as one of `rows`; `known`: as for activations."""
+    """Yield an item for each parameter with its gradient, moments and casts, whose options are `rows`.
+
+    `known`: as for activations.
+    """
     known = {} if known is None else known
     trained, frozen = _tiers(rows, trace), _tiers(frozen_rows, trace)
     for weight, slots in _by_parameter(trace).items():
@@ -409,7 +414,7 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 
 
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
-    """Return the fewest and the most bytes at each tick that any choice of options can have.
+    """Return the fewest and the most bytes that a choice of options can have at each tick.
 
     An item has constant bytes from one of its births or deaths to the next, a stretch: few values for each row, not one for each tick.
     """

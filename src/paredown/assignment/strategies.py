@@ -99,7 +99,7 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """Return the point of a choice, whose bytes at each tick are `load`."""
+    """Return the point of a choice; `load` has its bytes at each tick."""
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
@@ -193,7 +193,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the wider storage option that removes most error and still fits under `cap` bytes; None if there is none."""
+    """Return the storage option of higher precision that removes most error and fits under `cap` bytes; None if none fits."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -321,7 +321,7 @@ class AssignMethod:
     keeps_residue: bool = False  # whether trained weights are unmodified, or packed with a residue
 
     def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
-        """Return the points (peak, error) from which a budget selects one."""
+        """Return the combinations of peak memory and error that this method finds."""
         if self.order is not None:
             return in_order(ledger, self.order(ledger.items, seed))
         return exchange_options(ledger, greedy(ledger))

@@ -87,7 +87,7 @@ WORDS, DIMENSIONS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])"), re.compile(r"(\d)D")
 
 
 def running_checkpoint() -> Any:
-    """Return the frame of the innermost checkpoint with use_reentrant=False that runs in this thread; None if there is none."""
+    """Return the frame of the innermost running torch.utils.checkpoint with use_reentrant=False of this thread, or None."""
     hooks: Any = top_default_hooks(True)
     pack: Any = hooks[0] if hooks is not None else None
     if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") or pack.__module__ != torch.utils.checkpoint.__name__:
@@ -123,7 +123,7 @@ def key_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
-    """Return the description of input `number` of a checkpoint.
+    """Return the description of a saved tensor that is the input `number` of a checkpoint.
 
     `place` is the slot's name up to the operand, `reason` says why it is not quantized.
     """
@@ -213,7 +213,7 @@ class HiddenLayer:
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
-        """Return why an input is not quantized, or "" if it may be."""
+        """Return why the input `tensor` of this layer is not quantized, or "" if it may be."""
         if not tensor.requires_grad:
             return NO_GRADIENT
         routers, comparing = _routers_in(self.module), _comparing_in(self.module)
@@ -242,7 +242,7 @@ def _differentiable(args: Any) -> list[Tensor]:
 
 
 class Checkpoints:
-    """Finds the checkpoints in the forward passes that a `Watch` follows, describes their inputs and prepares their second passes."""
+    """Describes the inputs of checkpointed layers in the passes that a `Watch` follows, and lets second passes be stored packed."""
 
     def __init__(self) -> None:
         self.reports_inputs = True
@@ -250,7 +250,7 @@ class Checkpoints:
         self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
         self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
         self.reentrant: dict[nn.Module, bool] = {}  # layers of reentrant checkpoints -> whether to follow their second passes
-        self.in_second_passes: set[str] = set()  # names of what they saved in the first step
+        self.in_second_passes: set[str] = set()  # names of the slots that they saved in the first step
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:

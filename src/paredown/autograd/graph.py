@@ -29,7 +29,7 @@ NO_SEQUENCE = 1 << 62  # AccumulateGrad nodes have numbers from here on
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 IS_WEIGHT = "is_of_weight"  # attribute of hooks that a session registers for packed weights
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-DECODED = "DecodedBackward"  # of a packed weight that is used outside of its module
+DECODED = "DecodedBackward"  # node of a packed weight that is used outside of its module
 VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
 CAST_NODE = "ToCopyBackward0"
 IN_PLACE_ON_VIEW = "torch::autograd::CopySlices"  # the tensors that the operation saves are not exposed
@@ -56,7 +56,7 @@ class Saved:
     node: Any
     raw: Any
     tensor: Tensor | None  # None for "hooked"
-    slot: Any = None  # in a description that is reported again: what its receiver keeps with it
+    slot: Any = None  # set by the receiver of the description, which gets it again with later tensors in the same place
 
     @property
     def needs(self) -> Needs:
@@ -73,7 +73,7 @@ class ModuleCall:
     """A call of a module whose forward is running. Attributes that few calls set have their defaults in the class, which saves time."""
 
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
-    checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
+    checkpoint: tuple[Any, str] | None = None  # (frame, slot name of its inputs) of the checkpoint whose first module this is
 
     def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int, cache: Any = None) -> None:
         """Begin a call. `path` ends with @2 for a second call of the module; `first` is the number of the first node created in it.
@@ -99,33 +99,33 @@ class Pass:
     seen: set[int] = field(default_factory=set)
     unreached: int = 0  # nodes created so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
-    called: list[str] = field(default_factory=list)  # paths of modules, at each call
-    over: nn.Module | None = None  # the running module that is not followed inside
-    is_repeated: bool = False  # whether that is a checkpointed layer, whose calls inside are counted
+    called: list[str] = field(default_factory=list)  # path of the module at each call so far
+    over: nn.Module | None = None  # the running module whose inside is not followed; None if there is none
+    is_repeated: bool = False  # whether `over` is a checkpointed layer; its calls inside are only counted
     # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
     of_threads: set[Any] = field(default_factory=set)
-    checkpoints: set[Any] = field(default_factory=set)  # seen so far, and one around the whole pass
-    hooked: list[Saved] = field(default_factory=list)  # what the running checkpoint holds so far
+    checkpoints: set[Any] = field(default_factory=set)  # checkpoints seen so far, with one that encloses the whole pass
+    hooked: list[Saved] = field(default_factory=list)  # tensors that the running checkpoint holds so far
     hidden: Any = None  # the `HiddenLayer` that runs under no_grad
-    hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before it
+    hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before the layer
     is_branch: bool = False  # whether this is the branch of another thread
-    stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
+    stops: frozenset[Any] = frozenset()  # nodes of the branch's arguments, which another thread created
     saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
     recording: Any = None  # `repeated_passes.Recording`; None if the pass cannot be replayed
     replay: Any = None  # `repeated_passes.Replay` of an earlier pass
-    is_unsure: bool = False  # whether modules are running that are not in `calls`: nodes of the first call may be theirs
+    is_unsure: bool = False  # whether some running modules are not in `calls`, so that nodes of `calls[0]` may be theirs
     parts: Any = None  # `graph_parts.KnownParts` of passes that enter through the same module
     entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
-    depth: int = 0  # calls of that module that are running
+    depth: int = 0  # running calls of `entrance`
     _constants: dict[int, tuple[str, Tensor]] | None = None
 
     @property
     def in_checkpoint(self) -> bool:
-        """Whether a checkpointed layer is running."""
+        """Whether a layer under torch.utils.checkpoint is running in this pass."""
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
-        """Return "weight" or "buffer" if a parameter or buffer has this storage at the moment, else None.
+        """Return "weight" or "buffer" if the storage belongs to a parameter or buffer of the model now, else None.
 
         A packed weight has its decoded storage only while its module runs. Then the storage is freed, and an activation may get its
         address.
@@ -156,7 +156,7 @@ def covers_storage(tensor: Tensor) -> bool:
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Return the bytes that are packed for a saved tensor: those of its storage or of the tensor alone."""
+    """Return the bytes that packing a saved tensor covers: of its whole storage, or of the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
@@ -174,7 +174,7 @@ def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
 
 
 def _lies_in_blocks(tensor: Tensor) -> bool:
-    """Return whether the values of `tensor` are contiguous runs that begin and end at multiples of a block."""
+    """Return whether the memory of `tensor` consists of contiguous runs that begin and end at multiples of a block's length."""
     run, outer_strides = 1, list[int]()
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if stride == run and not outer_strides:
@@ -193,7 +193,7 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
     while stack:
         node = stack.pop()
         number = node._sequence_nr()
-        if forward.of_threads and node in forward.of_threads:  # it was read; the nodes before it may not have been
+        if forward.of_threads and node in forward.of_threads:  # this node was read, but perhaps not the nodes before it
             stack.extend([] if node in passed else [before for before, _ in node.next_functions if before is not None])
             passed.add(node)
         elif first <= number < last and number not in seen and node not in forward.stops:
@@ -260,7 +260,7 @@ def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
 
 
 def is_of_weight(hook: Any) -> bool:
-    """Return whether a session registered this hook for a packed weight; such tensors are not reported."""
+    """Return whether a session registered this saved-tensor hook for a packed weight; such tensors are not reported."""
     return getattr(hook, IS_WEIGHT, False)
 
 
@@ -286,7 +286,7 @@ def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: Mo
 def _bound(operand: Operand, node: Any) -> int | None:
     try:
         return operand.bound(node) if operand.bound else None
-    except RuntimeError:  # it reads another saved tensor, which was modified in place: backward raises the error
+    except RuntimeError:  # the bound is read from a saved tensor that was modified in place: backward raises the error
         return None
 
 

@@ -28,7 +28,8 @@ FoundAgain = tuple[Saved, Any, Any, Tensor]  # description in an earlier pass; n
 PartKind = Literal[
     "call", "before", "between"
 ]  # of a call without children, before it, or between calls, read when the outer one returns
-Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]  # nodes, and what they saved, by sequence numbers
+# (number, node) of nodes, and (number of the node, description) of the tensors that they saved
+Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]
 
 
 class SavedTrail(NamedTuple):
@@ -132,12 +133,12 @@ class GraphPart:
 
 
 def _can_be_followed(node: Any, saved: Saved) -> bool:
-    """Return whether the tensor can be read from a later node by attribute name: it has no bound and is not in a list."""
+    """Return whether a tensor can be read from the same node of a later pass by the name of an attribute."""
     return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
 
 
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Return whether nodes in the same places of later graphs can be read in the same way: none is of a custom function."""
+    """Return whether later passes can read the saved tensors of these nodes in the same places: none is of a custom function."""
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
         return False
     return all(number in created and _can_be_followed(created[number], saved) for number, saved in reported)
@@ -193,7 +194,7 @@ class CallCache:
     """The tensors that the last call of a leaf module saved, so that later calls are read without a search of autograd's graph."""
 
     num_nodes: int
-    layout: tuple[torch.Size, torch.dtype]  # of the output
+    layout: tuple[torch.Size, torch.dtype]  # size and dtype of the output
     needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
     part: GraphPart
 
@@ -237,10 +238,10 @@ class Segment:
     """The tensors that nodes between two module calls saved, so that the next forward pass is read without a search of the graph."""
 
     point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
-    layouts: list[tuple[torch.Size, torch.dtype]]  # of the tensors that it was read from
+    layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
     reached: list[int]  # numbers of its nodes, counted from the first node of the pass
-    unreached: int  # afterwards
-    counts: list[tuple[int, dict[str, int]]]  # index of a running call, its counts of operations afterwards
+    unreached: int  # `Pass.unreached` after it was read
+    counts: list[tuple[int, dict[str, int]]]  # (index of a running call, its counts of operations after it was read)
     part: GraphPart
 
     @staticmethod
@@ -293,7 +294,7 @@ class KnownParts:
         self.segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
 
     def clear(self) -> None:
-        """Forget all parts."""
+        """Forget all parts, so that the next pass is read by searching autograd's graph."""
         self.calls.clear()
         self.segments.clear()
 

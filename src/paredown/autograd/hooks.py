@@ -48,7 +48,7 @@ class Hook:
 
 
 class HookPlace:
-    """The place of a registered hook among those of its module, so that it can be taken out for a time and put back."""
+    """The position of a registered hook among those of its module, by which it is removed for a time and put back."""
 
     __slots__ = ("_before", "_hooks", "_id", "hook")
 
@@ -89,7 +89,7 @@ class Handle(Protocol):
         """Remove the hook, if it is still registered."""
 
 
-_abandoned: list[Handle] = []  # of owners that are gone; no step depends on them
+_abandoned: list[Handle] = []  # handles of hooks whose owners are gone; the hooks do nothing until they are removed
 
 
 def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Callable[[Owner, Optimizer], None]) -> Handle:

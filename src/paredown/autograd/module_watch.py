@@ -79,16 +79,16 @@ class Watch(SavedReports):
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
         self._parts: dict[nn.Module, KnownParts] = {model: KnownParts()}  # by the module that a pass entered through
         self._parameters = [module._parameters for module in self._paths]
-        self.entrance = model  # of the pass that began last
+        self.entrance = model  # module whose call began the last pass
         self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
         self._handles: dict[nn.Module, list[Any]] = {}
-        self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # of modules inside of the model
+        self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # hooks of modules inside of the model
         self.replays = Replays(self._report_nodes)
-        self.follows_submodules = False  # set it by `follow_submodules`
-        # called when a pass has entered through a module: with its arguments that earlier passes produced, and storages of their outputs
+        self.follows_submodules = False  # set by `follow_submodules`
+        # called when a module's call begins a pass, with its arguments that earlier passes produced, and storages of these passes' outputs
         self.on_begin_inside: Callable[[list[Tensor], set[int]], None] | None = None
         self._root_hook = Hook()
-        self._known_entrances = set[nn.Module]()  # modules of which the first pass has ended
+        self._known_entrances = set[nn.Module]()  # entrances of passes of which the first has ended
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
@@ -123,7 +123,7 @@ class Watch(SavedReports):
         self._running = threading.local()
 
     def end_first_pass(self) -> None:
-        """Stop collecting names of small tensors, and remove hooks inside of checkpointed modules, where nothing more is reported.
+        """Remove hooks that the first pass showed to be unnecessary, inside of checkpointed modules, and stop collecting small tensors.
 
         That is for passes that enter the model through the same module as the one that began last.
         """
@@ -147,7 +147,7 @@ class Watch(SavedReports):
         self.follow_submodules()
 
     def follow_submodules(self) -> None:
-        """Follow also calls of modules inside of the model that are made outside of the model's forward."""
+        """Also follow passes that begin with a call of a module inside of the model, such as model.encoder(x)."""
         self.follows_submodules, self.replays.entrances = True, likely_entrances(self.model)
 
     @contextmanager
@@ -163,12 +163,12 @@ class Watch(SavedReports):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """Do not report, from the next pass on, tensors with these names for which at most `max_bytes` would be packed."""
+        """Stop reporting tensors with these names, from the next pass on, if at most `max_bytes` would be packed for them."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the parts of the graph of earlier passes, so that the next pass is searched."""
+        """Forget how earlier passes were read, so that the next pass is read by searching autograd's graph."""
         self._parts = {self.model: KnownParts()}
         self.replays.clear()
 
@@ -193,7 +193,7 @@ class Watch(SavedReports):
 
     def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
         """Begin a forward pass of this thread, for a call of `entrance` whose arguments are `values`, and return it."""
-        with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
+        with torch._C.DisableTorchFunctionSubclass():  # so that packed parameters run no Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
             self._forget()
@@ -205,7 +205,7 @@ class Watch(SavedReports):
         held = between.held if between is not None else frozenset(t.untyped_storage()._cdata for t in arguments)
         self._running.current = current = Pass(held, self._paths, [ModuleCall(self.model, path, is_plain_leaf, next_number())])
         current.parts = self._parts.setdefault(entrance, KnownParts())
-        current.checkpoints.add(checkpoint := running_checkpoint())  # around the model: the caller holds its inputs
+        current.checkpoints.add(checkpoint := running_checkpoint())  # a checkpoint around the model: the caller holds its inputs
         is_plain = checkpoint is None and top_default_hooks(True) is None and not self.collects_small and self.on_saved_again
         is_held = () if between is None else tuple([not any(t is made for made in between.arguments) for t in arguments])
         key = self.replays.key(entrance, arguments, is_held, self._paths) if is_plain else None
@@ -288,7 +288,7 @@ class Watch(SavedReports):
         if current.is_repeated or (self.passed_over and not self.collects_small and module in self.passed_over):
             current.over = module
         elif self._unfollowed and path.partition("@")[0] in self.checkpoints.reported:
-            # it runs without the checkpoint of the first pass
+            # in this pass the layer runs without the checkpoint that it had in the first
             self._follow_again(module)
 
     def _note_call(self, current: Pass, module: nn.Module) -> None:
@@ -461,7 +461,7 @@ class Watch(SavedReports):
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
-        """Record that a module runs under no_grad, as the layer of a reentrant checkpoint does, and what reads its arguments."""
+        """Record a module that runs under no_grad, as the layer of a reentrant checkpoint does, and which modules read its arguments."""
         if current.hidden is not None:
             current.hidden.enter(args)
             return

@@ -98,7 +98,7 @@ class Operand:
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """Return the operand of one node: its use is EXACT if `exact_if` holds for the node."""
+        """Return the operand as one node needs it: unmodified if `exact_if` holds for the node."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property

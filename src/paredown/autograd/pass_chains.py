@@ -59,7 +59,7 @@ class PassChain:
         self._known: dict[int, int] = {}
 
     def end_pass(self, output: Any, first: int) -> None:
-        """Add the outputs of a pass whose first node had the number `first`."""
+        """Record the outputs of a pass whose first node has the number `first`."""
         made = [(t.grad_fn._sequence_nr(), t) for t in tensors_in(output) if t.grad_fn is not None and has_storage(t)]
         self._add({number: t.untyped_storage()._cdata for number, t in made if number >= first})
 

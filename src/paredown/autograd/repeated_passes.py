@@ -28,7 +28,7 @@ from paredown.autograd.graph_parts import FoundAgain, GraphPart, Report
 from paredown.autograd.hooks import HookPlace
 
 RECHECK = 128  # replayed passes of a program, after which one is followed in full
-MAX_PROGRAMS = 8  # of passes through one entrance with different arguments
+MAX_PROGRAMS = 8  # programs of passes that enter through one module with different arguments
 GROWTH = 4  # times as many equal passes are needed for the next program, after one that was replayed less than RECHECK times
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 HookPlaces = dict[nn.Module, tuple[HookPlace, HookPlace]]  # of the hooks before and after the calls of a module
@@ -119,15 +119,15 @@ class Recording:
     def __init__(self, key: Any) -> None:
         self.key = key  # `Replays.key` of the pass
         self.returns: list[Return] = []
-        self.readings: list[Reading] = []  # of the module that is returning
+        self.readings: list[Reading] = []  # readings of the module that is returning
         self.has_new_parts = False  # whether a part of the graph was searched that the next pass does not search
 
     def add(self, part: GraphPart, tensors: Iterable[FoundAgain], *, of_args: bool = False) -> None:
-        """Record the tensors that were found again in a part of the graph."""
+        """Record that a part of the graph was read, and which tensors it has."""
         self.readings.append(Reading(of_args, part, [tensor.untyped_storage()._cdata for _, _, _, tensor in tensors]))
 
     def add_new(self, part: GraphPart | None, found: Report, current: Pass, counts: list[dict[str, int]], *, of_args: bool) -> None:
-        """Record a search of the graph; `part`: what was kept of it, None if the next pass searches again."""
+        """Record that the graph was searched. `part`: how later passes find the same nodes; None if they search again."""
         nodes, reported = found
         if part is not None:
             self.readings.append(Reading(of_args, part, []))
@@ -150,7 +150,7 @@ class Recording:
 
 
 def _storage_of(saved: Saved) -> int:
-    """Return the storage of a saved activation; 0 for other saved tensors, which are never stored."""
+    """Return the address of a saved activation's storage; 0 for other saved tensors, which are never stored packed."""
     return saved.tensor.untyped_storage()._cdata if saved.kind == "activation" and type(saved.tensor) is Tensor else 0
 
 
@@ -162,11 +162,11 @@ class Program:
         returns = [one._replace(readings=_stored(one.readings, is_left)) for one in recording.returns]
         self.followed = {one.module for one in returns if one.readings} | {returns[-1].module}
         self.returns = [one for one in returns if one.module in self.followed]
-        # what is compared at each return, and read; the last one is that of no module
+        # what is compared and read at each return; the last step belongs to no module
         self.steps = [(one.module, one.num_created, one.size, one.readings) for one in self.returns] + [(None, 0, None, ())]
         self.called = {one.module for one in recording.returns}
         entrance: nn.Module = recording.key[0]
-        self.not_called = set(entrance.modules()) - self.called  # inside of the entrance, and not called
+        self.not_called = set(entrance.modules()) - self.called  # modules inside of the entrance that are not called
         self._paths = paths
         self.num_replays = 0
 
@@ -205,14 +205,15 @@ class Replays:
         self._report_nodes = report_nodes
         self.receiver: Receiver | None = None  # None: all passes are followed in full
         self._programs: dict[Any, Program] = {}
-        self._last: dict[Any, tuple[list[Any], int]] = {}  # outline of the last pass, and how many before it had the same
-        self._num_needed = 1  # passes like the one before it, before a program is made
+        # by key: the outline of the last pass, and how many passes before it had the same
+        self._last: dict[Any, tuple[list[Any], int]] = {}
+        self._num_needed = 1  # how many passes must equal the one before them until a program is made
         self._taken_out: list[HookPlace] = []
         self.entrances = set[nn.Module]()  # modules that passes entered through, or are likely to
         self._lock = threading.Lock()  # passes may begin in several threads
 
     def report_to(self, receiver: Receiver) -> None:
-        """Replay passes from now on, and report stored tensors to `receiver`."""
+        """Replay repeated passes from now on, and report the tensors that `receiver` stores."""
         self.receiver = receiver
 
     def key(self, entrance: nn.Module, arguments: Sequence[Tensor], is_held: tuple[bool, ...], modules: Iterable[nn.Module]) -> Any:
@@ -239,7 +240,7 @@ class Replays:
             else:
                 self.receiver.begin_replay()
                 current.replay = Replay(program, current.calls[0].first)
-                if not passes:  # a running pass may be followed in full
+                if not passes:  # another running pass may be followed in full, and needs its hooks
                     self._take_out(places)
             passes.append(current)
 
@@ -314,7 +315,7 @@ class Replays:
         self.put_back()
 
     def clear(self) -> None:
-        """Forget all programs."""
+        """Forget all recorded passes, so that the next ones are followed in full."""
         self._programs.clear()
         self._last.clear()
 

@@ -45,7 +45,7 @@ class SavedReports:
         self._leaves = {path for path, m in model.named_modules() if next(m.children(), None) is None and m is not model}
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
-        self.collects_small = True  # in the running pass
+        self.collects_small = True  # whether the running pass collects names for `small`
         self._left_out, self._max_left_bytes = frozenset[str](), 0  # names of tensors that are not reported up to this size
         self.checkpoints = Checkpoints()
 
@@ -137,7 +137,7 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report one tensor that a node saved, and return its description; None if it is too small, or left out."""
+        """Report a tensor that an autograd node saved, and return its description; None if it is too small, or is left out."""
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None
@@ -161,7 +161,7 @@ class SavedReports:
         return saved.name in self._left_out and saved.tensor is not None and packable_bytes(saved.tensor) <= self._max_left_bytes
 
     def _report_input(self, saved: Saved) -> bool:
-        """Report an input of a checkpoint; return False if it is too small."""
+        """Report a saved input of a checkpoint; return False if it is too small to be packed."""
         assert saved.tensor is not None
         if saved.tensor.numel() < self._min_numel:
             if self.collects_small:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from paredown.autograd.graph import Pass, Saved, has_storage, kind_of
 from paredown.autograd.operations import is_large_in_second_pass, is_stored_in_second_pass
 
-Store = Callable[[Saved], Any]  # stores a saved tensor: an object whose tensor() is the unpacked one, None to leave it unmodified
+Store = Callable[[Saved], Any]  # saved tensor -> an object whose tensor() returns it unpacked, None to leave it unmodified
 top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -73,7 +73,7 @@ class _State:
     __slots__ = ("is_compared", "save")
 
     def __init__(self) -> None:
-        self.save: RecomputedSave | None = None  # for the tensor that torch is about to store
+        self.save: RecomputedSave | None = None  # the stored form of the tensor that torch is about to store
         self.is_compared = False  # whether torch compares the passes, and needs no values
 
 
@@ -164,7 +164,7 @@ class SecondPass:
         self._place, self._store = 0, layer.begin()
         inputs = frozenset(t.untyped_storage()._cdata for t in args if isinstance(t, Tensor) and has_storage(t))
         self._forward = Pass(inputs, layer.modules, [])  # inputs were packed before, and their decoded copies stay
-        # not torch.autograd.graph.saved_tensors_hooks, which would refer to this object as this object to it
+        # not torch.autograd.graph.saved_tensors_hooks: it and this object would refer to each other, and outlive backward
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
@@ -195,11 +195,11 @@ class SecondPass:
         return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove these saved-tensor hooks."""
         hooks: Any = top_default_hooks(True)
         if hooks is not None and hooks[0] == self.pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-        del self._store  # and what it remembers of the pass
+        del self._store  # frees what the receiver stored for this pass
 
 
 class ReentrantSaves:

@@ -173,7 +173,7 @@ class Patience:
         self.left = PATIENCE
 
     def lasts(self, numel: int) -> bool:
-        """Return whether the reference should compute another `numel` values."""
+        """Return whether the reference should still compute `numel` values, before numba is imported."""
         self.left -= numel + CALL
         return self.left > 0
 
@@ -204,7 +204,7 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
-    """Return the memory of codes, scales and minimums in the form that the compiled loops take."""
+    """Return codes, scales and minimums as the arrays that the compiled loops take."""
     return loops.Parts(*map(_bytes, (parts.codes, parts.scales, parts.minimums)))
 
 

@@ -175,7 +175,7 @@ def reason_not_to_store(format: Format, role: str) -> str | None:
 
 
 def _scaled(format: Format, role: str) -> str:
-    """Return the text of a format like this one that can store tensors of the role."""
+    """Return the text of a similar format that has a scale and can store tensors of the role."""
     element = format.element
     if element.kind is ElementKind.UINT and role not in NEVER_SIGNED:
         return f"int{min(max(element.width, 2), 8)}/{format.block or 64}@{format.scale or 'bf16'}"

@@ -81,7 +81,7 @@ def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.L
 
 
 def _owner(module: nn.Module) -> Any:
-    """Return the module that has the parameter, inside of the adapters of its other parameters."""
+    """Return the module that owns the parameter, from inside of the adapters that other parameters of it have."""
     while isinstance(module, LoraParameter):
         module = module.base_layer
     return module

@@ -128,7 +128,10 @@ def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
 
 
 def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
-    """Return how `plan` stores an activation: in the format of its first saver that needs values, or of a later one that needs more."""
+    """Return how `plan` stores an activation.
+
+    It is stored in the format of the first operation that saved its values, or of a later one that needs more precision.
+    """
     if not plan.packs_activations:
         return SlotStorage(False)
     if slot.stays:
@@ -148,7 +151,7 @@ def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
 
 
 def can_recompute(slot: Slot, source: SlotStorage) -> bool:
-    """Return whether the stored values of `source` are precise enough for the first saver of `slot` that needs values."""
+    """Return whether `slot` can be recomputed from the stored values of `source` precisely enough."""
     if source.format is None or source.recomputed:
         return False
     first = next((saver for saver in slot.savers if saver.use is Use.VALUE), None)

@@ -47,7 +47,7 @@ VERSION = 4  # of the JSON
 FOLDER_VARIABLE = "PAREDOWN_CACHE"
 HINT = "Calibrations are written by `paredown calibrate`."
 MEASURE = "Run `paredown calibrate` on this device."
-# kind -> what names of its operations contain, the first match
+# kind of an operation -> parts of its name; the first match counts
 KINDS = {
     "attention": ("attention",),
     "conv": ("conv",),
@@ -60,8 +60,8 @@ KINDS = {
 }
 ELEMENTWISE = "elementwise"
 UNALIGNED, ALIGNMENT = " unaligned", 8  # suffix of rates of matrix products with a side that is no multiple of this
-# of the host's change of speed: where a step of a small network took 1.8 times as long, calls of an LSTM took 1.4 (forward) and 1.5 times
-# as long (backward), 12 of each, one H200 (docs/log.md, 2026-11-18)
+# How much of a change of the host's speed launches of kernels have: where a step of a small network took 1.8 times as long, calls of an
+# LSTM took 1.4 (forward) and 1.5 times (backward) as long, 12 of each, one H200 (docs/log.md, 2026-11-18).
 LAUNCH_SHARE = 0.6
 
 
@@ -89,9 +89,9 @@ class HostCost:
     empty_operation: float  # one addition of one value, called in a loop
     operation: float  # the call of one kernel whose own host time is not in `issued`
     view: float  # one operation without a kernel in forward, and what Python and autograd do for it
-    backward_view: float  # the same in backward, where no Python runs
-    module_call: float  # of forward: Python, autograd and autocast
-    gradient: float  # of one parameter in backward: its node, its cast and its accumulation
+    backward_view: float  # one operation without a kernel in backward, where no Python runs
+    module_call: float  # one call of a module in forward: Python, autograd and autocast
+    gradient: float  # one parameter in backward: its node, its cast and its accumulation
     optimizer_parameter: float  # one parameter in a fused step of torch.optim
     checkpointed_tensor: float  # one tensor that a checkpointed layer saves: hooks of torch.utils.checkpoint in three passes
     watched: float  # one module call, or one saved tensor, in a session that packs some of them

@@ -239,7 +239,7 @@ def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor that is also an input of the checkpointed module, which is packed until backward runs it."""
+    """Return the slot of a saved tensor that the checkpointed module has as an input: backward needs it to run the module again."""
     name, stays = _input_name(slot, span), slot.stays or reason
     others = tuple(saver for saver in slot.savers if not span.has(saver.name))
     is_saved = len(others) < len(slot.savers)
@@ -385,7 +385,7 @@ class _SecondPass:
 
 
 def _is_packed_again(slot: Slot) -> bool:
-    """Return whether a session may pack a tensor that the second forward pass saves."""
+    """Return whether a session may pack a tensor that a checkpointed module saves in its second forward pass."""
     is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
     return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
 

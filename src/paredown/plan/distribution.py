@@ -67,7 +67,7 @@ class Communication:
 
     @property
     def total(self) -> int:
-        """The sum over all operations."""
+        """The bytes of all operations together."""
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
 
 
@@ -81,7 +81,7 @@ class Distribution:
     strategy: str
     world_size: int
     units: tuple[str, ...] = ()
-    reduction: Format | None = None  # in which gradients travel (`paredown.optim.reduce_in_8_bits`); None: in their dtype
+    reduction: Format | None = None  # of gradients between processes (`paredown.optim.reduce_in_8_bits`); None: their dtype
 
     def gathered_bytes(self, shard: int) -> int:
         """Return the bytes that a process sends in an all-gather or reduce-scatter, of which each process has `shard` bytes."""
@@ -180,7 +180,7 @@ class _Shards:
         return shard_bytes(slot.shape, format, self.world_size, itemsize=FLOAT_BYTES.get(slot.dtype, 1))
 
     def weight(self, slot: Slot) -> int:
-        """Return the bytes of the shard of a weight, which an all-gather sends as they are."""
+        """Return the bytes of the shard of a weight, as stored and as sent in an all-gather."""
         return self.bytes_of(slot, self.formats[slot.name].weight)
 
 
@@ -209,7 +209,7 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
     yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, sum(slot.nbytes for slot in gradients))
     for bucket, at in (
         _buckets(gradients) if shared.reduction is not None else ()
-    ):  # its chunks, then the decoded sums of all of them
+    ):  # the scratch of a bucket: its chunks, then the decoded sums of all of them
         scratch = bucket + shared.scratch_bytes(-(-bucket // (FLOAT32_BYTES * shared.world_size)))
         yield Interval(Role.TEMPORARY, BUCKETS, at, at, scratch)
 
@@ -324,7 +324,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Yield the intervals of bytes of a unit's gradients: whole until the reduce-scatter, its input, and the remaining shards."""
+    """Yield the intervals of bytes of one unit's gradients before, during and after its reduce-scatter."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]

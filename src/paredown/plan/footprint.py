@@ -80,7 +80,7 @@ SHOWN_TIERS = ("safe", "half", "lpmm", "lpmm4")
 MODEL_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 STAYING = frozenset(
     {Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT}
-)  # from step to step
+)  # roles of tensors that stay allocated from step to step
 PRODUCTS = (
     "layers that multiply in 8 bits are counted as unmodified ones: their inputs in the plan's format of activations. "
     "Where it saves codes instead, a value takes 8 bits"
@@ -297,7 +297,7 @@ class Footprint:
         return model_bytes(self.trace, plan) if self.distribution is None else self._under(plan).model_bytes
 
     def _shared(self) -> list[str]:
-        """Return the lines about processes, if there are several."""
+        """Return lines of text about the processes that share the model, if there are several."""
         shared, sent = self.distribution, self.communication
         if shared is None:
             return []
@@ -396,7 +396,7 @@ def _workspace(trace: Trace) -> int:
 
 @cached_on_trace
 def workspace_margin(trace: Trace) -> int:
-    """Return the bytes that cuDNN may hold beyond what is expected, for convolutions in float32."""
+    """Return the bytes of workspace that cuDNN may allocate beyond the expected ones, for convolutions in float32."""
     calls = (one.arguments for one in trace.operations if one.op == CONVOLUTION_BACKWARD and one.arguments)
     return max(map(_copied_bytes, calls), default=0) if trace.device == "cuda" else 0
 
@@ -408,12 +408,12 @@ def _copied_bytes(arguments: str) -> int:
 
 
 def library_bytes(trace: Trace) -> int:
-    """Return the bytes of libraries that `peak_bytes` of the baseline counts."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that `peak_bytes` of the baseline includes."""
     return _workspace(step_under(trace, BASELINE))
 
 
 def library_bound(trace: Trace) -> int:
-    """Return the bytes of libraries that `bound_bytes` of the baseline counts."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that `bound_bytes` of the baseline includes."""
     return library_bytes(trace) + workspace_margin(step_under(trace, BASELINE))
 
 
@@ -452,7 +452,7 @@ def _cell(slot: Slot, storage: SlotStorage | None) -> str:
 
 
 def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
-    """Return the stored bytes of a slot."""
+    """Return the bytes that a slot takes as it is stored."""
     return sum(part_bytes(slot, part, storage) for part in slot.parts) if storage.packs else slot.nbytes
 
 

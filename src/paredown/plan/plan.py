@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products]:
-        """Rules, checkpointed modules, `offload` and products: equal for plans with the same effect, whatever their reasons.
+        """The rules, checkpointed modules, `offload` and products: equal for plans with the same effect, whatever their reasons.
 
         Priors, picks, sweeps and reports use it to recognize a plan.
         """
@@ -247,7 +247,7 @@ class Plan:
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:
-        """Return whether a compiled session should recompute the slot whose savers have these names.
+        """Return whether backward of a compiled step recomputes the slot whose savers have these names.
 
         >>> plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.*.mlp.1:input")
         >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
@@ -267,7 +267,7 @@ class Plan:
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """Return the assignment of the slot with this role whose savers have these names; results are cached."""
+        """Return the assignment for the slot of this role whose savers have these names; results are cached."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:
@@ -336,7 +336,7 @@ class Plan:
                 )
 
     def unmatched(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the names and patterns that match none of `slots`, which are given as for `check`."""
+        """Return the names and patterns in the plan's rules that match none of `slots`, which are given as for `check`."""
         return [str(key) for key in self._index.unmatched([(bare_names(names, Role(role)), Role(role)) for names, role in slots])]
 
     def diff(self, other: Plan) -> Differences:
@@ -400,7 +400,7 @@ class Plan:
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
         head = {"version": WITH_PRODUCTS if self.products else VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
-        offload = {"offload": True} if self.offload else {}  # files of plans without it are as before
+        offload = {"offload": True} if self.offload else {}  # older versions can read plans without it
         products = {"products": [list(rule) for rule in self.products]} if self.products else {}
         return {**head, "recompute": list(self.recompute), **offload, **products, "rules": rules}
 

@@ -38,7 +38,7 @@ from paredown.roles import Role
 
 OVERLAP = 6  # exponent of the norm of device and host seconds
 UPDATED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.RESIDUE)  # read and written by the optimizer; gradients are read
-FORWARD = ("forward", "loss")  # phases
+FORWARD = ("forward", "loss")  # phases of operations in forward
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def num_saved(trace: Trace, layers: Sequence[str]) -> int:
 
 
 def product_of(slot: Slot) -> Operation:
-    """Return the matrix product or convolution that recomputes a slot of a compiled step."""
+    """Return the operation that recomputes a slot of a compiled step: a matrix product or convolution."""
     how = slot.recomputation
     assert how is not None
     return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)

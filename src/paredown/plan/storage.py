@@ -59,7 +59,7 @@ OVERFLOW_IN_WORDS = {
 }
 Choice = TypeVar("Choice", bound=Enum)
 PINNED = Format.parse("int8/64@bf16")  # for pins of up to 7 significant bits, the most of any 8-bit format
-PINNED_WIDE = Format.parse("bf16")  # for pins of more
+PINNED_WIDE = Format.parse("bf16")  # for pins of more significant bits
 CENTERED = "backward subtracts a mean or 1 from it: a minimum for each block keeps small differences beside a large mean"
 PRECISE_BITS = 8  # significant bits of bf16, in which the baseline may compute
 # Smallest block of formats with a minimum. Blocks of 128 would have the bytes of int4/64@bf16, but two rows of 64 values would share a
@@ -90,7 +90,7 @@ class Assignment:
 
     @staticmethod
     def parse(format: FormatLike, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None) -> Assignment:
-        """Return the assignment with these values, given as text; None is the default of each."""
+        """Return the assignment for a format, rounding mode and overflow rule given as text; None stands for the default."""
         return Assignment(_format(format), _choice(Rounding, rounding), _choice(Overflow, overflow))
 
     def to_json(self) -> dict[str, str | None]:
@@ -106,13 +106,14 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding that encoding an activation uses, the default resolved."""
+        """The rounding mode that encoding an activation uses: `rounding`, or the default of the format."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """Return the rounding that encoding a slot of this role uses. Sums of small changes are rounded stochastically in any format.
+        """Return the rounding mode that encoding a slot of this role uses: `rounding`, or the default of format and role.
 
-        A frozen weight is encoded once, when the plan is applied, and always to nearest.
+        Sums of small changes are rounded stochastically in any format. A frozen weight is encoded once, when the plan is applied, and
+        always to nearest.
         """
         if role is Role.FROZEN:
             return Rounding.NEAREST_EVEN
@@ -125,7 +126,7 @@ class Assignment:
         )
 
     def say(self, role: Role = Role.ACTIVATION) -> str:
-        """Return the assignment in words, the default rounding resolved."""
+        """Return the assignment in words, such as "int4/64@bf16, 4.25 bits a value, stochastic rounding"."""
         if self.format is None:
             return "unmodified"
         bits = f"{self.format.bits_per_value:g}"

@@ -330,7 +330,7 @@ def _once(slots: tuple[Slot, ...]) -> list[Slot]:
 
 
 def check_trace(trace: Trace) -> None:
-    """Raise TraceError if times, sizes or rows of a trace contradict one another."""
+    """Raise TraceError if times, sizes or slots of a trace contradict one another."""
     if trace.device not in DEVICES:
         raise TraceError(f"device of a trace is {' or '.join(DEVICES)}, not {brief(trace.device)}.")
     if trace.length > MAX_TICKS:

@@ -227,14 +227,14 @@ class GraphCapture:
         return run
 
     def _begin(self, graph: CapturedGraph, *, is_backward: bool) -> int:
-        """Return the first tick of a call, and advance the timeline by the ticks of the call."""
+        """Advance the timeline by the ticks of a graph's call, and return the first of them."""
         timeline = self.step.timeline
         begin = timeline.current_tick + 1
         timeline.current_tick += graph.num_ticks(is_backward=is_backward)
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a graph's call as allocations; those that are saved for backward too become slots."""
+        """Record the outputs of a graph's call as allocations in the timeline; saved ones are later stored as slots."""
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
         nodes: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ class StepSlots:
         self.outputs: list[Output] = []
         self._end = end
         self._num_storages = 0
-        self._numbers: dict[Buffer, int] = {}  # storage numbers, of the graph that is added
+        self._numbers: dict[Buffer, int] = {}  # storage numbers of buffers in the graph that is being added
         self._recomputable: dict[str, RecomputedTensor] = {}
         memories: dict[fx.GraphModule, GraphMemory] = {}
         for call in calls:
@@ -156,7 +156,7 @@ class StepSlots:
         self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
-        """Yield a slot for each saved node of one buffer; those of one storage are packed all or not at all."""
+        """Yield a slot for each saved tensor in one buffer; these are packed all or not at all."""
         found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
         if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
             found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
@@ -219,7 +219,7 @@ class StepSlots:
         return [*slots.values(), *extra]
 
     def _mask_slot(self, mask: fx.Node, nbytes: int, birth: int, death: int) -> Slot:
-        """Return the slot of a mask that is stored whatever the formats of its sources are."""
+        """Return the slot of a mask that the compiled step stores in bits under any plan."""
         storage, self._num_storages = self._num_storages, self._num_storages + 1
         name = _place(mask)
         saver = Saver(name, aten_name(mask), "mask", Use.EXACT)

@@ -72,7 +72,7 @@ def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: floa
 
 
 def empty_operation(device: str, num_calls: int) -> float:
-    """Return the host seconds of an addition of one value, the mean over a loop."""
+    """Return the host seconds of the smallest operation, an addition of one value, as the mean over a loop."""
     x = torch.ones(1, device=device)
     if device == "cuda":
         torch.cuda.synchronize()

@@ -50,7 +50,7 @@ MAX_FUSED = 64  # its max_fusion_size
 MAX_DISTANCE = 64  # kernels farther apart are not joined
 
 
-OPERATIONS = {"decode": 14, "unpack_bits": 4}  # in the kernel of one node; 1 for others
+OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one node; other nodes have 1
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """Return the buffer of a node or of the tensor that it views; None for a value that is inlined."""
+        """Return the buffer in which a node's values are stored; None if the kernels that read them compute them."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, Value) else None
 
@@ -188,7 +188,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: Value, node: fx.Node) -> bool:
-        """Return whether Inductor writes a pointwise value to memory at `node`, which computes it or views it."""
+        """Return whether Inductor writes a pointwise value to memory at `node`, which computes it or is a view of it."""
         users, num_reads = list(_users(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -254,7 +254,7 @@ class GraphMemory:
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read a value, those behind views included."""
+    """Yield the nodes that read a value, directly or through views."""
     for user in node.users:
         if user.op == "call_function" and kind_of(user) == "view":
             yield from _users(user)

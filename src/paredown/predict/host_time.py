@@ -48,13 +48,13 @@ from paredown.roles import Role
 from paredown.session.session import start_session
 
 WARM_UP, STEPS = {"cuda": 4, "cpu": 2}, {"cuda": 9, "cpu": 5}
-DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
-LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
+DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # autocast's dtype
+LEAST_SECONDS = 1e-7  # the least cost, since differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
 PRESENT_STEPS, SPEED_STEPS = 24, 4
-# of a step of the first network, 6.0 ms on the host of one H200: least squares over forward and backward of small steps of eight networks
-# (benchmarks/host_shares.py). Two networks do not tell them apart: they gave 0.1 us for a view, and 25 us for a module call.
+# Shares of a step of the first network, which took 6.0 ms on the host of one H200: least squares over forward and backward of small steps
+# of eight networks (benchmarks/host_shares.py). Two networks do not tell them apart: 0.1 us for a view, and 25 us for a module call.
 SHARES = {"view": 1.35e-3, "backward_view": 0.52e-3, "module_call": 2.2e-3, "gradient": 2.4e-3}
 EMPTY_CALLS = 100
 
@@ -248,7 +248,7 @@ class HostMeasurement:
         for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
             inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]
             share = sum(one.count for one in inside if one.phase in FORWARD) / network.count(FORWARD, lambda one: 1.0)
-            added.append(other.total - baseline.total - baseline.forward * share)  # on the CPU with what is computed
+            added.append(other.total - baseline.total - baseline.forward * share)  # on the CPU this includes the computation
         return _share(added, [num_saved(network.trace, network.paths) for network in self.networks])
 
     def _weight(self) -> float:

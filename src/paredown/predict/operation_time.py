@@ -42,10 +42,10 @@ from paredown.plan.trace import Operation, Trace
 from paredown.predict.device_time import cuda_seconds, device_seconds, empty_operation
 from paredown.predict.fake.device_ops import ATTENTION, ATTENTION_BACKWARD, RNN_BACKWARD
 
-MOST_OPERATIONS = 2000  # of all traces together
-DEFAULT_BOUND = 2  # of integers in calls without matrices
-FLOPS_PER_BYTE = 100  # roughly, of GPUs in 16 bits
-CONVOLUTION_SHARE = 0.5  # of the time
+MOST_OPERATIONS = 2000  # most operations that are timed, of all traces together
+DEFAULT_BOUND = 2  # exclusive bound of integers in calls without matrices
+FLOPS_PER_BYTE = 100  # roughly what GPUs compute in 16 bits while they move a byte
+CONVOLUTION_SHARE = 0.5  # most of the measuring time that convolutions may take
 RNNS: dict[str, Callable[..., nn.Module]] = {
     "lstm": nn.LSTM,
     "gru": nn.GRU,

@@ -92,7 +92,7 @@ class SavedHandle:
         part.handles += 1
 
     def tensor(self) -> Tensor:
-        """Return the unpacked tensor; the last decoded copy if that is still live."""
+        """Return the unpacked tensor that stands for the saved one; the last decoded copy if it is still live."""
         return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
@@ -114,7 +114,7 @@ class Recorder:
         self._sources: dict[int, tuple[Any, SavedStorage, torch.Size, tuple[int, ...]]] = {}
 
     def saved(self, saved: Saved, *, outside: str = "") -> None:
-        """Record one saved tensor and replace it by a handle.
+        """Record a saved tensor, and make autograd hold a handle in its place.
 
         `outside` is a name prefix for tensors saved outside of the model, as by the loss; those are never packed.
         """

@@ -41,7 +41,7 @@ BERNOULLI, RANDOM_BITS = (
     torch.ops.aten.bernoulli_.float,
     "bernoulli_",
 )  # dropout on the CPU: the mask is allocated empty, then filled
-# beside views
+# operations beside views that run no kernel
 ALLOCATES = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 WITHOUT_KERNEL = ALLOCATES | {"_unsafe_view"}
 MOST_ARGUMENTS = 4096  # characters of JSON
@@ -72,7 +72,7 @@ class Allocation:
         default_factory=list[weakref.ref[Tensor]]
     )  # tensors on this storage, if it has an owner
     uses: list[int] = field(default_factory=list[int])  # of a weight: ticks of the operations that read it
-    inputs: list[str] = field(default_factory=list[str])  # its slots as the input of modules, if those were checkpointed
+    inputs: list[str] = field(default_factory=list[str])  # slot names as the input of modules, if those were checkpointed
 
     def tensor(self) -> Tensor | None:
         """Return a live tensor on this storage, None if there is none."""
@@ -200,7 +200,7 @@ class Timeline(TorchDispatchMode):
         return self._modules[bisect_right(self._modules, number, key=lambda pair: pair[0]) - 1][1]
 
     def tick(self) -> int:
-        """Take the next tick, for an event that is no operation, such as packing, and return it."""
+        """Advance to the next tick, for an event that is no operation, such as packing, and return it."""
         self.current_tick += 1
         return self.current_tick
 
@@ -222,7 +222,7 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def owned_by(self, owner: Any) -> Generator[None]:
-        """Mark allocations as owned by `owner` inside of a `with` block."""
+        """Set `owner` as the owner of storages that are allocated inside of a `with` block."""
         before, self._owner = self._owner, owner
         try:
             yield

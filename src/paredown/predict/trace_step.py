@@ -35,7 +35,7 @@ from paredown.sizes import say_bytes
 
 __all__ = ["Slot", "Trace", "trace_step"]
 
-CROSS_ENTROPY = ("log_softmax", "nll_loss")  # operations
+CROSS_ENTROPY = ("log_softmax", "nll_loss")  # names of operations
 ALL_LOGITS, NO_CROSS_ENTROPY = "the loss is not in chunks, and all logits of {} are counted: {}", "no cross entropy reads them"
 
 
@@ -174,7 +174,7 @@ class TraceBuilder:
         if state.transient_bytes:
             size = state.transient_bytes
             outputs.append(Output("optimizer.step", "", "step", (size,), "uint8", size, end, end))
-        if state.matrix_bytes:  # of phase "step" is what parameters with packed state do not need
+        if state.matrix_bytes:  # phase "step" has only what parameters with packed state do not need, so this is of another phase
             size = state.matrix_bytes
             outputs.append(Output("newton_schulz", "", "backward", (size,), "uint8", size, end, end))
         return Trace(

@@ -91,7 +91,7 @@ class OperationListener(ABC):
 
     @abstractmethod
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the tensor that an operation computes with in place of a parameter."""
+        """Return the tensor to compute with where an operation takes a parameter."""
 
     @abstractmethod
     def begins(self, operation: Operation) -> None:
@@ -99,10 +99,10 @@ class OperationListener(ABC):
 
     @abstractmethod
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
-        """Receive the output `out` of an operation, which may be changed in place; return the value that later operations read as."""
+        """Receive the output `out` of an operation, which may be changed in place, and return what later operations know it by."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Receive a view or a copy of a value; return the value that it stands for, and the tensor that later operations use.
+        """Receive a view or a copy of a value, and return the value it counts as, and the tensor that later operations use.
 
         `name` is not empty if it is a part of the value, such as half of the channels.
         """
@@ -110,12 +110,12 @@ class OperationListener(ABC):
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Mark `tensor` as the value that `listener` knows it by."""
+    """Attach `value` to `tensor` as the value that `listener` knows it by."""
     setattr(tensor, MARK, (listener, value))
 
 
 def mark_of(tensor: Tensor, listener: OperationListener) -> Any:
-    """Return the value with which `listener` marked a tensor; None if it did not."""
+    """Return what `mark` attached to a tensor for `listener`; None if it attached nothing."""
     marked = getattr(tensor, MARK, None)
     return marked[1] if marked is not None and marked[0] is listener else None
 
@@ -206,7 +206,7 @@ class ForwardCalls(TorchFunctionMode):
     # --- the running module ---------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Register hooks on all modules but the model itself, which track the running module."""
+        """Register hooks that keep track of which module is running, on all modules but the model itself."""
         for module in self._paths:
             if module is not self._model and not isinstance(module, torch.jit.ScriptModule):
                 self._handles.append(module.register_forward_pre_hook(Hook(self._enter)))
@@ -322,7 +322,7 @@ class ForwardCalls(TorchFunctionMode):
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """Return `out`, marked with the value that it is a view or copy of, or with a part of that value."""
+        """Return `out`, a view or copy, marked with the value of the tensor that it comes from, or with a part of that."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 

@@ -94,7 +94,7 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """Return the outline of one call of `model`, and of `after(output, fakes)`; always of a training pass, also inside no_grad."""
+    """Return the outline of one call of `model` in training, and of `after(output, fakes)` if it is given."""
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():
@@ -134,11 +134,11 @@ class OutlineListener(OperationListener):
         return values
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the parameter itself."""
+        """Return the parameter itself, since an outline changes no values."""
         return weight
 
     def begins(self, operation: Operation) -> None:
-        """Do nothing."""
+        """Do nothing, since only outputs are recorded."""
 
     def made(self, operation: Operation, out: Tensor, number: int) -> int:
         """Record an output, and return its index."""

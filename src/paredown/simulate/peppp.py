@@ -103,9 +103,9 @@ def _is_first(outline: Outline, value: Value) -> bool:
 
 
 def memory_bytes(outline: Outline, low: str, high: str) -> float:
-    """Return the bytes of one step as PEPPP counts them.
+    """Return the bytes that PEPPP counts for one training step with the elements `low` and `high`.
 
-    `outline` is of the model only, without a loss; `low` and `high` are elements.
+    `outline` is of the model only, without a loss.
     """
     parameters, logits = sum(outline.weights.values()), outline.values[-1].numel
     inputs = sum(value.numel for value in outline.values if value.op == INPUT)

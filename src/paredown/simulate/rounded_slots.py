@@ -78,7 +78,7 @@ class RoundedSlot:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the slot has no format, neither now nor after promotion."""
+        """Whether the slot is never rounded: it has no format, neither now nor after promotion."""
         return self.assignment.format is None and self.raised.format is None
 
     @property
@@ -98,7 +98,7 @@ class Capture:
         self.launches: list[BatchedRoundTrip] = []
 
     def take(self, jobs: Sequence[Job]) -> Tensor:
-        """Return the part of the memory that one launch uses."""
+        """Return the part of the memory for the next launch."""
         first, self._used = self._used, self._used + words_for(x for x, *_ in jobs)
         if self._used > self._memory.numel():
             raise ApplyError(
@@ -127,7 +127,7 @@ class RoundedSlots:
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
-        """Return the slot with these names, of which the first identifies it; None if it is never rounded."""
+        """Return the slot of a tensor by its names, the first of which identifies it; None if it is never rounded."""
         key = (names[0], role)
         if key not in self._by_name:
             slot = self._new_slot(tuple(names), role)

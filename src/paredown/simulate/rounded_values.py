@@ -92,12 +92,12 @@ class RoundedValues(OperationListener):
         self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, rounded in one launch
 
     def set_outline(self, outline: Outline) -> None:
-        """Use the names of all values in `outline`; slots are numbered in this order."""
+        """Take the names of all values from `outline`; slots are numbered in this order."""
         self._outline = outline
         self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
     def refresh(self) -> None:
-        """Find all slots again after the plan changed."""
+        """Find the slots of all values again after the plan changed."""
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
@@ -285,7 +285,7 @@ def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
 
 
 class Precision:
-    """Sets torch's switches of TF32 for a product; `restore` resets them."""
+    """Switches TF32 on or off for single matrix products and convolutions."""
 
     def __init__(self) -> None:
         self._before: tuple[str, ...] | None = None
@@ -304,7 +304,7 @@ class Precision:
         self._before = None
 
     def around(self, node: Any, is_narrow: bool) -> None:
-        """Set the switches in backward while `node` runs."""
+        """Switch TF32 on or off while backward runs `node`."""
         node.register_prehook(_call(lambda: self.set(is_narrow)))
         node.register_hook(_call(self.restore))
 

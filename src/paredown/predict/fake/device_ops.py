@@ -54,7 +54,7 @@ TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its function
 
 @runtime_checkable
 class HasKernels(Protocol):
-    """An object that records kernels, such as a `Timeline`."""
+    """A protocol of objects that record kernels, as a `Timeline` does."""
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
         """Record one kernel."""
@@ -95,7 +95,7 @@ class Flash(Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Return the output, (num, heads, length, width of value)."""
+        """Return an empty tensor in place of the output, (num, heads, length, width of value)."""
         out, ctx.causal = torch.empty_like(query), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, flops=flops)
@@ -107,7 +107,7 @@ class Flash(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value.
+        """Return empty tensors in place of the gradients of query, key and value.
 
         Workspace: the query gradient in float32, and one value for each position.
         """
@@ -130,7 +130,7 @@ class Efficient(Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-        """Return the output, (num, heads, length, width of value)."""
+        """Return an empty tensor in place of the output, (num, heads, length, width of value)."""
         out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, *(() if bias is None else (bias,)), flops=flops)
@@ -145,7 +145,7 @@ class Efficient(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key, value, and of the mask if it requires one."""
+        """Return empty tensors in place of the gradients of query, key, value, and of the mask if it requires one."""
         *bias, key, logsumexp, _, query, value = ctx.saved_tensors
         flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
         record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, *bias, flops=flops)
@@ -165,7 +165,7 @@ class Softmax(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
-        """Return a float32 tensor of the shape of `x`."""
+        """Return an empty float32 tensor of the shape of `x`."""
         out = torch.empty_like(x, dtype=torch.float32)
         record_kernel("softmax", (out,), x)
         ctx.stands_for, ctx.dtype = (node, ("result",)), x.dtype
@@ -175,7 +175,7 @@ class Softmax(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient, in the dtype of the input."""
+        """Return an empty tensor in place of the gradient, in the dtype of the input."""
         record_kernel("softmax_backward", (grad,), *ctx.saved_tensors)
         return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None
 
@@ -196,7 +196,7 @@ class RMSNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input and weight."""
+        """Return empty tensors in place of the gradients of input and weight."""
         x, _, *weight = ctx.saved_tensors
         record_kernel("rms_norm_backward", (grad, x), x)
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
@@ -207,7 +207,7 @@ class Recurrent(Function):
 
     @staticmethod
     def forward(ctx: Any, kind: str, sizes: tuple[int, int], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
-        """Return (output, hy, cy); `sizes` is (number of layers, width of a gate)."""
+        """Return empty tensors in place of (output, hy, cy). `sizes`: (number of layers, width of a gate)."""
         num_layers, width = sizes
         length, num, _ = x.shape
         directions = 2 if hx.shape[0] == 2 * num_layers else 1
@@ -228,7 +228,7 @@ class Recurrent(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of input, states and weights; those of the weights are views of one tensor."""
+        """Return empty tensors in place of the gradients of input, states and weights; those of the weights are views of one tensor."""
         saved = ctx.saved_tensors
         weights = saved[len(saved) - ctx.num_weights :]
         cx, hx, x = saved[:3] if ctx.has_cell else (None, *saved[:2])
@@ -240,7 +240,7 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Return the output of the fused attention kernel that CUDA selects; None if it runs the unfused one, which writes the logits."""
+    """Return an empty tensor in place of the output of CUDA's fused attention kernel; None if CUDA has none for this call."""
     kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
     if kernel is Flash:
         return Flash.apply(query, key, value, causal)
@@ -252,7 +252,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
 ) -> type[Flash] | type[Efficient] | None:
-    """Return the fused attention kernel that CUDA selects; None if it runs the unfused one."""
+    """Return which fused attention kernel CUDA selects; None if it runs the unfused operations, which write the logits."""
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
         return None
     if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None):  # images as (num, channels, pixels), transposed
@@ -277,7 +277,7 @@ def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], num_layers: int, batch_first: bool) -> Any:
-    """Return (output, *states) of a recurrent layer.
+    """Return empty tensors in place of (output, *states) of a recurrent layer on CUDA.
 
     With `batch_first` the input is copied, since cuDNN needs time as dimension 0.
     """

@@ -141,7 +141,7 @@ class FakeTensors:
         return made
 
     def batch(self, batch: Any) -> Any:
-        """Return `batch` with fake tensors in the same nested containers."""
+        """Return `batch` with its tensors replaced by fake ones."""
         return tree_map_only(Tensor, self.of, batch)
 
 

@@ -165,7 +165,7 @@ class ValuedFakeMode(FakeTensorMode):
         if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
             return
         outputs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
-        whole: Value | None = None  # of all outputs: what several share is computed once
+        whole: Value | None = None  # the value of all outputs together, which is computed once
         for place, tensor in enumerate(outputs):
             if not isinstance(tensor, FakeTensor) or tensor.numel() > (MAX_FLOATS if tensor.is_floating_point() else MAX_INTEGERS):
                 continue
