@@ -259,13 +259,9 @@ NAMES: Mapping[type, str] = {list: "a list", tuple: "a tuple", dict: "an object"
 LARGEST_IN_JAVASCRIPT = 2**53
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST_IN_JAVASCRIPT
-
-
 PLAIN: Mapping[Any, Check] = {
     str: Check(lambda value: type(value) is str, "text"),
-    int: Check(_is_whole, "a whole number from 0 to 2^53"),
+    int: Check(lambda value: type(value) is int and 0 <= value <= LARGEST_IN_JAVASCRIPT, "a whole number from 0 to 2^53"),
     float: SUMMED,
     bool: Check(lambda value: type(value) is bool, "true or false"),
     Any: Check(lambda value: True, "any JSON value"),

@@ -132,16 +132,17 @@ class GraphPart:
         return tensors
 
 
-def _can_be_followed(node: Any, saved: Saved) -> bool:
-    """Return whether a tensor can be read from the same node of a later pass by the name of an attribute."""
-    return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
-
-
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
     """Return whether later passes can read the saved tensors of these nodes in the same places: none is of a custom function."""
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
         return False
-    return all(number in created and _can_be_followed(created[number], saved) for number, saved in reported)
+    return all(  # each tensor can be read by the name of an attribute: it has no bound and is not in a list
+        number in created
+        and saved.kind != "hooked"
+        and saved.bound is None
+        and hasattr(created[number], f"_raw_saved_{saved.attribute}")
+        for number, saved in reported
+    )
 
 
 def _trail(index: int, node: Any, saved: Saved) -> SavedTrail:

@@ -84,22 +84,21 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 def num_outputs(outline: Outline) -> int:
     """Return how many numbers all modules of PEPPP's network return, counted as often as PEPPP does."""
+
+    def is_shortcut(term: Value) -> bool:
+        return term.op == SUM or term.name == "relu:output"  # the output of a layer, or of the stem
+
     modules = sum(value.numel for value in outline.values if value.op not in (INPUT, SUM))
     quantizers = sum(value.numel for value in outline.values if _is_rounded(value))
     sums = [value for value in outline.values if value.op == SUM]
     layers = sum(value.numel for value in sums)
-    shortcuts = sum(value.numel for value in sums if outline.values[value.sources[1]].op == SUM or _is_first(outline, value))
+    shortcuts = sum(value.numel for value in sums if is_shortcut(outline.values[value.sources[1]]))
     return modules + quantizers + layers + shortcuts + outline.values[-1].numel
 
 
 def _is_rounded(value: Value) -> bool:
     patterns = (*PEPPP_LOW, *PEPPP_HIGH)
     return value.name != "conv1:output" and any(fnmatchcase(value.name, pattern) for pattern in patterns)
-
-
-def _is_first(outline: Outline, value: Value) -> bool:
-    """Return whether one of the terms of a sum is the output of the network's first layer."""
-    return outline.values[value.sources[1]].name == "relu:output"
 
 
 def memory_bytes(outline: Outline, low: str, high: str) -> float:

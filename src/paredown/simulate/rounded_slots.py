@@ -263,7 +263,7 @@ class RoundedSlots:
             self._shares[slot.number].copy_(torch.maximum(self._shares[slot.number], share))
         if self._table is not None and is_on_device and slot.is_live:
             return self._table.round_into(x, out, slot.number, slot.rounding, self._counter)
-        seed = Seed(self.seed, slot.tensor_id, self._step())
+        seed = Seed(self.seed, slot.tensor_id, self._counter if self._table is not None else self.forwards)
         current = slot.raised if self.is_raised(slot) else slot.assignment
         return x if current.format is None else round_trip_(x, current.format, slot.rounding, current.overflow, seed)
 
@@ -323,9 +323,6 @@ class RoundedSlots:
         if is_capturing():
             return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
-
-    def _step(self) -> Any:
-        return self._counter if self._table is not None else self.forwards
 
     # --- promotion ------------------------------------------------------------------------------------------------------
 
