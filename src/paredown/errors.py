@@ -12,58 +12,58 @@ class ParedownError(Exception):
 
 
 class FormatError(ParedownError, ValueError):
-    """A format or an element that is misspelled or cannot exist."""
+    """Raised for a format or an element that is misspelled or cannot exist."""
 
 
 class CodecError(ParedownError, ValueError):
-    """A tensor that cannot be encoded or decoded in the requested format."""
+    """Raised for a tensor that cannot be encoded or decoded in the requested format."""
 
 
 class PlanError(ParedownError, ValueError):
-    """A plan that is invalid, or a rule of it that matches no slot of the model."""
+    """Raised for a plan that is invalid, or a rule of it that matches no slot of the model."""
 
 
 class CalibrationError(ParedownError, RuntimeError):
-    """A calibration that is missing, is of another device or version, or cannot be measured."""
+    """Raised for a calibration that is missing, is of another device or version, or cannot be measured."""
 
 
 class TraceError(ParedownError, RuntimeError):
-    """A training step that cannot be traced with fake tensors."""
+    """Raised for a training step that cannot be traced with fake tensors."""
 
 
 class ApplyError(ParedownError, RuntimeError):
-    """A plan that cannot be applied to this model in its current state."""
+    """Raised for a plan that cannot be applied to this model in its current state."""
 
 
 class VerificationError(ParedownError, RuntimeError):
-    """Gradients under a plan that differ from those of the unmodified model by more than the tolerance."""
+    """Raised if gradients under a plan differ from those of the unmodified model by more than the tolerance."""
 
 
 class BudgetError(ParedownError, ValueError):
-    """A size that cannot be parsed, or a budget that no plan fits; `smallest_bytes` is the smallest budget that one fits, if known."""
+    """Raised for a size that cannot be parsed or a budget that no plan fits; `smallest_bytes` is the smallest that one fits, if known."""
 
     smallest_bytes: int | None = None
 
 
 class OptimError(ParedownError, RuntimeError):
-    """An option that an optimizer does not support, or a state_dict of another optimizer."""
+    """Raised for an option that an optimizer does not support, or a state_dict of another optimizer."""
 
 
 class SweepError(ParedownError, ValueError):
-    """A sweep whose description is invalid, or that cannot continue."""
+    """Raised for a sweep whose description is invalid, or that cannot continue."""
 
 
 class StoreError(ParedownError, RuntimeError):
-    """A store of trials that cannot be opened, read or written."""
+    """Raised for a store of trials that cannot be opened, read or written."""
 
 
 class ReportError(ParedownError, ValueError):
-    """A record that cannot be read, or a report page that cannot be written or served."""
+    """Raised for a record that cannot be read, or a report page that cannot be written or served."""
 
 
 class TaskError(ParedownError, ValueError):
-    """A task that does not exist, or whose model, data and settings are inconsistent."""
+    """Raised for a task that does not exist, or whose model, data and settings are inconsistent."""
 
 
 class PriorError(ParedownError, ValueError):
-    """A prior that cannot be read or written, or a name that no prior has."""
+    """Raised for a prior that cannot be read or written, or a name that no prior has."""

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def loader(package: str, **modules: str) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`, whose names are defined in modules of it: module="name name ..."."""
+    """Return a `__getattr__` for `package` that imports a module of it when one of its names is first used: module="name name ..."."""
     home = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:

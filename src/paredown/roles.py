@@ -30,12 +30,12 @@ SECOND_MOMENT_WORDS = ("sq", "square", "sum", "second", "v")  # in the names of 
 
 
 def weight_role(*, is_frozen: bool) -> Role:
-    """The role under which a plan has the format of a parameter; rules for weights match frozen ones too, and come after theirs."""
+    """Return the role under which rules match a parameter. Rules for WEIGHT match frozen ones too, but come after rules for FROZEN."""
     return Role.FROZEN if is_frozen else Role.WEIGHT
 
 
 def role_of_state(name: str) -> Role:
-    """The role of a state tensor with this name: MOMENT2 if a word of it says so, else MOMENT1.
+    """Return the role of an optimizer's state tensor by its name: MOMENT2 if a word of the name says so, else MOMENT1.
 
     >>> role_of_state("momentum_buffer").value, role_of_state("exp_avg_sq").value
     ('moment1', 'moment2')

@@ -55,29 +55,29 @@ Loaded = TypeVar("Loaded")
 
 
 class Check(NamedTuple):
-    """A predicate on values, and a text that describes the allowed values."""
+    """A predicate on values, and a text for error messages that describes the allowed values."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def is_whole(value: object) -> bool:
-    """Whether `value` is an integer of at most 64 bits, and not a bool."""
+    """Return whether `value` is an integer of at most 64 bits, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and -(1 << BITS) <= value < 1 << BITS
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is an integer from 0 to 2^63 - 1."""
+    """Return whether `value` is an integer from 0 to 2^63 - 1."""
     return is_whole(value) and value >= 0
 
 
 def is_number(value: object, largest: float = sys.float_info.max) -> bool:
-    """Whether `value` is a finite number of at most `largest` in absolute value (by default the largest float64)."""
+    """Return whether `value` is a finite number of at most `largest` in absolute value (by default the largest float64)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= largest
 
 
 def is_text(value: object) -> bool:
-    """Whether `value` is a str."""
+    """Return whether `value` is a str."""
     return isinstance(value, str)
 
 
@@ -89,12 +89,12 @@ TEXT = Check(is_text, "text")
 
 
 def or_none(check: Check) -> Check:
-    """A check that also allows None."""
+    """Return a check that allows None and whatever `check` allows."""
     return Check(lambda value: value is None or check.holds(value), f"{check.expected}, or None")
 
 
 def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Raises) -> None:
-    """Raise `error` for the first field of a mapping or an object that fails its check; `what` names the kind of object."""
+    """Raise `error` for the first field of a mapping or an object that fails its check; the message calls the object `what`."""
     for name, check in checks.items():
         value = values[name] if isinstance(values, Mapping) else getattr(values, name)
         if not check.holds(value):
@@ -104,7 +104,7 @@ def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Rai
 def object_parts(
     value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises, *, oldest: int = 1
 ) -> dict[str, Any]:
-    """The fields of a JSON object without its version; raises `error` if it is no object, too new, or has missing or unknown fields.
+    """Return the fields of a JSON object without its version; raise `error` if it is too new, or has missing or unknown fields.
 
     >>> from paredown.errors import PlanError
     >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
@@ -125,7 +125,7 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """The value of a JSON file; raises `error` if the file cannot be read, is too large, or is not JSON.
+    """Read a JSON file and return its value; raise `error` if the file cannot be read, is too large, or is not JSON.
 
     `hint` is appended to the message about a file that is not JSON. `name` replaces the path in messages.
     """
@@ -134,7 +134,7 @@ def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name:
 
 
 def parse_json(text: str | bytes, what: str, error: Raises, *, hint: str = "", name: str = "this text") -> Any:
-    """The value of a JSON text; raises `error` with `name` and `hint` if the text is not JSON."""
+    """Parse a JSON text and return its value; raise `error`, with `name` and `hint` in the message, if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
@@ -151,7 +151,7 @@ def load_json(
     name: str = "",
     most_bytes: int = MOST_BYTES,
 ) -> Loaded:
-    """`from_json` of the object in a JSON file; every error begins with the path, or with `name`."""
+    """Read a JSON file and return `from_json` of its value; the message of every error begins with the path, or with `name`."""
     value = read_json(path, what, error, hint=hint, name=name, most_bytes=most_bytes)
     try:
         return from_json(value)
@@ -161,12 +161,12 @@ def load_json(
 
 
 def save_json(path: PathText, value: Any, error: Raises, *, indent: int | None = None) -> None:
-    """Write a JSON value and a line feed to a file; ValueError for NaN and infinity, which JSON does not have."""
+    """Write a JSON value and a line feed to a file; raise ValueError for NaN and infinity, which JSON does not have."""
     save_text(path, json.dumps(value, allow_nan=False, indent=indent) + "\n", error)
 
 
 def save_text(path: PathText, text: str, error: Raises) -> None:
-    """Write a file of UTF-8 text, whole or not at all; raises `error` with the reason if it cannot be written."""
+    """Write `text` to a file as UTF-8, whole or not at all; raise `error` with the reason if it cannot be written."""
     data = text.encode()
     with replaced_file(path, error) as part:
         part.write_bytes(data)
@@ -174,7 +174,8 @@ def save_text(path: PathText, text: str, error: Raises) -> None:
 
 @contextmanager
 def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
-    """The path of a new file in the same folder, which replaces `path` when the block ends; a block that raises leaves `path` unmodified.
+    """Yield the path of a new file in the same folder, which replaces `path` when the block ends; if the block raises, `path` is
+    unmodified.
 
     The new file is on the disk before it gets the name, and has the permissions of the file that it replaces. A link stays one: the file
     that it names is replaced. Devices and pipes (/dev/stdout) are written directly. An OSError becomes `error` with advice.
@@ -200,7 +201,7 @@ def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
 
 
 def _link_target(path: PathText, error: Raises) -> Path:
-    """The file that `path` names, through all links."""
+    """Return the file that `path` names, all symbolic links followed."""
     try:
         return Path(os.path.realpath(path))
     except ValueError as reason:  # a zero byte or a lone surrogate in the path
@@ -208,7 +209,7 @@ def _link_target(path: PathText, error: Raises) -> Path:
 
 
 def _advice(number: int | None, path: Path) -> str:
-    """What to do about a file that cannot be written, by the number of its OSError."""
+    """Return a sentence on what to do about a file that cannot be written, by the errno of its OSError."""
     if path.is_dir():
         return "It is a folder: give the path of a file."
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -224,7 +225,7 @@ def _advice(number: int | None, path: Path) -> str:
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
-    """The bytes of a file; raises `error` if it is missing, a directory, unreadable or larger than `most_bytes`."""
+    """Return the bytes of a file; raise `error` if it is missing, a directory, unreadable or larger than `most_bytes`."""
     try:
         size = Path(path).stat().st_size
         data = Path(path).read_bytes() if size <= most_bytes else b""
@@ -239,7 +240,7 @@ def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most
 
 
 def brief(value: object) -> str:
-    """`repr(value)` cut to SHOWN characters, or a description of a value that `repr` cannot print."""
+    """Return `repr(value)` cut to SHOWN characters, or a description of a value that `repr` cannot print."""
     if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
         return f"a whole number of about {value.bit_length() * 30103 // 100000 + 1} digits"
     try:
@@ -258,13 +259,9 @@ NAMES: Mapping[type, str] = {list: "a list", tuple: "a tuple", dict: "an object"
 LARGEST_IN_JAVASCRIPT = 2**53
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST_IN_JAVASCRIPT
-
-
 PLAIN: Mapping[Any, Check] = {
     str: Check(lambda value: type(value) is str, "text"),
-    int: Check(_is_whole, "a whole number from 0 to 2^53"),
+    int: Check(lambda value: type(value) is int and 0 <= value <= LARGEST_IN_JAVASCRIPT, "a whole number from 0 to 2^53"),
     float: SUMMED,
     bool: Check(lambda value: type(value) is bool, "true or false"),
     Any: Check(lambda value: True, "any JSON value"),
@@ -272,11 +269,11 @@ PLAIN: Mapping[Any, Check] = {
 
 
 class _Refused(Exception):
-    """A value that does not have the type of its field; the message begins with the path of the value."""
+    """Raised for a value that does not have the type of its field; the message begins with the path of the value."""
 
 
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
-    """`value` converted to the type `kind`; `error` names the path of the first wrong value, which starts with `where`."""
+    """Convert a JSON value to the type `kind`; `error` names the path of the first wrong value, which starts with `where`."""
     try:
         return _reader(kind)(value, where)
     except _Refused as reason:
@@ -288,7 +285,7 @@ Reader = Callable[[Any, str], Any]  # (value, path) -> the value converted, or _
 
 @lru_cache(maxsize=256)
 def _reader(kind: Any) -> Reader:
-    """The function that reads values of the type `kind`."""
+    """Return the function that converts JSON values to the type `kind`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind in PLAIN or origin is Annotated:
         return partial(_checked, PLAIN[kind] if kind in PLAIN else inner[1])
@@ -353,7 +350,7 @@ def _need(holds: bool, where: str, needed: str, value: Any) -> None:
 
 
 def dump_dataclass(value: Any, *, skips_defaults: bool = False) -> Any:
-    """The JSON value that `read_dataclass` reads; `skips_defaults`: without fields that have their default."""
+    """Return the JSON value that `read_dataclass` reads back; with `skips_defaults`, fields that have their default are left out."""
     if type(value) in PLAIN or value is None:
         return value
     if isinstance(value, tuple | list):

@@ -32,7 +32,7 @@ ALLOWED = "a size is a whole number of bytes from 0 up, or text such as '8GiB', 
 
 
 def parse_bytes(size: int | str, *, whole: int | None = None) -> int:
-    """`size` in bytes; a percentage is relative to `whole`."""
+    """Return the number of bytes that `size` says; a percentage is relative to `whole`."""
     if isinstance(size, str):
         return _parse_text(size, whole)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
@@ -59,13 +59,13 @@ def _parse_text(text: str, whole: int | None) -> int:
 
 
 def _hint(number: str, unit: str) -> str:
-    """The two units that a prefix without B can mean: 8G is 8GiB or 8GB."""
+    """Return the two units that a prefix without B can mean, as advice: 8G is 8GiB or 8GB."""
     prefix = unit[:1].upper()
     return f": write {number}{prefix}iB or {number}{prefix}B" if prefix and prefix in PREFIXES else ""
 
 
 def say_bytes(count: int) -> str:
-    """`count` in the largest binary unit that it fills, with two decimals.
+    """Return `count` bytes as text in the largest binary unit that it fills, with two decimals.
 
     >>> say_bytes(0), say_bytes(1023), say_bytes(2**20 - 1), say_bytes(-3 * 2**29)
     ('0 B', '1023 B', '1.00 MiB', '-1.50 GiB')
@@ -86,7 +86,7 @@ def say_bytes(count: int) -> str:
 
 
 def say_bytes_above(count: int) -> str:
-    """`say_bytes` rounded up, so that the text is a budget for `count` bytes.
+    """Return `say_bytes` rounded up, so that the text is a budget of at least `count` bytes.
 
     >>> say_bytes_above(1025), say_bytes_above(5 * 2**30), say_bytes_above(2**20 - 1), say_bytes_above(7)
     ('1.01 KiB', '5.00 GiB', '1.00 MiB', '7 B')
@@ -99,7 +99,8 @@ def say_bytes_above(count: int) -> str:
 
 
 def say_bytes_twice(count: int) -> str:
-    """`count` in binary and in decimal units, since makers of cards and torch count differently; once where both read alike.
+    """Return `count` bytes in binary and in decimal units, since makers of GPUs use the latter and torch the former; once if both read
+    alike.
 
     >>> say_bytes_twice(24 * 10**9), say_bytes_twice(8 * 2**20), say_bytes_twice(100)
     ('22.35 GiB (24.00 GB)', '8.00 MiB (8.39 MB)', '100 B')
@@ -115,7 +116,7 @@ DURATION = re.compile(r"\s*(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<unit>s|
 
 
 def parse_seconds(duration: str) -> float:
-    """A duration in seconds, from text with or without a unit.
+    """Return the number of seconds that a duration says, with or without a unit.
 
     >>> parse_seconds("60s"), parse_seconds("1.5 min"), parse_seconds("2h"), parse_seconds("30")
     (60.0, 90.0, 7200.0, 30.0)
@@ -132,7 +133,7 @@ DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def say_seconds(seconds: float) -> str:
-    """A duration in its two largest units.
+    """Return a duration as text in its two largest units.
 
     >>> say_seconds(3725), say_seconds(0.4)
     ('1 h 2 min', '0 s')

@@ -28,7 +28,7 @@ class Table:
     right: Collection[int] = ()
 
     def lines(self) -> list[str]:
-        """The column names and then each row, padded to the same widths, without trailing spaces."""
+        """Return the line of column names and a line for each row, padded to the same widths, without trailing spaces."""
         cells = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return [
@@ -43,7 +43,7 @@ class Table:
         return "\n".join(self.lines())
 
     def to_html(self, caption: str = "") -> str:
-        """The same rows as an HTML table."""
+        """Return the same rows as an HTML table."""
         head, *body = [[escape(cell) for cell in row] for row in (self.columns, *self.rows)]
         rows = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}</tr>" for row in body)
         above = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -51,18 +51,18 @@ class Table:
 
 
 class TableRows(tuple[Record, ...]):
-    """A tuple of records that prints as a table; a subclass names its columns, and the text that stands for no rows."""
+    """A tuple of records that prints as a table. A subclass names its columns, and the text that is printed if there are no rows."""
 
     __slots__ = ()
     columns: ClassVar[Sequence[str]]
     if_empty: ClassVar[str] = ""
 
     def __new__(cls, rows: Iterable[Record] = ()) -> Self:
-        """A tuple of `rows`."""
+        """Create a tuple of `rows`."""
         return super().__new__(cls, rows)
 
     def cells(self, row: Any) -> tuple[str, ...]:
-        """The texts of one row, one for each column: by default the fields of a dataclass."""
+        """Return the texts of one row, one for each column: by default the fields of a dataclass."""
         return tuple(map(str, astuple(row)))
 
     def _table(self) -> Table:

@@ -96,7 +96,7 @@ def assign(
     error_allowance: float | None = None,
     calibration: Calibration | None = None,
 ) -> Plan:
-    """The plan of least predicted error whose peak is within `budget`: bytes, "6GiB", or "50%" of the baseline's peak.
+    """Return the plan of least predicted error whose peak is within `budget`: bytes, "6GiB", or "50%" of the baseline's peak.
 
     A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as for `Footprint.fits`. On CUDA it keeps a margin below the
     budget for what is not predicted, which its reason states: `Footprint.bound_bytes` is within the budget too, unless that margin would
@@ -144,7 +144,7 @@ def assign(
 
 @dataclass(frozen=True)
 class Planning:
-    """How a budget is planned for: `bound_bytes` of footprints, or `peak_bytes` without `keeps_margin`, are at most `within_bytes`."""
+    """The size within which a plan must fit: `bound_bytes` of its footprint, or without `keeps_margin` its `peak_bytes`."""
 
     budget_bytes: int
     within_bytes: int
@@ -152,23 +152,26 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """With the margin of `bound_bytes`, or an eighth of the budget where that of the baseline is larger."""
+        """Return the planning of a budget that keeps the margin of `bound_bytes`.
+
+        If that of the baseline is larger than an eighth of the budget, it keeps this eighth instead.
+        """
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
         return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)
 
     @property
     def has_margin(self) -> bool:
-        """Whether it keeps a margin of any kind."""
+        """Whether a margin of any kind is kept."""
         return self.keeps_margin or self.within_bytes < self.budget_bytes
 
     @property
     def size_of(self) -> Callable[[Trace, Plan], int]:
-        """The size of a plan that is compared with `within_bytes`."""
+        """The function that returns the size of a plan that is compared with `within_bytes`."""
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
-        """Whether a footprint is within the budget with its margin."""
+        """Return whether the peak of a footprint is within the budget, with the margin of this planning."""
         return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
 
 
@@ -181,7 +184,7 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """The plan that is preferred, quickest or of least error, in this order as far as they were asked for."""
+    """Return the plan for a preference, if there is one; else the plan of least time, if it is searched for; else of least error."""
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
     if recompute is None and ladder is None and problem_of(trace).method.order is None and recompute_choices(trace):
@@ -200,7 +203,7 @@ def _preferred(
     preference: Preference,
     recompute: bool | None,
 ) -> Plan:
-    """The plan of a preference; with "speed" its reason has the predicted time."""
+    """Return the plan for `preference`; with "speed" its reason states the predicted time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
     exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
@@ -223,7 +226,7 @@ def _preferred(
 def _problems(
     strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int, *, keeps_margin: bool
 ) -> Callable[..., AssignmentProblem]:
-    """A function that makes the problem of a step, with the formats of `ladder` or of its second argument."""
+    """Return a function that sets up the search for a traced step, with the formats of `ladder` or of its second argument."""
     known: dict[Ladder | None, KnownItems] = {}
 
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
@@ -236,7 +239,7 @@ def _problems(
 
 
 def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
-    """`recompute`; PlanError for arguments of another kind."""
+    """Return `recompute`; raise PlanError if it, or the trace, is of another type."""
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
     if recompute not in (None, True, False):
@@ -250,7 +253,7 @@ def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
 def _solve(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float, recompute: bool | None
 ) -> Solution:
-    """The point of least error within the budget, without checkpointed layers or with them; BudgetError if there is none."""
+    """Return the solution of least error within the budget, with or without checkpointed layers; raise BudgetError if none fits."""
     problem = problem_of(trace)
     best = problem.best(budget_bytes)
     if best is not None and (not recompute or best.error <= tolerated):
@@ -268,7 +271,10 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any]) -> Plan:
-    """The plan of a solution, whose footprint is within the budget, with its margin unless it quantizes nothing (assignment/speed.py)."""
+    """Return the plan of a solution, whose footprint is checked to be within the budget.
+
+    It has its margin too, unless the plan quantizes nothing (assignment/speed.py).
+    """
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED
     for rules in _rule_variants(problem, point, needs_activations=problem.trace.is_compiled and bool(layers)):
@@ -282,9 +288,10 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Rules that realize a point, the preferred variant first: without a rule for activations, since a session then needs no hooks.
+    """Yield rules of a plan for the formats of a point; the first to fit is taken.
 
-    `needs_activations`: the plan recomputes tensors of a compiled step, for which it has a rule for activations.
+    Those without a rule for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors
+    of a compiled step, for which it has a rule for activations.
     """
     formats = problem.formats(point)
     short, long = (rules_of(problem.trace, formats, is_short=is_short) for is_short in (True, False))
@@ -310,7 +317,7 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 def _reason(
     problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """What is stored in a lower precision, under which budget, the peak, and the margin."""
+    """Return a plan's reason: what is stored in a lower precision, under which budget, with which peak and margin."""
     formats = problem.formats(point)
     quantized = [slot for slot in problem.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
     what = ("tensor", "recomputed") if problem.trace.is_compiled else ("layer", "checkpointed")
@@ -324,7 +331,7 @@ def _reason(
 
 
 def _margin(planned: Footprint, budget_bytes: int) -> str:
-    """What is kept for memory that is not predicted; an empty text where nothing is."""
+    """Return a note on the margin that a plan keeps for memory that is not predicted; "" if it keeps none."""
     margin, left = planned.bound_bytes - planned.peak_bytes, budget_bytes - planned.peak_bytes
     instead = f"{say_bytes(left)} instead of " if left < margin else ""
     return f" (with a margin of {instead}{say_bytes(margin)} for the allocator and libraries)" if margin else ""
@@ -353,7 +360,7 @@ def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
 
 @dataclass(frozen=True)
 class PlanTemplate:
-    """`assign` with a budget, in percent of the baseline or in bytes, and a method."""
+    """The arguments of `assign` as one value: a budget, in percent of the baseline or in bytes, and a method."""
 
     budget: str
     method: str = "role"
@@ -363,7 +370,7 @@ class PlanTemplate:
 
     @staticmethod
     def parse(text: str) -> PlanTemplate:
-        """The template whose text is `text`."""
+        """Return the template whose text is `text`."""
         parts = text.split()
         if len(parts) != 3 or parts[0] != "assign":
             raise PlanError(f"template {text!r} cannot be read; it is 'assign BUDGET METHOD', such as 'assign 40% role'.")
@@ -373,7 +380,7 @@ class PlanTemplate:
         return f"assign {self.budget} {self.method}"
 
     def make(self, trace: Trace) -> Plan:
-        """The plan of this template for a step."""
+        """Return the plan that `assign` finds for a step with these arguments."""
         plan = assign(trace, self.budget, method=self.method)
         return replace(plan, made_for={**plan.made_for, TEMPLATE_FIELD: str(self)})
 
@@ -382,7 +389,7 @@ OnInfeasible = Callable[[PlanTemplate, BudgetError], object]
 
 
 def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible: OnInfeasible | None = None) -> list[Plan]:
-    """The plans of templates for one step; equal plans are one, with all of its templates in `made_for`.
+    """Return the plans of templates for one step. Equal plans are returned once, with all of their templates in `made_for`.
 
     `on_infeasible` is called for each template whose budget no plan fits; without it, the first one raises its BudgetError.
     """
@@ -401,7 +408,7 @@ def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible
 
 
 def templates_of(plan: Plan) -> list[str]:
-    """The texts of the templates that this plan was made from."""
+    """Return the texts of the templates that this plan was made from."""
     texts = plan.made_for.get(TEMPLATE_FIELD, "")
     return texts.split(SEPARATOR) if isinstance(texts, str) and texts else []
 
@@ -410,7 +417,10 @@ def templates_of(plan: Plan) -> list[str]:
 
 
 def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_layers: bool) -> str:
-    """The sentences of a BudgetError; `has_layers`: activation checkpointing was allowed too."""
+    """Return the message of a BudgetError: what needs the memory, and what to change.
+
+    `has_layers`: activation checkpointing was allowed too.
+    """
     smallest = problem.smallest
     ledger = problem.ledger
     tick_index = int(ledger.total(ledger.load(smallest.chosen), smallest.chosen).argmax())
@@ -433,7 +443,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Why an item cannot be stored in fewer than the `nbytes` that it has at the peak."""
+    """Return why an item cannot take fewer than the `nbytes` that it has at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
@@ -451,7 +461,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """A sentence if a plan would fit without pins (lower bounds on precision); else an empty text."""
+    """Return a sentence if a plan would fit the budget without pins (lower bounds on precision), else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""
@@ -472,7 +482,7 @@ def _unpinned(slot: Slot) -> Slot:
 
 
 def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """A sentence if the default method reaches the budget, else an empty text."""
+    """Return a sentence if method "role" would fit the budget, else ""."""
     if problem.method.order is None and not problem.method.keeps_residue:
         return ""
     peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder, keeps_margin=False).smallest.peak_bytes

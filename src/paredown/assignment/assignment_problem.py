@@ -58,7 +58,7 @@ SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD",
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """A trace with a method, its ledger, and the points that the method finds."""
+    """The search for plans of one traced step by one method: what can be stored how, with which bytes and error."""
 
     trace: Trace
     method: AssignMethod
@@ -77,7 +77,7 @@ class AssignmentProblem:
         known: KnownItems | None = None,
         keeps_margin: bool = True,
     ) -> AssignmentProblem:
-        """The problem of a trace for `method`; with a `ladder`, activations have its formats and parameters are unmodified.
+        """Set up the search for a trace by `method`. With a `ladder`, activations have its formats and parameters are unmodified.
 
         `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks are
         `bound_bytes` of footprints, otherwise `peak_bytes`.
@@ -95,21 +95,21 @@ class AssignmentProblem:
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:
-        """The points (peak, error) from which a budget selects one."""
+        """The combinations of peak memory and error that the method finds; a budget selects one of them."""
         return self.method.points(self.ledger, self.seed)
 
     def best(self, budget_bytes: int) -> AssignmentPoint | None:
-        """The point of least error within the budget; None if there is none."""
+        """Return the point of least error whose peak is within the budget; None if there is none."""
         return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
     def formats(self, point: AssignmentPoint) -> Formats:
-        """The format of each slot at a point; None for unmodified."""
+        """Return the format of each slot at a point, None for an unmodified one."""
         rows = [option for item in self.ledger.items for option in item.options]
         return {key: format for row in point.chosen for key, format in rows[row].formats}
 
     @property
     def smallest(self) -> AssignmentPoint:
-        """The point of least peak memory."""
+        """The point of least peak memory, whatever its error."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
 
 
@@ -117,7 +117,7 @@ class AssignmentProblem:
 
 
 def method_named(name: str) -> AssignMethod:
-    """The row of METHODS with this name."""
+    """Return the method of `assign` with this name, a row of METHODS."""
     if name not in METHODS:
         rows = "; ".join(f"{row.name} ({row.note})" for row in METHODS.values())
         raise PlanError(f"method {name!r} is unknown. Allowed: {rows}.")
@@ -125,7 +125,7 @@ def method_named(name: str) -> AssignMethod:
 
 
 def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
-    """The formats in `levels`, the best first."""
+    """Return the formats in `levels`, the best first; raise PlanError if they are not in this order."""
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
     ladder = tuple(Assignment.parse(level).format for level in levels)
@@ -144,7 +144,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
 
 
 def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
-    """Raise PlanError unless the sensitivities are those that the method needs, and of this model."""
+    """Raise PlanError unless sensitivities are given exactly if the method needs them, and are of this model."""
     if sensitivities is None:
         if method.needs_sensitivities:
             advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
@@ -167,7 +167,7 @@ def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensi
 
 
 def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
-    """The rules that give these formats to the slots of `trace`; without `is_short`, parameters are matched by name alone.
+    """Return the rules that give these formats to the slots of `trace`. Without `is_short`, parameters are matched by name alone.
 
     Rules for a role or a pattern also match small parameters, which are unmodified but then need `paredown.optim`.
     """
@@ -178,7 +178,10 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
 
 
 def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
-    """One rule for the role activation with the most frequent format, which also packs masks, and rules for slots with other formats."""
+    """Return a rule for the role activation, with the most frequent format, and rules for slots with other formats.
+
+    The first one also packs masks.
+    """
     format_of: dict[str, Format | None] = {}
     for slot in trace.activations:
         names = [saver.name for saver in slot.savers if saver.use is Use.VALUE]
@@ -205,7 +208,7 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Rules for the slots of `rest`: patterns where they match no slot of `wanted` with another format, else names."""
+    """Return rules for the slots of `rest`: a pattern if it matches no slot of `wanted` with another format, else names."""
     patterns: dict[tuple[str, Format | None], list[str]] = {}
     for name, format in rest.items():
         patterns.setdefault((_pattern(name), format), []).append(name)
@@ -220,7 +223,7 @@ def _named(
 
 
 def _pattern(name: str) -> str:
-    """The name with `*` for its first number; "" without a number, or where the name itself looks like a pattern.
+    """Return the name with `*` for its first number; "" without a number, or if the name itself looks like a pattern.
 
     >>> _pattern("layers.11.mlp.2:input"), _pattern("head:input")
     ('layers.*.mlp.2:input', '')

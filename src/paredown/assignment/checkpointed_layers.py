@@ -68,7 +68,10 @@ SizeOf = Callable[[Trace, Plan], int]  # `bound_of`, the peak with its margin, o
 def quickest_plan(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, plan_of: Callable[[Solution], Plan], size_of: SizeOf = bound_of
 ) -> Solution | None:
-    """The solution of least predicted time; None where only packed weights or optimizer state beside checkpointing can fit."""
+    """Return the solution of least predicted time for a budget.
+
+    It is None if only packed weights or optimizer state beside checkpointing can fit.
+    """
     small, tolerated = (tolerated_error(trace, LADDER, recompute) for recompute in (True, None))
     problem = problem_of(trace, None)
     point = problem.best(budget_bytes)
@@ -89,7 +92,7 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
 
 
 def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf, size_of: SizeOf = bound_of) -> Solution | None:
-    """The solution with the fewest recomputed layers or tensors and nothing quantized; None if recomputing all of them is not enough."""
+    """Return the solution that recomputes the fewest layers or tensors and quantizes nothing; None if recomputing all is not enough."""
     layers = recompute_choices(trace)
 
     def fits(count: int) -> bool:
@@ -120,23 +123,26 @@ def _packs_parameters(solution: Solution) -> bool:
 
 
 def recompute_choices(trace: Trace) -> list[str]:
-    """What can be recomputed, the best first: repeated layers of an eager step, single tensors of a compiled one."""
+    """Return the layers of an eager step, or the tensors of a compiled one, that can be recomputed, the best first."""
     return recomputable_slots(trace) if trace.is_compiled else repeated_layers(trace)
 
 
 def exact_plan(trace: Trace, chosen: Iterable[str]) -> Plan:
-    """A plan that recomputes `chosen` and quantizes nothing; with a rule for a compiled step, which is plain torch.compile without one."""
+    """Return a plan that recomputes `chosen` and quantizes nothing.
+
+    For a compiled step it has a rule, without which the step is plain torch.compile.
+    """
     return Plan((("activation", Assignment()),) if trace.is_compiled else (), recompute=tuple(chosen))
 
 
 def with_choice(trace: Trace, chosen: tuple[str, ...]) -> Trace:
-    """The trace with `chosen` recomputed."""
+    """Return the trace of the step in which backward recomputes `chosen`."""
     return planned_step(trace, exact_plan(trace, chosen))
 
 
 @cached_on_trace
 def recomputable_slots(trace: Trace) -> list[str]:
-    """Names of the tensors of a compiled step to recompute, the fewest seconds for each byte that is freed first.
+    """Return tensors of a compiled step that backward can recompute, those with the fewest seconds for each freed byte first.
 
     Tensors that backward reads when the step is at its peak would be there anyway: chains of sums read theirs early.
     """
@@ -164,7 +170,7 @@ def recomputable_slots(trace: Trace) -> list[str]:
 
 @cached_on_trace
 def repeated_layers(trace: Trace) -> list[str]:
-    """Outermost modules whose name is a number and whose checkpointing frees memory, the largest saving first."""
+    """Return the layers that can be checkpointed, the largest saving first: outermost modules whose name is a number."""
     numbered = [path for path in modules_of(trace) if NUMBERED.fullmatch(path.rpartition(".")[2])]
     saved = {path: _saved_bytes(trace, path) for path in outermost(numbered, numbered)}
     return sorted((path for path, nbytes in saved.items() if nbytes > 0), key=lambda path: -saved[path])
@@ -176,8 +182,9 @@ def _saved_bytes(trace: Trace, path: str) -> int:
 
 
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
-    """The error above which layers are checkpointed: that of all activations in the first format of the ladder, or in the second where
-    checkpointing is the last resort.
+    """Return the error above which layers are checkpointed: that of all activations in the first format of the ladder.
+
+    If checkpointing is the last resort, it is that of the second format.
     """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
@@ -187,7 +194,10 @@ def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> flo
 def with_layers(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float
 ) -> Solution | None:
-    """The solution with the fewest recomputed layers or tensors whose error is at most `tolerated`; None if none fits."""
+    """Return the solution that recomputes the fewest layers or tensors and whose error is at most `tolerated`.
+
+    If no number of them is enough, it is the solution of least error; None if none fits.
+    """
     layers = recompute_choices(trace)
 
     @cache
@@ -211,7 +221,7 @@ def with_layers(
 
 
 def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
-    """The least count above `too_few` that is enough, by bisection.
+    """Return the least count above `too_few` for which `is_enough` is true, by bisection; it is true for `enough`.
 
     >>> fewest_layers(lambda count: count >= 7, 4, 8), fewest_layers(lambda count: True, 0, 1)
     (7, 1)
@@ -223,7 +233,7 @@ def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -
 
 
 def _counts(num_layers: int) -> Iterator[int]:
-    """1, 2, 4, 8, ... and `num_layers`.
+    """Yield the counts 1, 2, 4, 8, ... below `num_layers`, and `num_layers`.
 
     >>> list(_counts(12)), list(_counts(0))
     ([1, 2, 4, 8, 12], [])
@@ -244,7 +254,9 @@ ISSUED_AHEAD = replace(REFERENCE, host=replace(REFERENCE.host, operation=0.0))
 
 
 def added_seconds(trace: Trace, plan: Plan) -> float:
-    """Predicted seconds that the plan adds to a step on one H200: of the device, and of the host for packed tensors and checkpoints.
+    """Return the predicted seconds that the plan adds to a step on one H200.
+
+    These are seconds of the device, and of the host for packed tensors and checkpoints.
 
     A compiled step has few calls for the host to issue.
     """

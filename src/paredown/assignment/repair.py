@@ -54,7 +54,7 @@ CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A slot whose format changed; None is unmodified."""
+    """A slot whose format changed from `before` to `after`; None is unmodified."""
 
     slot: str
     before: Format | None
@@ -63,7 +63,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The new plan, the slots whose format changed, and which of the requested slots got a wider format and which did not."""
+    """A new plan, the slots whose format changed, and which of the requested slots got a wider format and which did not."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,7 +73,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """Constraints of a repair: the step, the budget, the sensitivities of slots, and the formats that activations may have."""
+    """The constraints of a repair: the step, the budget, the sensitivities of slots, and the formats that activations may have."""
 
     trace: Trace
     budget_bytes: int
@@ -82,7 +82,10 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """`plan` with the slots `raised`, the worst first, in the next wider format, and others, except `keeps`, in narrower ones to fit."""
+    """Return `plan` with the slots `raised` in the next wider format, and others, except `keeps`, in narrower ones to fit.
+
+    `raised` has the worst slots first; the last ones are refused if the budget does not allow all.
+    """
     check(plan, terms)
     state = RepairState.of(plan, terms)
     packed = [name for name in dict.fromkeys(raised) if state.can_rise(name)]
@@ -99,7 +102,7 @@ def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Coll
 
 
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
-    """The plan of least predicted error, with no slot of `keeps` in fewer bits than now; `plan` itself if that is not clearly better."""
+    """Return the plan of least predicted error, with no slot of `keeps` in fewer bits than now; `plan` itself if none is clearly better."""
     check(plan, terms)
     state = RepairState.of(plan, terms)
     min_bits = {name: state.current_bits(name) for name in keeps if name in state.item_of}
@@ -120,7 +123,10 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """A plan as a choice of ledger rows: `current` has the row of each item; `bits[slot][row]` are the bits per value of a slot."""
+    """The formats of a plan in the form of the search: `current` is the ledger's row of each item.
+
+    `bits[slot][row]` are the bits per value of a slot.
+    """
 
     trace: Trace
     plan: Plan
@@ -132,7 +138,7 @@ class RepairState:
 
     @staticmethod
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
-        """The state of a run under `plan`."""
+        """Return the state that describes `plan` under these terms."""
         trace, levels, measured = planned_step(terms.trace, plan), terms.levels, terms.sensitivities
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
@@ -154,19 +160,19 @@ class RepairState:
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Bits per value of a slot when these rows are chosen; infinity for unmodified."""
+        """Return the bits per value of a slot under the choice `chosen`; infinity for unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
-        """Bits per value of a slot under the plan."""
+        """Return the bits per value of a slot as the plan stores it now."""
         return self.bits_at(name, self.current)
 
     def can_rise(self, name: str) -> bool:
-        """Whether a slot is packed."""
+        """Return whether a slot is packed now, so that a wider format is possible."""
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """A choice in which these slots have the next wider format, and no other slot of their items has fewer bits than before."""
+        """Return a choice in which these slots have the next wider format, and no slot beside them has fewer bits than before."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -183,7 +189,9 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """`chosen` with items in fewer bits, the least added error per byte first, until the peak is within the budget; None if impossible.
+        """Return `chosen` with other slots in fewer bits, so that the peak is within the budget; None if that is impossible.
+
+        Slots with the least added error per byte are lowered first.
 
         `floors`: slot -> fewest bits per value that it may have.
         """
@@ -203,7 +211,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Of the `allowed` rows, the one that adds least error per byte that it frees at the tick."""
+        """Return the one of the `allowed` rows that adds least error for each byte that it frees at a tick; None if none frees any."""
         current = chosen[self.ledger.item_of[allowed]]
         column, totals = self.ledger.held[:, tick], self.totals
         freed = column[current] - column[allowed]
@@ -215,7 +223,7 @@ class RepairState:
         return int(rows[np.lexsort((rows, -freed, cost))[0]])
 
     def repaired(self, chosen: Ints, *, raised: Sequence[str] = (), refused: Sequence[str] = ()) -> RepairedPlan:
-        """The plan of these rows, with the slots that changed."""
+        """Return the plan of the choice `chosen`, with the slots whose format changed."""
         before, after = self._formats(self.current), self._formats(chosen)
         moves = tuple(SlotMove(name, before[name], after[name]) for name in before if before[name] != after[name])
         rules = dict(self.plan.rules)
@@ -236,12 +244,12 @@ class RepairState:
 
 
 def bits_per_value(format: Format | None) -> float:
-    """Bits per value; infinity for unmodified."""
+    """Return the bits per value of a format; infinity for unmodified."""
     return inf if format is None else float(format.bits_per_value)
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """The item with one more option at the end: how the current plan stores it."""
+    """Return the item with one more option at the end: the way in which the current plan stores it."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
@@ -250,7 +258,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Weights, gradients and optimizer state as one item, stored as in the plan."""
+    """Return weights, gradients and optimizer state as one item with one option: as the plan stores them."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

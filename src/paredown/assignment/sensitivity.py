@@ -96,7 +96,7 @@ class Sensitivities:
         object.__setattr__(self, "errors", errors)
 
     def of(self, name: str, format: str | Format) -> float | None:
-        """The error of this slot in `format`, measured or interpolated; None for a slot that was not probed."""
+        """Return the error of this slot in `format`, measured or interpolated; None for a slot that was not probed."""
         row = self.errors.get(name)
         if not row:
             return None
@@ -104,7 +104,7 @@ class Sensitivities:
         return row[text] if text in row else _interpolated(row, text)
 
     def known(self, names: Iterable[str]) -> list[str]:
-        """The names that were probed."""
+        """Return the names that were probed."""
         return [name for name in names if self.errors.get(name)]
 
     def __len__(self) -> int:
@@ -121,28 +121,28 @@ class Sensitivities:
         return "\n".join([head, *(f"  {line}" for line in lines), *more])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: version, step and the errors."""
+        """Return the JSON value: version, step and the errors."""
         return {"version": VERSION, "step": self.step, "errors": {name: dict(row) for name, row in self.errors.items()}}
 
     @staticmethod
     def from_json(value: Any) -> Sensitivities:
-        """The sensitivities whose `to_json` is `value`."""
+        """Return the sensitivities whose `to_json` is `value`; raise PlanError for any other value."""
         parts = object_parts(value, "file of sensitivities", ("step", "errors"), ("version", "errors"), VERSION, PlanError)
         return Sensitivities(parts["errors"], parts.get("step", 0))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON."""
+        """Write the JSON to a file."""
         save_json(path, self.to_json(), PlanError, indent=1)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Sensitivities:
-        """The sensitivities that `save` wrote."""
+        """Return the sensitivities that `save` wrote."""
         hint = "They are written by sensitivities.save(path)."
         return load_json(path, "file of sensitivities", PlanError, Sensitivities.from_json, hint=hint)
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """The errors of one slot by canonical format text."""
+    """Check the errors of one slot, and return them by the canonical text of the format."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
@@ -158,7 +158,7 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """A squared error as a finite number; LARGEST for an infinite one."""
+    """Check a squared error, and return it as a finite number: LARGEST for an infinite one."""
     try:
         value = NAN if isinstance(error, str | bytes | bool) else float(error)  # accepts scalars of numpy and torch
     except (TypeError, ValueError, OverflowError):
@@ -174,7 +174,10 @@ def _bits(text: str) -> int:
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:
-    """The error of a format by its significant bits: between the nearest two measured formats, or 4 times the error per bit less."""
+    """Return the error of a format that was not measured, by its significant bits.
+
+    It is interpolated between the nearest two measured formats, or 4 times the error for each bit less.
+    """
     bits = _bits(text)
     points = sorted((_bits(measured), error) for measured, error in row.items())
     below = [point for point in points if point[0] <= bits]
@@ -193,7 +196,7 @@ def _interpolated(row: Mapping[str, float], text: str) -> float:
 
 
 def slot_error(savers: Iterable[Saver], format: Format) -> float:
-    """The predicted error of an activation in `format`: the sum over operations that need its values."""
+    """Return the predicted error of an activation in `format`: the sum over operations that need its values."""
     factors = [
         OPERAND_FACTORS.get((saver.op, saver.operand)) or OP_FACTORS.get(saver.op, OTHER_FACTOR)
         for saver in savers
@@ -204,7 +207,7 @@ def slot_error(savers: Iterable[Saver], format: Format) -> float:
 
 
 def parameter_error(formats: Mapping[Role, Format]) -> float:
-    """The predicted error of a parameter with its gradient and moments in these formats."""
+    """Return the predicted error of a parameter with its gradient and moments in these formats."""
     residue = RESIDUE_BITS * (Role.RESIDUE in formats)
     bits = {role: significant_bits(format) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
     return sum(ROLE_FACTORS.get(role, 0.0) * 4.0**-count for role, count in bits.items())

@@ -43,8 +43,8 @@ from paredown.serial import is_number
 from paredown.sizes import say_bytes
 
 PREFERENCES = ("speed", "accuracy")
-ALLOWANCE_FACTOR = 1.1  # over the error of prefer="accuracy"
-NOISE = 0.02  # of measured step times
+ALLOWANCE_FACTOR = 1.1  # times the error of prefer="accuracy" is allowed
+NOISE = 0.02  # relative noise of measured step times
 ERROR_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 MOST_PACKED = 8  # candidates whose whole step is predicted
 Floats = NDArray[np.float64]
@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """What `assign` prefers, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs that it predicts time with."""
+    """Whether `assign` prefers speed or accuracy, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs of time."""
 
     prefer: str
     error_allowance: float | None
@@ -61,7 +61,7 @@ class Preference:
 
     @staticmethod
     def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
-        """The checked arguments of `assign`; None without a preference."""
+        """Check these arguments of `assign` and return them as one value; None without a preference."""
         if prefer not in (None, *PREFERENCES):
             raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
@@ -80,7 +80,7 @@ class Preference:
         return Preference(str(prefer), error_allowance, _checked(found or replace(REFERENCE, device=trace.device), trace), note)
 
     def allowed_error(self, accurate: Solution) -> float:
-        """The largest error of a plan; `accurate` is the solution of prefer="accuracy"."""
+        """Return the largest predicted error of a plan; `accurate` is the solution for prefer="accuracy"."""
         return ALLOWANCE_FACTOR * accurate[1].error if self.error_allowance is None else float(self.error_allowance)
 
 
@@ -92,7 +92,7 @@ def _checked(calibration: Calibration, trace: Trace) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A solution with its plan and predicted time; `keeps_margin`: its peak is within the budget with the margin of `bound_bytes`."""
+    """A solution with its plan and predicted time. `keeps_margin`: `bound_bytes` of its footprint is within the budget."""
 
     solution: Solution
     plan: Plan
@@ -101,12 +101,15 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The predicted error."""
+        """The predicted squared gradient error."""
         return self.solution[1].error
 
 
 def quickest_plan(candidates: Sequence[Candidate]) -> Candidate:
-    """The quickest candidate; within NOISE the one of least error, and one that keeps its margin."""
+    """Return the candidate of least error among those predicted within NOISE of the quickest.
+
+    One without its margin is chosen only if it is quicker by more than NOISE.
+    """
 
     def best(of: Sequence[Candidate]) -> Candidate:
         near = min(one.time.seconds for one in of) * (1 + NOISE)
@@ -128,7 +131,9 @@ def quickest_solution(
     *,
     has_layers: bool,
 ) -> Candidate:
-    """The quickest of `candidates` and of the packed ones; the first candidate is the solution of prefer="accuracy".
+    """Return the quickest of `candidates` and of solutions that pack tensors.
+
+    The first candidate is the solution of prefer="accuracy".
 
     `has_layers`: whether packed candidates may checkpoint layers.
     """
@@ -156,7 +161,10 @@ def quickest_solution(
 
 
 def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
-    """Every layer checkpointed and every second one, where their expected peaks fit, and as few as fit with their margin."""
+    """Yield solutions that quantize nothing: every layer checkpointed and every second one, if these fit, and as few as fit.
+
+    The first two fit by their expected peak, the last one with its margin.
+    """
     layers = repeated_layers(trace)
 
     def fits(chosen: tuple[str, ...], size_of: Callable[[Trace, Plan], int]) -> bool:
@@ -176,7 +184,7 @@ def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> I
 def packed_solutions(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, calibration: Calibration, allowed: float, *, has_layers: bool
 ) -> list[Solution]:
-    """Packed candidates within budget and error, those of least seconds by the sums of their parts."""
+    """Return the quickest solutions within budget and error that pack tensors, by the summed seconds of their parts."""
     layers = repeated_layers(trace) if has_layers else []
     counts = sorted({len(layers) * part // 4 for part in range(5)} | ({1} if layers else set()))
     found: dict[tuple[object, ...], tuple[float, Solution]] = {}
@@ -196,7 +204,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """(device seconds, host seconds) of each row of the ledger: of packing its slots."""
+    """Return the seconds on the device and on the host of packing, for each storage option (row of the ledger)."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
@@ -210,7 +218,7 @@ def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Flo
 
 
 def cheapest_choices(ledger: Ledger, costs: tuple[Floats, Floats], budget_bytes: int) -> Iterator[NDArray[np.int64]]:
-    """Choices within the budget that the greedy path finds by seconds of device or host plus a weight times the error."""
+    """Yield choices within the budget that cost few seconds of the device, or of the host, and little error."""
     error_scale = max(float(ledger.errors.max(initial=0.0)), 1e-30)
     for seconds in costs:
         scale = max(float(seconds.max(initial=0.0)), 1e-30)

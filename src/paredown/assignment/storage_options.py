@@ -60,7 +60,7 @@ OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value, Role.FROZEN.value)
 Rows = Mapping[str, Mapping[str, str]]  # name -> role -> format
 _TIERS = {
     name: row for name, row in TIERS.items() if row and name != "fine_tune"
-}  # which differs from safe by the length of blocks
+}  # fine_tune differs from safe only in the length of blocks
 _PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in _TIERS.items()}
 TIER_ROWS: Mapping[str, Mapping[str, str]] = {
     "full": {},
@@ -80,8 +80,9 @@ FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store an item. `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that
-    torch.optim updates.
+    """One way to store an item, with its bytes over time and its predicted error.
+
+    `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that torch.optim updates.
     """
 
     name: str
@@ -92,13 +93,13 @@ class StorageOption:
 
     @property
     def total(self) -> int:
-        """Bytes held, summed over ticks."""
+        """The bytes of the option, summed over the ticks at which they are held."""
         return sum(i.nbytes * (i.death - i.birth + 1) for i in self.held)
 
 
 @dataclass(frozen=True)
 class Item:
-    """Slots whose storage is decided together; `options` start with the unmodified one and go on to fewer bits."""
+    """Slots whose storage is decided together, with the options to choose from: unmodified, then fewer and fewer bits."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -106,7 +107,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its storages in the baseline."""
+        """The bytes of the item's storages in the baseline."""
         return sum({slot.storage if slot.storage != -1 else i: slot.nbytes for i, slot in enumerate(self.slots)}.values())
 
 
@@ -119,7 +120,9 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """An item for each storage and the slots that depend on it; `is_free`: slots of an item may have different formats.
+    """Yield an item for each storage of activations and the slots that depend on it.
+
+    `is_free`: slots of an item may have different formats.
 
     `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
     """
@@ -140,7 +143,7 @@ def _activation_plan(format: Format | None) -> Plan:
 
 
 def _components(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-    """Groups of slots that share a storage, or of which one is recomputed from another."""
+    """Return groups of slots that share a storage or are recomputed from one another."""
     number_of: dict[str, int] = {slot.name: number for number, slot in enumerate(slots)}
     root = list(range(len(slots)))
 
@@ -196,7 +199,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Options by rising error, then by falling bytes; options that others beat in both stay, since the search skips them."""
+    """Return options by rising error, then by falling bytes. Options that others beat in both stay, since the search skips them."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 
@@ -206,7 +209,10 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(
     trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """An item for each parameter with its gradient, moments and casts, stored as one of `rows`; `known`: as for activations."""
+    """Yield an item for each parameter with its gradient, moments and casts, whose options are `rows`.
+
+    `known`: as for activations.
+    """
     known = {} if known is None else known
     trained, frozen = _tiers(rows, trace), _tiers(frozen_rows, trace)
     for weight, slots in _by_parameter(trace).items():
@@ -224,7 +230,7 @@ def _tiers(rows: Rows, trace: Trace) -> list[Tier]:
 
 
 class Tier(NamedTuple):
-    """A row of TIER_ROWS or FROZEN_ROWS: its formats, and the plan that gives them to all parameters."""
+    """A way to store all tensors of a parameter: a row of TIER_ROWS or FROZEN_ROWS as a plan."""
 
     name: str
     formats: dict[Role, Format]
@@ -233,7 +239,7 @@ class Tier(NamedTuple):
 
     @staticmethod
     def of(name: str, row: Mapping[str, str]) -> Tier:
-        """The tier of a row."""
+        """Return the tier with the formats of a row, {role: text}."""
         formats = {Role(role): Format.parse(text) for role, text in row.items()}
         plan = Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),))
         return Tier(name, formats, plan, parameter_error(formats))
@@ -269,7 +275,7 @@ def _by_parameter(trace: Trace) -> dict[Slot, tuple[Slot, ...]]:
 
 
 def unowned(trace: Trace) -> list[Interval]:
-    """Intervals of moments that belong to no parameter of the trace: no plan changes them."""
+    """Return the intervals of moments that belong to no parameter of the trace, which no plan changes."""
     owned = {id(slot) for slots in _by_parameter(trace).values() for slot in slots}
     moments = [slot for slot in trace.slots if slot.role in (Role.MOMENT1, Role.MOMENT2) and id(slot) not in owned]
     return [Interval(slot.role, slot.module, slot.birth, slot.death, slot.nbytes) for slot in moments]
@@ -283,7 +289,9 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """Bytes of every option (row) at every tick (column). Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
+    """The bytes of every storage option (row) at every tick of the step (column).
+
+    Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
 
     Bytes are those of `Footprint.bound_bytes`, with the margin for what an allocator cannot split, or without it of `peak_bytes`.
     """
@@ -303,7 +311,7 @@ class Ledger:
 
     @staticmethod
     def of(trace: Trace, items: Sequence[Item], *, keeps_margin: bool = True) -> Ledger:
-        """The ledger of a trace whose activations and parameters are `items`."""
+        """Compute the ledger of a trace whose activations and parameters are `items`."""
         device = DEVICES[trace.device]
         allocated = partial(device.bound, is_compiled=trace.is_compiled) if keeps_margin else device.rounded
         rows = [option for item in items for option in item.options]
@@ -334,16 +342,16 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Bytes at each tick if `chosen` has one row for each item, without the optimizer's step."""
+        """Return the bytes at each tick, (ticks,), under the choice `chosen` of a row for each item, without the optimizer's step."""
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """`load`, which is that of the choice `before`, for the choice `after`."""
+        """Return the bytes at each tick under the choice `after`, from `load`, which are those under the choice `before`."""
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """`load` plus the memory that the optimizer's step allocates."""
+        """Return the bytes at each tick with the memory that the optimizer's step allocates, from `load`, which is without."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -352,11 +360,13 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Peak bytes of a choice, equal to `bound_bytes` of its plan's footprint, or to `peak_bytes` without margin."""
+        """Return the peak bytes of a choice: `bound_bytes` of its plan's footprint, or `peak_bytes` without the margin."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
-        """The peaks after each change of `chosen`, whose bytes at each tick are `load`: all of them, or over the ticks of some columns.
+        """Return the peak bytes after each of some changes of the choice `chosen`, whose bytes at each tick are `load`.
+
+        `columns`: the ticks that count; None: all.
 
         `changes` is (changes, 2): the new rows of two items, equal where one item changes.
         """
@@ -380,7 +390,7 @@ class Ledger:
         return self.held[rows] if columns is None else self.held[np.ix_(rows, columns)]
 
     def error(self, chosen: Ints) -> float:
-        """The predicted error of a choice: the sum over its rows."""
+        """Return the predicted error of a choice: the sum over its storage options."""
         return float(self.errors[chosen].sum())
 
 
@@ -389,7 +399,7 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """(row, birth, death, bytes) of every interval, (intervals, 4), its bytes with rounding and margin."""
+    """Return every interval as a row (row of the ledger, birth, death, bytes with rounding and margin), (intervals, 4)."""
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -404,7 +414,7 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 
 
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
-    """The fewest and the most bytes at each tick that a choice of one row for each item can have.
+    """Return the fewest and the most bytes that a choice of options can have at each tick.
 
     An item has constant bytes from one of its births or deaths to the next, a stretch: few values for each row, not one for each tick.
     """
@@ -425,7 +435,7 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """The sum over items of the least (np.minimum) or the most (np.maximum) bytes that a row of the item has, at each tick."""
+    """Return, at each tick, the sum over items of the least (np.minimum) or most (np.maximum) bytes of any of their options."""
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row
     reduce.at(bytes_of, stretch_of, cells)
@@ -437,7 +447,7 @@ def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, 
 
 
 def _held(spans: Ints, ticks: Ints, num_rows: int) -> Ints:
-    """Bytes of each row at each tick, (rows, ticks)."""
+    """Return the bytes of each storage option at each tick, (rows, ticks)."""
     row, birth, death, nbytes = spans.T
     width = len(ticks) + 1
     changes = np.zeros(num_rows * width, dtype=np.int64)

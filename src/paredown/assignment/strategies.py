@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """One option for each item (`chosen`: rows of the ledger), with the peak memory and the predicted error that follow."""
+    """A choice of one storage option for each item (`chosen`: rows of the ledger), with its peak memory and predicted error."""
 
     chosen: Ints
     peak_bytes: int
@@ -62,13 +62,13 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """The point of least error whose peak is within the budget; among equals the one of least peak."""
+    """Return the point of least error whose peak is within the budget; of equals the one of least peak."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """The points of the greedy path, and points with less error and the same peak that are found from some of them."""
+    """Return the points of the greedy search, and points with the same peak and less error that are found from some of them."""
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -83,7 +83,7 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """The points of quantizing item by item in this order: all items to their second option, then all to their third, and so on."""
+    """Return the points of quantizing items in this order: all to their second option, then all to their third, and so on."""
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
     load = ledger.load(chosen)
@@ -99,13 +99,16 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """The point of a choice whose bytes at each tick are `load`."""
+    """Return the point of a choice; `load` has its bytes at each tick."""
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """The greedy path: from the baseline down, the move of least added error per byte freed at the peak first."""
+    """Yield the points of the greedy search from the baseline down, each with one item in fewer bytes.
+
+    The item adds the least error for each byte that it frees at the peak.
+    """
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
     rows = np.arange(len(ledger.errors))
@@ -120,7 +123,10 @@ def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Points of least peak memory at any error, which the greedy path may miss: from the smallest options, move by move to a lower peak."""
+    """Yield points of least peak memory at any error, which the greedy path may miss.
+
+    They start from the smallest options, and go move by move to a lower peak.
+    """
     totals = ledger.held.sum(axis=1)
     ends = np.append(ledger.starts[1:], len(ledger.errors))
     chosen = np.array(
@@ -138,7 +144,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """The option, of any item, with which the peak is lowest; None if it is lower with none."""
+    """Return the storage option (row of the ledger) that lowers the peak most if its item changes to it; None if none does."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -149,7 +155,10 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """The smaller option, of any item, that adds least error per byte that it frees at the tick; among equals the one that frees most."""
+    """Return the storage option that adds least error for each byte that it frees at a tick; None if none frees any.
+
+    Among equals it is the one that frees most.
+    """
     current = chosen[ledger.item_of]
     column = ledger.held[:, tick]
     freed = column[current] - column + _freed_in_step(ledger, chosen, current, tick)
@@ -161,7 +170,7 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Bytes that each option frees during the optimizer's step, 0 at other ticks."""
+    """Return the bytes that each storage option frees during the optimizer's step, 0 at other ticks."""
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
     for ticks, most in ledger.transients:
@@ -171,8 +180,9 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
-    """The point, whose bytes at each tick are `load`, with less error at a peak of at most `cap_bytes`: items get wider formats, the
-    largest error first; none if none fits.
+    """Return the point with wider formats for some items, so that it has less error and a peak of at most `cap_bytes`.
+
+    The largest error is lowered first; the list is empty if no wider format fits. `load` are the point's bytes at each tick.
     """
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
@@ -183,7 +193,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """The wider option, of any item, that removes most error and still fits under `cap`; None if there is none."""
+    """Return the storage option of higher precision that removes most error and fits under `cap` bytes; None if none fits."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -203,7 +213,7 @@ def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
 
 
 class PointFront:
-    """The Pareto front: points by rising peak and falling error."""
+    """The Pareto front of peak and error: points by rising peak and falling error."""
 
     def __init__(self) -> None:
         self.points: list[AssignmentPoint] = []
@@ -211,7 +221,7 @@ class PointFront:
         self._errors: list[float] = []
 
     def add(self, point: AssignmentPoint) -> bool:
-        """Add a point unless another one is as good in peak and error, and remove points that it beats; returns whether it was added."""
+        """Add a point unless another one is as good, remove points that it beats, and return whether it was added."""
         index = bisect_right(self._peaks, point.peak_bytes)
         if index and self._errors[index - 1] <= point.error:
             return False
@@ -224,18 +234,18 @@ class PointFront:
         return True
 
     def has(self, point: AssignmentPoint) -> bool:
-        """Whether this point is on the front."""
+        """Return whether this point is on the front."""
         index = bisect_right(self._peaks, point.peak_bytes)
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Indices of candidates that no point of the front beats, if their peaks are `least_peaks`: no others can join the front."""
+        """Return the indices of candidates that may join the front: no point of it is better, if their peaks are `least_peaks`."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Indices of candidates that no point of the front beats; of candidates with equal peaks, only the one of least error."""
+        """Return the indices of candidates that no point of the front beats; of candidates with equal peaks, the one of least error."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -243,7 +253,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """The Pareto front of `points` and of all points reached from them by changing the options of one or two items at a time."""
+    """Return the Pareto front of `points` and of all points found from them by changing the options of one or two items at a time."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -264,8 +274,9 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Changes of one or two items of a point, without those that cannot join the front: pairs of rows (equal for one item), new peaks
-    and errors, and additions that all changes would take.
+    """Return changes of the options of one or two items that could join the front, with their peaks and errors.
+
+    Changes are pairs of rows, equal for one item. The last result is the number of additions that all changes take.
     """
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))
@@ -289,7 +300,7 @@ def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tu
 
 
 def _highest_ticks(total: Ints) -> Ints:
-    """The tick of the most bytes of each of BOUND_TICKS stretches of a step."""
+    """Return, for each of BOUND_TICKS stretches of the step, the tick with the most bytes."""
     stretch = -(-max(len(total), 1) // BOUND_TICKS)
     return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
 
@@ -299,7 +310,7 @@ def _highest_ticks(total: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method of `assign`. `order`: of the items to quantize, None for the greedy search; `eligible`: activations it may quantize."""
+    """A method of `assign`. `order`: in which items are quantized, None for the greedy search; `eligible`: activations it may quantize."""
 
     name: str
     note: str
@@ -310,7 +321,7 @@ class AssignMethod:
     keeps_residue: bool = False  # whether trained weights are unmodified, or packed with a residue
 
     def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
-        """The points (peak, error) from which a budget selects one."""
+        """Return the combinations of peak memory and error that this method finds."""
         if self.order is not None:
             return in_order(ledger, self.order(ledger.items, seed))
         return exchange_options(ledger, greedy(ledger))
@@ -327,7 +338,7 @@ def _shuffled(items: tuple[Item, ...], seed: int) -> list[int]:
 
 
 def _inputs_of_products(trace: Trace) -> frozenset[str]:
-    """Saved inputs of matrix products and convolutions, except those of the first and the last one."""
+    """Return the names of saved inputs of matrix products and convolutions, except those of the first and the last one."""
     inputs = [
         slot
         for slot in sorted(trace.activations, key=lambda slot: slot.birth)
@@ -356,12 +367,14 @@ METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in
 
 
 def role_table_error(slot: Slot, format: Format) -> float:
-    """The predicted error of a slot in a format, by the role table."""
+    """Return the predicted gradient error of a slot in a format, by the role table."""
     return slot_error(slot.savers, format)
 
 
 def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
-    """A function (slot, format) -> error: measured where the slot was probed; else the role table, scaled by median(measured / predicted).
+    """Return a function (slot, format) -> measured gradient error.
+
+    Slots that were not probed have the error of the role table, scaled by median(measured / predicted).
 
     A format later in the ladder never has a smaller error than one before it, whatever the noise of the measurement.
     """
@@ -382,7 +395,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """The name under which a slot was probed: its own, or that of another operation that saved it."""
+    """Return the name under which a slot was probed: its own, or that of another operation that saved it; None if it was not."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 
@@ -391,7 +404,7 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """A function slot -> formats that it may have: the whole ladder, or only its first format for slots that are not `eligible`."""
+    """Return a function slot -> formats that it may have: all of `ladder`, or only the first if the slot is not `eligible`."""
     if eligible is None:
         return lambda slot: ladder
     names = frozenset(eligible)

@@ -87,7 +87,7 @@ WORDS, DIMENSIONS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])"), re.compile(r"(\d)D")
 
 
 def running_checkpoint() -> Any:
-    """The frame of the innermost running checkpoint of this thread with use_reentrant=False; None if there is none."""
+    """Return the frame of the innermost running torch.utils.checkpoint with use_reentrant=False of this thread, or None."""
     hooks: Any = top_default_hooks(True)
     pack: Any = hooks[0] if hooks is not None else None
     if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") or pack.__module__ != torch.utils.checkpoint.__name__:
@@ -97,7 +97,7 @@ def running_checkpoint() -> Any:
 
 
 def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
-    """(handle, tensor) of each tensor that a checkpoint keeps, but for those that other hooks hold or that were modified in place."""
+    """Return (handle, tensor) of each tensor that a checkpoint keeps, except those that other hooks hold or that were modified in place."""
     saver = getattr(frame, "input_saver", None)
     if saver is not None:  # torch 2.11: a node that no graph reaches; the first tensor that it saved is a placeholder
         node: Any = saver.grad_fn
@@ -118,12 +118,15 @@ def _read(raws: Iterable[Any], read: Any) -> list[tuple[Any, Tensor]]:
 
 
 def key_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensor objects with the same memory, while that is alive."""
+    """Return a key of a tensor's memory and layout: equal for tensor objects that share both, as long as the memory is allocated."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
-    """The description of the input `number` of a checkpoint; `place`: its name up to the operand; `reason`: why it is not quantized."""
+    """Return the description of a saved tensor that is the input `number` of a checkpoint.
+
+    `place` is the slot's name up to the operand, `reason` says why it is not quantized.
+    """
     operand = input_operand(number)
     use = Use.EXACT if reason else Use.VALUE
     pin = None if reason else RECOMPUTES
@@ -135,13 +138,16 @@ def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str,
 
 
 def op_of(node: Any) -> str:
-    """The operation of a node, as in aten's names: "max_pool2d_with_indices"."""
+    """Return the operation of an autograd node by its name in aten, such as "max_pool2d_with_indices"."""
     name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
     return WORDS.sub("_", DIMENSIONS.sub(r"\1d_", name)).lower().strip("_")
 
 
 def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> str:
-    """Why the input `tensor` of a checkpointed layer is not quantized; "" if it may be. `first`: number of the layer's first node."""
+    """Return why the input `tensor` of a checkpointed layer is not quantized, or "" if it may be.
+
+    `first` is the number of the layer's first node.
+    """
     if not tensor.requires_grad:
         return NO_GRADIENT
     nodes = _nodes(output, first)
@@ -152,12 +158,12 @@ def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> s
 
 
 def _routers_in(layer: nn.Module) -> list[str]:
-    """The classes of modules inside `layer` that are named after routing."""
+    """Return the class names of the modules inside `layer` that are named after routing, such as "MoE" or "Router"."""
     return [type(module).__name__ for module in layer.modules() if ROUTER.search(type(module).__name__)]
 
 
 def _nodes(output: Any, first: int) -> list[Any]:
-    """The nodes behind `output` from number `first` on."""
+    """Return the autograd nodes with sequence number `first` or later that backward from `output` would visit."""
     pending: list[Any] = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
     nodes: dict[Any, None] = {}
     while pending:
@@ -169,13 +175,12 @@ def _nodes(output: Any, first: int) -> list[Any]:
 
 
 def _is_read(tensor: Tensor, nodes: Iterable[Any]) -> bool:
-    """Whether one of the nodes reads `tensor`."""
     edge = tensor.grad_fn, tensor.output_nr
     return any(edge in node.next_functions for node in nodes)
 
 
 def _selects_weights(node: Any) -> bool:
-    """Whether a node selects rows of a parameter, as a table of position biases."""
+    """Return whether a node selects rows of a parameter, such as a table of position biases."""
     before = node.next_functions[0][0] if node.next_functions else None
     while before is not None and op_of(before) in SAME_VALUES:
         before = before.next_functions[0][0]
@@ -198,17 +203,17 @@ class HiddenLayer:
 
     @staticmethod
     def of(module: nn.Module, path: str, args: Any) -> HiddenLayer | None:
-        """The layer `module` of a checkpoint; None where no argument needs a gradient."""
+        """Return the record of a layer that begins to run under no_grad; None if no argument needs a gradient."""
         is_leaf = next(module.children(), None) is None
         inputs = {key_of(arg): is_leaf for arg in _differentiable(args)}
         return HiddenLayer(module, path, inputs) if inputs else None
 
     def enter(self, args: Any) -> None:
-        """Note that a module inside it is called."""
+        """Record that a module inside the layer is called, and which inputs of the layer are among its arguments."""
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
-        """Why an input is not quantized; "" if it may be."""
+        """Return why the input `tensor` of this layer is not quantized, or "" if it may be."""
         if not tensor.requires_grad:
             return NO_GRADIENT
         routers, comparing = _routers_in(self.module), _comparing_in(self.module)
@@ -218,7 +223,7 @@ class HiddenLayer:
 
 
 def _comparing_in(layer: nn.Module) -> str:
-    """The class of a module inside `layer` that compares values, or such a function among attributes; "" if there is none."""
+    """Return the name of a module class or function in `layer` that compares values, such as ReLU; "" if there is none."""
     for module in layer.modules():
         if isinstance(module, COMPARING_MODULES):
             return type(module).__name__
@@ -237,7 +242,7 @@ def _differentiable(args: Any) -> list[Tensor]:
 
 
 class Checkpoints:
-    """The checkpoints in the forward passes that a `Watch` follows: describes their inputs, and prepares their second passes."""
+    """Describes the inputs of checkpointed layers in the passes that a `Watch` follows, and lets second passes be stored packed."""
 
     def __init__(self) -> None:
         self.reports_inputs = True
@@ -245,20 +250,20 @@ class Checkpoints:
         self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
         self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
         self.reentrant: dict[nn.Module, bool] = {}  # layers of reentrant checkpoints -> whether to follow their second passes
-        self.in_second_passes: set[str] = set()  # names of what they saved in the first step
+        self.in_second_passes: set[str] = set()  # names of the slots that they saved in the first step
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Pack what second forward passes save: `on_recomputation` begins one, and returns what stores its tensors."""
+        """Set the function that is called when a checkpointed layer runs again; it returns the function that packs one saved tensor."""
         self.on_recomputation = on_recomputation
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether names of slots in layers of reentrant checkpoints are not known yet: backward has not run."""
+        """Whether what layers of reentrant checkpoints save has no names yet, since no backward has run them again."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
-        """Note the checkpoint in which the module that was just entered is the first one."""
+        """Record which checkpoint of torch.utils.checkpoint runs, if any, when the first module inside of it is entered."""
         frame = running_checkpoint()
         if frame is None or frame in current.checkpoints or not self.reports_inputs:
             return
@@ -269,14 +274,14 @@ class Checkpoints:
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
 
     def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
-        """The inputs of the checkpoint in which `call` was the first module."""
+        """Return descriptions of the inputs of the checkpoint in which `call` was the first module."""
         assert call.checkpoint is not None
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Follow the second forward pass of the checkpoint in which `call` was the first module."""
+        """Let the checkpoint in which `call` was the first module pack what its layer saves when backward runs it again."""
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:
@@ -287,7 +292,7 @@ class Checkpoints:
         self.reported.add(call.path)
 
     def reentrant_inputs(self, node: Any, current: Pass, call: ModuleCall) -> list[Saved]:
-        """The inputs that the node of a reentrant checkpoint saved."""
+        """Return descriptions of the inputs that the node of a reentrant checkpoint saved."""
         layer = current.hidden_layers.get(node._sequence_nr())
         place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
         if layer is not None and self.on_recomputation is not None:
@@ -309,6 +314,6 @@ class Checkpoints:
 
 
 def _place_in(call: ModuleCall) -> str:
-    """The name, up to the operand, of the inputs of the next checkpoint in the forward of a module."""
+    """Return the slot name, up to the operand, for the inputs of the next checkpoint in the forward of a module."""
     call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
     return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."

@@ -29,7 +29,7 @@ NO_SEQUENCE = 1 << 62  # AccumulateGrad nodes have numbers from here on
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 IS_WEIGHT = "is_of_weight"  # attribute of hooks that a session registers for packed weights
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-DECODED = "DecodedBackward"  # of a packed weight that is used outside of its module
+DECODED = "DecodedBackward"  # node of a packed weight that is used outside of its module
 VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
 CAST_NODE = "ToCopyBackward0"
 IN_PLACE_ON_VIEW = "torch::autograd::CopySlices"  # the tensors that the operation saves are not exposed
@@ -40,7 +40,7 @@ WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBac
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """One tensor that one node saved. Do not store `tensor`, `node` or `raw`: they keep the graph alive."""
+    """A tensor that an autograd node saved for backward. Do not store `tensor`, `node` or `raw`: they keep the graph alive."""
 
     name: str
     module: str
@@ -56,7 +56,7 @@ class Saved:
     node: Any
     raw: Any
     tensor: Tensor | None  # None for "hooked"
-    slot: Any = None  # in a description that is reported again: what its receiver keeps with it
+    slot: Any = None  # set by the receiver of the description, which gets it again with later tensors in the same place
 
     @property
     def needs(self) -> Needs:
@@ -64,19 +64,19 @@ class Saved:
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
-        """The same description of a later tensor."""
+        """Return a copy of this description for the tensor that the same operation saved in a later forward pass."""
         described = self.use, kind, self.pin, None, self.reason, self.is_centered
         return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
 
 class ModuleCall:
-    """A module whose forward is running. One is made for each call of a step: what most calls do not set is an attribute of the class."""
+    """A call of a module whose forward is running. Attributes that few calls set have their defaults in the class, which saves time."""
 
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
-    checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
+    checkpoint: tuple[Any, str] | None = None  # (frame, slot name of its inputs) of the checkpoint whose first module this is
 
     def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int, cache: Any = None) -> None:
-        """`path`: with @2 for a second call. `first`: sequence number of the first node created in it.
+        """Begin a call. `path` ends with @2 for a second call of the module; `first` is the number of the first node created in it.
 
         `cache`: what the last call of a module without children saved (`graph_parts.CallCache`).
         """
@@ -85,7 +85,7 @@ class ModuleCall:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether it is the layer of a checkpoint with use_reentrant=False."""
+        """Whether the module is the layer of a checkpoint with use_reentrant=False."""
         return self.checkpoint is not None and self.checkpoint[1].startswith(f"{self.path}:")
 
 
@@ -99,33 +99,33 @@ class Pass:
     seen: set[int] = field(default_factory=set)
     unreached: int = 0  # nodes created so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
-    called: list[str] = field(default_factory=list)  # paths of modules, at each call
-    over: nn.Module | None = None  # the running module that is not followed inside
-    is_repeated: bool = False  # whether that is a checkpointed layer, whose calls inside are counted
+    called: list[str] = field(default_factory=list)  # path of the module at each call so far
+    over: nn.Module | None = None  # the running module whose inside is not followed; None if there is none
+    is_repeated: bool = False  # whether `over` is a checkpointed layer; its calls inside are only counted
     # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
     of_threads: set[Any] = field(default_factory=set)
-    checkpoints: set[Any] = field(default_factory=set)  # seen so far, and one around the whole pass
-    hooked: list[Saved] = field(default_factory=list)  # what the running checkpoint holds so far
+    checkpoints: set[Any] = field(default_factory=set)  # checkpoints seen so far, with one that encloses the whole pass
+    hooked: list[Saved] = field(default_factory=list)  # tensors that the running checkpoint holds so far
     hidden: Any = None  # the `HiddenLayer` that runs under no_grad
-    hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before it
+    hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before the layer
     is_branch: bool = False  # whether this is the branch of another thread
-    stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
+    stops: frozenset[Any] = frozenset()  # nodes of the branch's arguments, which another thread created
     saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
-    recording: Any = None  # `replay.Recording`; None if the pass cannot be replayed
-    replay: Any = None  # `replay.Replay` of an earlier pass
-    is_unsure: bool = False  # whether modules are running that are not in `calls`: nodes of the first call may be theirs
+    recording: Any = None  # `repeated_passes.Recording`; None if the pass cannot be replayed
+    replay: Any = None  # `repeated_passes.Replay` of an earlier pass
+    is_unsure: bool = False  # whether some running modules are not in `calls`, so that nodes of `calls[0]` may be theirs
     parts: Any = None  # `graph_parts.KnownParts` of passes that enter through the same module
     entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
-    depth: int = 0  # calls of that module that are running
+    depth: int = 0  # running calls of `entrance`
     _constants: dict[int, tuple[str, Tensor]] | None = None
 
     @property
     def in_checkpoint(self) -> bool:
-        """Whether a checkpointed layer is running."""
+        """Whether a layer under torch.utils.checkpoint is running in this pass."""
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
-        """ "weight" or "buffer" if a parameter or buffer has this storage at the moment; None if none has.
+        """Return "weight" or "buffer" if the storage belongs to a parameter or buffer of the model now, else None.
 
         A packed weight has its decoded storage only while its module runs. Then the storage is freed, and an activation may get its
         address.
@@ -140,7 +140,7 @@ next_number = torch._C._autograd._get_sequence_nr  # () -> the sequence number o
 
 
 def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
-    """Storage -> ("weight", the parameter) or ("buffer", the buffer) for the parameters and buffers of `modules`."""
+    """Map the storage of each parameter and buffer of `modules` to ("weight", the parameter) or ("buffer", the buffer)."""
     kinds: dict[int, tuple[str, Tensor]] = {}
     for module in modules:
         for tensors, kind in ((module._buffers, "buffer"), (module._parameters, "weight")):
@@ -151,18 +151,18 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is packed together with all of its storage, of which it may be a view; if not, it is packed alone."""
+    """Return whether `tensor` is packed together with the rest of its storage if it is a view; if not, it is packed alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Bytes of the values that are packed for a saved tensor."""
+    """Return the bytes that packing a saved tensor covers: of its whole storage, or of the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
 
 def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
-    """`covers_storage` for a storage of known size.
+    """Return whether `tensor`, perhaps a view, is packed together with all the `storage_bytes` of its storage.
 
     A view that is a large part of its storage (q, k or v of one matrix product) is packed with the whole storage if none of its blocks
     contains values outside of the view: those may have another magnitude, or be uninitialized.
@@ -174,7 +174,7 @@ def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
 
 
 def _lies_in_blocks(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` are contiguous runs that begin and end at multiples of a block."""
+    """Return whether the memory of `tensor` consists of contiguous runs that begin and end at multiples of a block's length."""
     run, outer_strides = 1, list[int]()
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if stride == run and not outer_strides:
@@ -185,7 +185,7 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """(number, node) behind the tensors in `values` that were created in this pass and not seen yet, in order of creation."""
+    """Return (number, node) of the autograd nodes that lead to `values` and that the pass created after the last call, in order."""
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -193,7 +193,7 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
     while stack:
         node = stack.pop()
         number = node._sequence_nr()
-        if forward.of_threads and node in forward.of_threads:  # it was read; the nodes before it may not have been
+        if forward.of_threads and node in forward.of_threads:  # this node was read, but perhaps not the nodes before it
             stack.extend([] if node in passed else [before for before, _ in node.next_functions if before is not None])
             passed.add(node)
         elif first <= number < last and number not in seen and node not in forward.stops:
@@ -207,7 +207,7 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """(name, handle attribute, tensor attribute) of each tensor that nodes of a type save.
+    """Return (name, handle attribute, tensor attribute) of each tensor that autograd nodes of a type save.
 
     `only_major` leaves out statistics, library state and parameters.
     """
@@ -221,7 +221,7 @@ Named = tuple[str, Any, Tensor | None]
 
 
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
-    """(autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None where hooks of other code hold it."""
+    """Return (autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None if hooks of other code hold it."""
     saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         raws = node._raw_saved_tensors
@@ -245,7 +245,7 @@ def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
 
 
 def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
-    """Append (name, handle, tensor) of the tensors in the list `attribute` of a node."""
+    """Append (name, handle, tensor) of the tensors in the list `attribute` of a node to `saved`."""
     hooks = [raw.unpack_hook for raw in raws]
     if any(hook is not None for hook in hooks):  # reading the tensors would run the hooks
         is_foreign = any(hook is not None and not is_of_weight(hook) for hook in hooks)
@@ -260,12 +260,12 @@ def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
 
 
 def is_of_weight(hook: Any) -> bool:
-    """Whether a session registered this hook for a packed weight; such tensors are not reported."""
+    """Return whether a session registered this saved-tensor hook for a packed weight; such tensors are not reported."""
     return getattr(hook, IS_WEIGHT, False)
 
 
 def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
-    """The description of one tensor that `node` saved, by its row in the table of operations, with its slot name."""
+    """Return the description of one tensor that an autograd node saved: its slot name, and what backward needs of it."""
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:
@@ -286,12 +286,12 @@ def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: Mo
 def _bound(operand: Operand, node: Any) -> int | None:
     try:
         return operand.bound(node) if operand.bound else None
-    except RuntimeError:  # it reads another saved tensor, which was modified in place: backward raises the error
+    except RuntimeError:  # the bound is read from a saved tensor that was modified in place: backward raises the error
         return None
 
 
 def _prefix(call: ModuleCall, op: str) -> str:
-    """The text between module and operand in a slot name: "", "mul." or "mul#2."."""
+    """Return the text between module and operand in a slot name: "", "mul." or "mul#2."."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""
     count = call.counts.get(op, 1)
@@ -299,7 +299,7 @@ def _prefix(call: ModuleCall, op: str) -> str:
 
 
 def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
-    """The kind of a saved tensor: "activation", "weight" (a parameter, its view, its cast), "buffer" or "input" (of the caller)."""
+    """Return the kind of a saved tensor: "activation", "weight" (a parameter, its view or cast), "buffer" or "input" (of the caller)."""
     node = tensor.grad_fn
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
@@ -317,19 +317,19 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
 
 
 def is_part_of_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of a parameter, by whatever operations: nn.MultiheadAttention multiplies by thirds of one."""
+    """Return whether a tensor is a view of a parameter. nn.MultiheadAttention multiplies by views of a third of one."""
     base = tensor._base
     return isinstance(base, nn.Parameter) and base.is_leaf
 
 
 def is_view_modified_in_place(tensor: Tensor) -> bool:
-    """Whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
+    """Return whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
     node = tensor._base.grad_fn if tensor._base is not None else None
     return node is not None and node.name() == IN_PLACE_ON_VIEW
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in nested containers and in attributes of other objects in them (a key-value cache), `depth` levels deep."""
+    """Yield the tensors in nested containers, and in attributes of objects in them (such as a key-value cache) up to `depth` levels."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -344,5 +344,5 @@ def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
+    """Return whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
     return type(tensor) in PLAIN_TYPES or hasattr(tensor, "fake_mode")

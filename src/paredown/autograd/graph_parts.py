@@ -6,7 +6,7 @@
 
 A part is read again where a pass created as many nodes as the one before, from tensors of the same sizes and dtypes; then each node on the
 way is compared by its name. Where anything differs, `read_again` returns None and has changed nothing: the graph is searched
-(`autograd_graph.new_nodes`).
+(`graph.new_nodes`).
 """
 
 # pyright: reportPrivateUsage=false
@@ -28,11 +28,12 @@ FoundAgain = tuple[Saved, Any, Any, Tensor]  # description in an earlier pass; n
 PartKind = Literal[
     "call", "before", "between"
 ]  # of a call without children, before it, or between calls, read when the outer one returns
-Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]  # nodes, and what they saved, by sequence numbers
+# (number, node) of nodes, and (number of the node, description) of the tensors that they saved
+Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]
 
 
 class SavedTrail(NamedTuple):
-    """One saved tensor of a `GraphPart`: the index of its node in the walk, and its last description."""
+    """Where one saved tensor of a `GraphPart` is found in a later graph, and how it was described last."""
 
     node_index: int
     raw: str
@@ -43,7 +44,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """A part of the graph that was read once: `follow` finds the nodes that saved activations in the same part of a later graph.
+    """A part of autograd's graph that was read once, stored as paths along which the same part of a later graph is read.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
     """
@@ -54,7 +55,10 @@ class GraphPart:
 
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """The part with the nodes `created` (by number) that is reached from `starts`; `saved`: (number of its node, description)."""
+        """Return the part that is reached from the nodes `starts`, among the nodes `created` in a pass (by number).
+
+        `saved`: (number of a node, description) of what they saved.
+        """
         kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
         found, edges = _reach(starts, created)
         kept = [(number, one) for number, one in kept if number in found]
@@ -72,7 +76,7 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def keeping(self, kept: Sequence[bool]) -> GraphPart:
-        """The part with those of its saved tensors alone for which `kept` is True."""
+        """Return a part with only those of its saved tensors for which `kept` is True."""
         trails = [trail for trail, is_kept in zip(self.trails, kept, strict=True) if is_kept]
         needed = {trail.node_index for trail in trails}
         steps: list[tuple[int, list[tuple[int, str, int]]]] = []  # the walk with the index of each node behind
@@ -95,7 +99,10 @@ class GraphPart:
         return GraphPart(roots, walk, [trail._replace(node_index=places[trail.node_index]) for trail in trails])
 
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
-        """(description, node, handle, tensor) of each saved tensor behind the nodes `starts`; None if one node differs or is hooked."""
+        """Read the same part of a later graph: return (description, node, handle, tensor) of each saved tensor, or None if a node differs.
+
+        `starts`: the nodes of the tensors that the part is read from.
+        """
         nodes: list[Any] = []
         for index, name in self.roots:
             node = starts[index] if index < len(starts) else None
@@ -125,16 +132,17 @@ class GraphPart:
         return tensors
 
 
-def _can_be_followed(node: Any, saved: Saved) -> bool:
-    """Whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
-    return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
-
-
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Whether the saved tensors of these nodes can be read from later nodes in the same place: none is of a custom function."""
+    """Return whether later passes can read the saved tensors of these nodes in the same places: none is of a custom function."""
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
         return False
-    return all(number in created and _can_be_followed(created[number], saved) for number, saved in reported)
+    return all(  # each tensor can be read by the name of an attribute: it has no bound and is not in a list
+        number in created
+        and saved.kind != "hooked"
+        and saved.bound is None
+        and hasattr(created[number], f"_raw_saved_{saved.attribute}")
+        for number, saved in reported
+    )
 
 
 def _trail(index: int, node: Any, saved: Saved) -> SavedTrail:
@@ -148,7 +156,11 @@ Found = dict[int, tuple[int | None, int]]
 
 
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
-    """Number of a node -> (number of the node before it or None, index of the start or edge); number -> (edge, number) behind it."""
+    """Search the graph from `starts`, and return two mappings: how each node was found, and which nodes lie behind it.
+
+    The first maps a node's number to (number of the node before it or None, index of the start or edge), the second to (edge, number)
+    pairs.
+    """
     found, edges = Found(), dict[int, list[tuple[int, int]]]()
     queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]
     for node, parent, edge in queue:  # grows as nodes are found
@@ -165,7 +177,7 @@ def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, di
 
 
 def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
-    """The nodes on the way from the starts to the nodes `numbers`, these included."""
+    """Return the numbers of the nodes on the paths from the starts to the nodes `numbers`, these included."""
     needed: set[int] = set()
     for number in numbers:
         at: int | None = number
@@ -180,16 +192,16 @@ def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """What the last call of a module without children saved; while calls create as many nodes, the graph is not searched again."""
+    """The tensors that the last call of a leaf module saved, so that later calls are read without a search of autograd's graph."""
 
     num_nodes: int
-    layout: tuple[torch.Size, torch.dtype]  # of the output
+    layout: tuple[torch.Size, torch.dtype]  # size and dtype of the output
     needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
     part: GraphPart
 
     @staticmethod
     def of(call: ModuleCall, found: Report, output: Tensor) -> CallCache | None:
-        """What this call saved; None if some of its nodes were not reached, or one is a custom function."""
+        """Return the cache for this call; None if some of its nodes were not reached, or one is of a custom function."""
         nodes, reported = found
         created = {number: node for number, node in nodes if number >= call.first}
         saved_here = [(number, saved) for number, saved in reported if number >= call.first]
@@ -199,7 +211,7 @@ class CallCache:
         return CallCache(len(created), (output.size(), output.dtype), call.needs, part)
 
     def read_again(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> list[FoundAgain] | None:
-        """What this call saved, if it is like the last one; None if it differs."""
+        """Return the tensors that this call saved, found where the last call saved its own; None if the call differs."""
         first, end, seen = call.first, next_number(), current.seen
         if (
             end - first != self.num_nodes
@@ -216,7 +228,7 @@ class CallCache:
 
 
 def needs_of(args: Any) -> tuple[bool, ...]:
-    """Which of the tensors among the arguments of a call require a gradient."""
+    """Return which of the tensors among the arguments of a call require a gradient."""
     if len(args) == 1 and type(args[0]) is Tensor:
         return NEEDED if args[0].requires_grad else NOT_NEEDED
     return tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
@@ -224,18 +236,21 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """What the nodes between the calls of modules saved, in the last pass: read again at the same point of a pass with as many nodes."""
+    """The tensors that nodes between two module calls saved, so that the next forward pass is read without a search of the graph."""
 
     point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
-    layouts: list[tuple[torch.Size, torch.dtype]]  # of the tensors that it was read from
+    layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
     reached: list[int]  # numbers of its nodes, counted from the first node of the pass
-    unreached: int  # afterwards
-    counts: list[tuple[int, dict[str, int]]]  # index of a running call, its counts of operations afterwards
+    unreached: int  # `Pass.unreached` after it was read
+    counts: list[tuple[int, dict[str, int]]]  # (index of a running call, its counts of operations after it was read)
     part: GraphPart
 
     @staticmethod
     def of(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
-        """What was read behind `values`; `point`, `counts`: `point_of` the pass, and of its running calls, before that."""
+        """Return the segment that was read from the tensors in `values`.
+
+        `point` and `counts` are `point_of` the pass, and the counts of its running calls, before that.
+        """
         nodes, reported = found
         tensors = list(tensors_in(values))
         changed = [(i, dict(call.counts)) for i, call in enumerate(current.calls) if call.counts != counts[i]]
@@ -245,7 +260,7 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """What the segment saved in this pass; None if this pass differs."""
+        """Return the tensors that this part of the current pass saved, found where the last pass saved them; None if it differs."""
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))
@@ -263,28 +278,31 @@ class Segment:
 
 
 def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
-    """Where a pass is: nodes created, seen and unreached, and running calls; `before`: the number of the first node after that point."""
+    """Return numbers that identify a point of a forward pass: nodes created, seen and not reached, and running calls.
+
+    `before` is the number of the first node after that point; None: the next one that is created.
+    """
     calls = current.calls
     created = (next_number() if before is None else before) - calls[0].first
     return created, len(current.seen), current.unreached, len(calls)
 
 
 class KnownParts:
-    """The parts of the last pass: those of calls of modules without children, and those between calls."""
+    """The parts of autograd's graph that the last forward pass read, by the module calls that they belong to."""
 
     def __init__(self) -> None:
         self.calls: dict[str, CallCache] = {}  # by the path of a call
         self.segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
 
     def clear(self) -> None:
-        """Forget all parts."""
+        """Forget all parts, so that the next pass is read by searching autograd's graph."""
         self.calls.clear()
         self.segments.clear()
 
     def keep(
         self, current: Pass, start: tuple[tuple[int, ...], list[dict[str, int]]], found: Report, values: Any, kind: PartKind
     ) -> GraphPart | None:
-        """Keep what was read behind `values` for later passes; None if it cannot be found there again.
+        """Store the part that was read from `values` for later passes, and return it; None if it cannot be found there again.
 
         `start`: `point_of` the pass, and counts of its calls, before that.
         """

@@ -29,7 +29,7 @@ CALL = nn.Module._call_impl.__code__  # of every call of a module that has hooks
 
 
 class Hook:
-    """A hook that does nothing in a copy of the model: deepcopy and pickle replace it by an empty one."""
+    """A hook on a module that does nothing in a copy of the model: deepcopy and pickle replace it by an empty one."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
@@ -37,7 +37,7 @@ class Hook:
         self.is_traced = False  # whether trace_step leaves the hook on the model
 
     def __call__(self, *args: Any) -> Any:
-        """The result of the function; None while torch.compile traces, and in a copy."""
+        """Call the function and return its result; return None while torch.compile traces, and in a copy."""
         if is_dynamo_compiling() or compiler._is_compiling_flag:  # compiler.is_compiling() in one call
             self.was_compiled = True
             return None
@@ -63,12 +63,12 @@ def num_running(module: nn.Module) -> int:
 
 
 class HookPlace:
-    """The place of a registered hook among those of its module: the hook is taken out for a time, and put back in the same place."""
+    """The position of a registered hook among those of its module, by which it is removed for a time and put back."""
 
     __slots__ = ("_before", "_hooks", "_id", "hook")
 
     def __init__(self, handle: Any) -> None:
-        """`handle`: what `register_forward_hook` or `register_forward_pre_hook` of a module returned."""
+        """Find the place of the hook whose `handle` `register_forward_hook` or `register_forward_pre_hook` returned."""
         hooks = handle.hooks_dict_ref()
         self._hooks: OrderedDict[int, Any] = hooks
         self._id: int = handle.id
@@ -76,20 +76,20 @@ class HookPlace:
         self._before: frozenset[int] = frozenset()  # hooks before it, when it was taken out
 
     def call_always(self, module: nn.Module, *, is_on: bool) -> None:
-        """Whether this forward hook of `module` is called after a forward that raised, too: then with None as the output."""
+        """Set whether this forward hook of `module` is also called, with None as the output, after a forward that raised."""
         always: dict[int, bool] = module._forward_hooks_always_called
         always[self._id] = True
         if not is_on:
             del always[self._id]
 
     def take_out(self) -> None:
-        """Take the hook out, if it is there."""
+        """Remove the hook from its module, if it is registered."""
         if self._id in self._hooks:
             self._before = frozenset(takewhile(lambda other: other != self._id, self._hooks))
             del self._hooks[self._id]
 
     def put_back(self) -> None:
-        """Put the hook back: after those that were before it."""
+        """Register the hook again, after those that were before it."""
         if self._id not in self._hooks:
             self._hooks[self._id] = self.hook
             for other in list(self._hooks):
@@ -98,17 +98,20 @@ class HookPlace:
 
 
 class Handle(Protocol):
-    """What torch returns for a registered hook."""
+    """The object that torch returns for a registered hook."""
 
     def remove(self) -> None:
         """Remove the hook, if it is still registered."""
 
 
-_abandoned: list[Handle] = []  # of owners that are gone; no step depends on them
+_abandoned: list[Handle] = []  # handles of hooks whose owners are gone; the hooks do nothing until they are removed
 
 
 def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Callable[[Owner, Optimizer], None]) -> Handle:
-    """Call `method(owner, optimizer)` as long as `owner` is alive; `register` is register_optimizer_step_pre_hook or its twin for post."""
+    """Call `method(owner, optimizer)` at optimizer steps as long as `owner` is alive.
+
+    `register` is torch's function that registers the hook.
+    """
     ref = weakref.ref(owner)
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -125,7 +128,7 @@ def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Cal
 
 @contextmanager
 def patched_attributes(owner: object, **attributes: Any) -> Generator[None]:
-    """A context in which `owner` has these instance attributes, which hide those of its class."""
+    """Give `owner` these instance attributes, which hide those of its class, inside of a `with` block."""
     instance = vars(owner)
     before = {name: instance[name] for name in attributes if name in instance}
     instance.update(attributes)

@@ -13,7 +13,7 @@ of a checkpoint its inputs are reported (autograd/checkpoints.py).
     encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (autograd/checkpoints.py)
 
 `model(x)` is one forward pass. With `follow_submodules`, `model.decoder(model.encoder(x))` is two: each outermost call of a module is one.
-Operations that lead from the output of one to an argument of another are read with the second (trace/pass_chains.py).
+Operations that lead from the output of one to an argument of another are read with the second (autograd/pass_chains.py).
 
 Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
 `save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
@@ -52,7 +52,9 @@ is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_en
 
 @final
 class Watch(SavedReports):
-    """Hooks on every module of `model` that call `on_saved` for each saved tensor; `attach()` registers, `detach()` removes them.
+    """Reports every tensor that a model's forward passes save: hooks on every module call `on_saved` for each.
+
+    `attach()` registers the hooks, `detach()` removes them.
 
     `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
     the path and the positional arguments of each module inside of the model that is called. `on_saved_again`, if set, is called instead
@@ -77,16 +79,16 @@ class Watch(SavedReports):
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
         self._parts: dict[nn.Module, KnownParts] = {model: KnownParts()}  # by the module that a pass entered through
         self._parameters = [module._parameters for module in self._paths]
-        self.entrance = model  # of the pass that began last
+        self.entrance = model  # module whose call began the last pass
         self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
         self._handles: dict[nn.Module, list[Any]] = {}
-        self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # of modules inside of the model
+        self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # hooks of modules inside of the model
         self.replays = Replays(self._report_nodes)
-        self.follows_submodules = False  # set it by `follow_submodules`
-        # called when a pass has entered through a module: with its arguments that earlier passes produced, and storages of their outputs
+        self.follows_submodules = False  # set by `follow_submodules`
+        # called when a module's call begins a pass, with its arguments that earlier passes produced, and storages of these passes' outputs
         self.on_begin_inside: Callable[[list[Tensor], set[int]], None] | None = None
         self._root_hook = Hook()
-        self._known_entrances = set[nn.Module]()  # modules of which the first pass has ended
+        self._known_entrances = set[nn.Module]()  # entrances of passes of which the first has ended
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
@@ -98,7 +100,7 @@ class Watch(SavedReports):
         return self._root_hook.was_compiled
 
     def attach(self, *, follows: bool = True) -> None:
-        """Register the hooks; with `follows` False, only those of the model itself."""
+        """Register the hooks; with `follows=False`, only those of the model itself."""
         for module in self._paths:
             # scripted modules take no hooks: what they save is read when their parent returns
             if not isinstance(module, torch.jit.ScriptModule) and (follows or module is self.model):
@@ -121,7 +123,7 @@ class Watch(SavedReports):
         self._running = threading.local()
 
     def end_first_pass(self) -> None:
-        """Stop collecting names of small tensors, and remove hooks inside of checkpointed modules, where nothing more is reported.
+        """Remove hooks that the first pass showed to be unnecessary, inside of checkpointed modules, and stop collecting small tensors.
 
         That is for passes that enter the model through the same module as the one that began last.
         """
@@ -133,9 +135,10 @@ class Watch(SavedReports):
         self._called = {True: set(), False: set()}
 
     def follow_for(self, receiver: Receiver, *, passed_over: frozenset[nn.Module], on_recomputation: Callable[[], Store]) -> None:
-        """Follow passes through any module for a session's `receiver`, which gets tensors in places of earlier passes again.
+        """Follow passes that enter through any module, for a session's `receiver`.
 
-        `passed_over`: modules that the session checkpoints. `on_recomputation` begins the second pass of layers that the model does.
+        Its `save_again` gets tensors in places of earlier passes. `passed_over`: modules that the session checkpoints. `on_recomputation`
+        begins the second pass of layers that the model checkpoints itself.
         """
         self.on_saved_again, self.on_begin_inside = receiver.save_again, receiver.begin_inside
         self.replays.report_to(receiver)
@@ -144,28 +147,28 @@ class Watch(SavedReports):
         self.follow_submodules()
 
     def follow_submodules(self) -> None:
-        """Follow calls of modules inside of the model that no forward pass of the model makes, too."""
+        """Also follow passes that begin with a call of a module inside of the model, such as model.encoder(x)."""
         self.follows_submodules, self.replays.entrances = True, likely_entrances(self.model)
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """A context in which forward passes are not followed."""
+        """Do not follow forward passes inside of a `with` block."""
         with patched_attributes(self, _on_begin=lambda: False):
             yield
 
     @contextmanager
     def reporting_to(self, on_saved: Callable[[Saved], None]) -> Generator[None]:
-        """A context in which `on_saved` gets all saved tensors, those in places of earlier passes too."""
+        """Report all saved tensors to `on_saved` inside of a `with` block, those in places of earlier passes too."""
         with patched_attributes(self, _on_saved=on_saved, on_saved_again=None):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """From the next pass on, do not report tensors with these names for which at most `max_bytes` would be packed."""
+        """Stop reporting tensors with these names, from the next pass on, if at most `max_bytes` would be packed for them."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 
     def _forget(self) -> None:
-        """Search the graph of the next pass."""
+        """Forget how earlier passes were read, so that the next pass is read by searching autograd's graph."""
         self._parts = {self.model: KnownParts()}
         self.replays.clear()
 
@@ -177,7 +180,7 @@ class Watch(SavedReports):
                 handle.remove()
 
     def where(self) -> str:
-        """Path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
+        """Return the path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
         current = self._current()
         return current.calls[-1].path if current is not None else ""
 
@@ -190,8 +193,8 @@ class Watch(SavedReports):
         self._begin_pass(module, (args, kwargs))
 
     def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
-        """Begin the forward pass of this thread, which a call of `entrance` with the arguments `values` begins."""
-        with torch._C.DisableTorchFunctionSubclass():  # packed parameters answer without a call of Python
+        """Begin a forward pass of this thread, for a call of `entrance` whose arguments are `values`, and return it."""
+        with torch._C.DisableTorchFunctionSubclass():  # so that packed parameters run no Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
             self._forget()
@@ -203,7 +206,7 @@ class Watch(SavedReports):
         held = between.held if between is not None else frozenset(t.untyped_storage()._cdata for t in arguments)
         self._running.current = current = Pass(held, self._paths, [ModuleCall(self.model, path, is_plain_leaf, next_number())])
         current.parts = self._parts.setdefault(entrance, KnownParts())
-        current.checkpoints.add(checkpoint := running_checkpoint())  # around the model: the caller holds its inputs
+        current.checkpoints.add(checkpoint := running_checkpoint())  # a checkpoint around the model: the caller holds its inputs
         is_plain = checkpoint is None and top_default_hooks(True) is None and not self.collects_small and self.on_saved_again
         is_held = () if between is None else tuple([not any(t is made for made in between.arguments) for t in arguments])
         key = self.replays.key(entrance, arguments, is_held, self._paths) if is_plain else None
@@ -213,7 +216,7 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Read the nodes before a pass that enters through a module: nodes of the model itself."""
+        """Report what operations before a pass saved that begins with the call of a module inside of the model."""
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -223,7 +226,7 @@ class Watch(SavedReports):
             current.calls = calls
 
     def _chain(self) -> PassChain:
-        """The passes of this thread that entered through modules inside of the model."""
+        """Return this thread's record of passes that began with the call of a module inside of the model."""
         chain: PassChain | None = getattr(self._running, "chain", None)
         if chain is None:
             self._running.chain = chain = PassChain(self._owns)
@@ -250,7 +253,7 @@ class Watch(SavedReports):
             self._end_pass(current, output)
 
     def _end_pass(self, current: Pass, output: Any) -> None:
-        """End the forward pass of this thread; an `output` of None: it raised."""
+        """End the forward pass of this thread. An `output` of None means that it raised."""
         self._running.current = None
         self._passes.remove(current)
         self._on_end(output)
@@ -295,7 +298,7 @@ class Watch(SavedReports):
         if current.is_repeated or (self.passed_over and not self.collects_small and module in self.passed_over):
             current.over = module
         elif self._unfollowed and path.partition("@")[0] in self.checkpoints.reported:
-            # it runs without the checkpoint of the first pass
+            # in this pass the layer runs without the checkpoint that it had in the first
             self._follow_again(module)
 
     def _note_call(self, current: Pass, module: nn.Module) -> None:
@@ -303,7 +306,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """The pass in which `module` is called: that of this thread or one that begins; None if the module is not followed in it."""
+        """Return the forward pass that a call of `module` belongs to or begins; None if the module is not followed in it."""
         if getattr(self._current(), "entrance", None) is module:
             self._end_interrupted(module)
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
@@ -322,7 +325,7 @@ class Watch(SavedReports):
         return None
 
     def _follow_again(self, module: nn.Module) -> None:
-        """Register hooks inside of a layer that were removed because a checkpoint held all that it saved."""
+        """Register hooks inside of a layer again, which were removed because a checkpoint held all that the layer saved."""
         again = [part for part in module.modules() if part in self._unfollowed]
         self._unfollowed.difference_update(again)
         for part in again:
@@ -331,7 +334,7 @@ class Watch(SavedReports):
     # --- passes that enter through a module inside of the model ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """The pass that begins by a call of `module` outside of all forward passes; None where it is not followed.
+        """Begin a pass with a call of `module` that no forward pass of the model makes, and return it; None if it is not followed.
 
         In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
         """
@@ -346,7 +349,7 @@ class Watch(SavedReports):
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """End the pass, if this is the call by which it began; an `output` of None: it raised."""
+        """End the pass if the call that ends now began it. An `output` of None means that the call raised."""
         current.depth -= 1
         if current.depth:
             return self._return(current, module, args, output)
@@ -370,7 +373,7 @@ class Watch(SavedReports):
         leave(current, module, args, output)
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what a call saved."""
+        """Report the tensors that a call of a module saved, when it returns."""
         if current.replay is not None:
             return self.replays.read(current, module, args, output)
         call, over = current.calls[-1], current.over
@@ -390,7 +393,7 @@ class Watch(SavedReports):
             self._end_call(current, call, output)
 
     def _read_call(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what a call saved, by reading the graph behind its output."""
+        """Report the tensors that a call of a module saved, by reading autograd's graph from its output."""
         calls = current.calls
         while len(calls) > 1 and calls[-1].module is not module:  # calls that ended by an exception which the model caught
             calls.pop()
@@ -424,7 +427,7 @@ class Watch(SavedReports):
         current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
-        """The branch of the running forward pass that another thread begins by calling `module`; None where that is not followed.
+        """Begin the branch of the running forward pass that another thread starts by calling `module`; None if that is not followed.
 
         Nodes before the arguments belong to the thread that created them. While several forward passes run, it is not known which of
         them the thread belongs to.
@@ -446,7 +449,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """The second forward pass of the layer of a reentrant checkpoint, which backward begins by calling `module`."""
+        """Begin the second forward pass of a reentrant checkpoint's layer if backward calls `module` for it, and return it; else None."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -470,7 +473,7 @@ class Watch(SavedReports):
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
-        """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""
+        """Record a module that runs under no_grad, as the layer of a reentrant checkpoint does, and which modules read its arguments."""
         if current.hidden is not None:
             current.hidden.enter(args)
             return
@@ -481,13 +484,13 @@ class Watch(SavedReports):
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Whether a call of `module` in another thread may belong to a pass that is running: it is inside of what the pass entered through."""
+    """Return whether a call of `module` in another thread may belong to the forward pass `running`."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 
 
 def likely_entrances(model: nn.Module) -> set[nn.Module]:
-    """The modules that code around a model calls directly, as far as that can be guessed: children, also those in a ModuleList or -Dict.
+    """Return the modules that code outside of a model's forward probably calls: its children, also those in a ModuleList or ModuleDict.
 
     The forward of nn.Sequential calls all its children.
     """
@@ -500,7 +503,7 @@ def likely_entrances(model: nn.Module) -> set[nn.Module]:
 
 
 def is_plain_leaf(module: nn.Module) -> bool:
-    """Whether `module` is a module of torch.nn without children: its slots are named by module and operand, without the operation."""
+    """Return whether `module` is of torch.nn and has no children: its slots are named by module and operand, without the operation."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
@@ -508,12 +511,12 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def is_wrapped_by_compile(model: nn.Module) -> bool:
-    """Whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
+    """Return whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
     return hasattr(model, "_orig_mod") or (isinstance(model, WRAPPERS) and is_wrapped_by_compile(model.module))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
+    """Return the user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
     return model

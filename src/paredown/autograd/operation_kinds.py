@@ -39,7 +39,7 @@ POINTWISE = _names("""
 
 
 def kind_of(node: fx.Node) -> str:
-    """view, extern, reduction, scatter or pointwise."""
+    """Return what an operation of a compiled graph is to Inductor: "view", "extern", "reduction", "scatter" or "pointwise"."""
     name = name_of(node)
     if name in VIEWS:
         return "view"
@@ -52,7 +52,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of an operation without namespace and overload."""
+    """Return the name of an operation without namespace and overload."""
     if node.target is operator.getitem:
         return "getitem"
     schema = getattr(node.target, "_schema", None)
@@ -60,7 +60,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Floating point operations by torch's formula; 0 for operations without one, and for arguments that it does not take."""
+    """Return floating point operations by torch's formula; 0 for operations without one, and for arguments that it does not take."""
     formula = flop_registry.get(func._overloadpacket)
     try:
         return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0

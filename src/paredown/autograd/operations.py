@@ -98,12 +98,12 @@ class Operand:
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """The operand of one node, `exact_if` applied."""
+        """Return the operand as one node needs it: unmodified if `exact_if` holds for the node."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
     def is_minor(self) -> bool:
-        """Whether it is never packed because it is a statistic, state of a library or a parameter."""
+        """Whether the tensor is never packed because it is a statistic, state of a library or a parameter."""
         return self.reason in (STATISTIC, STATE, PARAMETER)
 
 
@@ -121,18 +121,21 @@ def _exact(name: str, reason: str) -> Operand:
 
 
 def _plane_of_input(node: Any) -> int:
-    """Pixels of one channel of the input: indices of max pooling are below it."""
+    """Return the pixels of one channel of the input, a bound for the indices of max pooling."""
     return prod(node._saved_self.shape[-3 if "3D" in node.name() else -2 :])
 
 
 def _classes(node: Any) -> int:
-    """Bound of class targets: the number of classes. A negative ignore_index (-100) needs a signed width, so more than a byte."""
+    """Return a bound for class targets: the number of classes.
+
+    A negative ignore_index (-100) needs a signed integer, so more than a byte.
+    """
     classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
     return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
 
 
 def _has_low_exponent(node: Any) -> bool:
-    """Whether backward of pow divides by the base: the exponent is below 1, or a tensor."""
+    """Return whether the backward of pow divides by its base, which it does if the exponent is below 1 or a tensor."""
     exponent = node._saved_exponent
     return not isinstance(exponent, int | float) or exponent < 1
 
@@ -321,13 +324,13 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """The row of the node type `node.name()`; an empty row named after the node where the table has none."""
+    """Return the table's row for autograd nodes with this name; if there is none, an empty row named after the node."""
     base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
     return ROWS.get(base_name) or OperationRow(base_name)
 
 
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
-    """The operand of a saved tensor that no row names; `is_custom`: saved by a custom autograd function."""
+    """Return what backward is assumed to need of a saved tensor that no row names. `is_custom`: a custom autograd function saved it."""
     if is_float:
         return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)
     return Operand(attribute, Use.MASK if is_bool else Use.INDEX)
@@ -355,7 +358,7 @@ SELECTING = "index"  # x[mask] and x[rows]: routing, unless x is a parameter
 
 
 def is_checkpoint_input(name: str) -> bool:
-    """Whether a slot is the input of a checkpoint.
+    """Return whether a slot is the input of a checkpoint, by its name.
 
     >>> is_checkpoint_input("layers.3:checkpoint.input"), is_checkpoint_input("layers.3.fc:input")
     (True, False)
@@ -364,12 +367,12 @@ def is_checkpoint_input(name: str) -> bool:
 
 
 def input_operand(number: int) -> str:
-    """The name of a tensor among the arguments of a checkpoint: "input", "input2" and so on."""
+    """Return the name of a tensor among the arguments of a checkpoint: "input", "input2" and so on."""
     return "input" if number == 0 else f"input{number + 1}"
 
 
 def reason_of_ops(ops: Iterable[str]) -> str:
-    """Why inputs of a checkpointed layer that consists of these operations are not quantized; "" if they may be.
+    """Return why inputs of a checkpointed layer that consists of these operations are not quantized, or "" if they may be.
 
     >>> reason_of_ops(["addmm", "relu"])
     'the checkpointed layer applies relu: from a rounded input, comparisons would have other results when it runs again'
@@ -389,17 +392,17 @@ SECOND_PASS_USES = (Use.VALUE, Use.SIGN, Use.MASK, Use.SHAPE)
 
 
 def is_stored_in_second_pass(op: str, needs: Needs) -> bool:
-    """Whether a tensor that `op` saves in the second forward pass of a checkpointed layer may be stored packed, if it is large."""
+    """Return whether a tensor that `op` saves in the second forward pass of a checkpointed layer may be packed, if it is large."""
     return needs.use in SECOND_PASS_USES and needs.pin not in ATTENTION_PINS and op not in PERIODIC and not needs.is_centered
 
 
 def is_large_in_second_pass(nbytes: int) -> bool:
-    """Whether a storage of that size is packed in the second forward pass of a checkpointed layer."""
+    """Return whether a storage of that size is packed in the second forward pass of a checkpointed layer."""
     return nbytes >= MIN_SECOND_PASS_BYTES
 
 
 def max_left_bytes(sizes: Collection[int]) -> int:
-    """Bytes up to which tensors are left unmodified on a GPU, 0 for none; `sizes`: of all that could be packed.
+    """Return the size in bytes up to which saved tensors stay unmodified on a GPU; `sizes`: of all tensors that could be packed.
 
     >>> max_left_bytes([1, 1, 1, 2, 3000]), max_left_bytes([5, 5, 3000]), max_left_bytes([100] * 9)
     (2, 0, 0)

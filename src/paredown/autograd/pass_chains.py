@@ -35,7 +35,7 @@ MAX_BETWEEN = 128  # nodes that are searched from one argument: a network withou
 
 
 class Between(NamedTuple):
-    """What leads to the arguments of a call.
+    """The operations between the outputs of earlier passes and the arguments of a call.
 
     `nodes`: to read, (number, node). `arguments`: those that passes produced. `outputs`: the storages of the outputs that lead to them.
     `held`: the storages of the caller.
@@ -48,7 +48,10 @@ class Between(NamedTuple):
 
 
 class PassChain:
-    """The outputs of forward passes of one thread through modules; `owns` says whether a tensor is a parameter of the model."""
+    """The passes of one thread that began with calls of modules inside of a model, and the outputs of these calls.
+
+    `owns` returns whether a tensor is a parameter of the model.
+    """
 
     def __init__(self, owns: Callable[[Tensor], bool]) -> None:
         self._owns = owns
@@ -56,7 +59,7 @@ class PassChain:
         self._known: dict[int, int] = {}
 
     def end_pass(self, output: Any, first: int) -> None:
-        """Add the output of a pass whose first node had the number `first`."""
+        """Record the outputs of a pass whose first node has the number `first`."""
         made = [(t.grad_fn._sequence_nr(), t) for t in tensors_in(output) if t.grad_fn is not None and has_storage(t)]
         self._add({number: t.untyped_storage()._cdata for number, t in made if number >= first})
 
@@ -66,7 +69,7 @@ class PassChain:
             del self._known[next(iter(self._known))]
 
     def before(self, arguments: Sequence[Tensor]) -> Between:
-        """What lies between earlier passes and these arguments of a call."""
+        """Return the operations between the outputs of earlier passes and these arguments of a call."""
         nodes, produced, outputs, held = dict[int, Any](), list[Tensor](), set[int](), set[int]()
         for argument in arguments if self._known else ():
             way = self._way_to(argument.grad_fn) if argument.grad_fn is not None and has_storage(argument) else None
@@ -82,7 +85,7 @@ class PassChain:
         return Between(sorted(nodes.items()), produced, outputs - given, frozenset(given | held))
 
     def _way_to(self, start: Any) -> tuple[dict[int, Any], set[int]] | None:
-        """The nodes on ways from `start` back to outputs, by number, and the storages of these; None if there is no way."""
+        """Return the nodes on paths from `start` back to outputs of earlier passes, by number, and the storages of these; else None."""
         known, oldest = self._known, next(iter(self._known))
         found, behind, stack = dict[int, Any](), dict[int, list[int]](), [start]
         while stack and len(found) < MAX_BETWEEN:
@@ -101,7 +104,7 @@ class PassChain:
         return ({number: found[number] for number in leads}, {known[number] for number in reached} - {0}) if reached else None
 
     def _saved_by_caller(self, nodes: Iterable[Any]) -> set[int] | None:
-        """Storages of floats that nodes saved and no operation made; None if a node reads a weight of another network."""
+        """Return storages of floats that nodes saved and no operation computed; None if a node reads a weight of another network."""
         held = set[int]()
         for node in nodes:
             name = node.name()
@@ -118,14 +121,14 @@ class PassChain:
         return held
 
     def _is_foreign_weight(self, node: Any) -> bool:
-        """Whether behind a node there is a parameter, its view or its cast, that is none of the model's."""
+        """Return whether a node stands for a parameter, its view or its cast, that does not belong to the model."""
         while node is not None and node.name() in WEIGHT_PRESERVING and node.next_functions:
             node = node.next_functions[0][0]
         return node is not None and node.name() == ACCUMULATE and not self._owns(node.variable)
 
 
 def _has_packed_weight(node: Any, name: str) -> bool:
-    """Whether a node saved a packed weight: hooks do not say of which model."""
+    """Return whether a node saved a packed weight; its hooks do not tell of which model."""
     if name in SAVES_NOTHING or isinstance(node, torch.autograd.function.BackwardCFunction):
         return name == FROZEN_LINEAR
     raws = [getattr(node, raw_name) for _, raw_name, _ in attributes(name, type(node), False)]

@@ -44,7 +44,7 @@ class Rematerialization(NamedTuple):
 
 
 def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
-    """How to recompute `tensor` from what a node before it saved; None where that is not known."""
+    """Return how to recompute `tensor` from what a node before it saved; None if that is not known."""
     node = tensor.grad_fn
     if node is None:
         return None
@@ -74,16 +74,16 @@ def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
 
 @cache
 def _may_lead(name: str) -> bool:
-    """Whether a result of nodes with this name may be recomputed."""
+    """Return whether the results of autograd nodes with this name may be recomputed."""
     return name in SAME_MEMORY_ORDER or row_of(name).op in SOURCE_OPS
 
 
 def function_name(node: Any) -> str:
-    """The operation of an autograd node."""
+    """Return the operation of an autograd node, by its row in the table of operations."""
     name: str = node.name()
     return row_of(getattr(node, "stands_for", (name,))[0] if isinstance(node, BackwardCFunction) else name).op
 
 
 def _is_training(norm: Any) -> bool:
-    """Whether a batch norm used the statistics of the batch, and has a weight and a bias to recompute with."""
+    """Return whether a batch norm used the statistics of the batch, and has a weight and a bias to recompute with."""
     return bool(getattr(norm, "_saved_training", True)) and len(norm.next_functions) == 3

@@ -28,52 +28,52 @@ from paredown.autograd.graph_parts import FoundAgain, GraphPart, Report
 from paredown.autograd.hooks import HookPlace
 
 RECHECK = 128  # replayed passes of a program, after which one is followed in full
-MAX_PROGRAMS = 8  # of passes through one entrance with different arguments
+MAX_PROGRAMS = 8  # programs of passes that enter through one module with different arguments
 GROWTH = 4  # times as many equal passes are needed for the next program, after one that was replayed less than RECHECK times
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 HookPlaces = dict[nn.Module, tuple[HookPlace, HookPlace]]  # of the hooks before and after the calls of a module
 
 
 class Receiver(Protocol):
-    """What receives saved tensors, and knows which of them it stores."""
+    """An object that receives saved tensors, and knows which of them it stores."""
 
     def replay_key(self) -> Any:
-        """What its decisions depend on; None if every tensor must be reported."""
+        """Return a value that changes whenever the receiver stores other tensors or formats; None if it needs every tensor reported."""
         ...
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """`Watch.on_saved_again`."""
+        """Receive a saved tensor, with the description that an earlier pass reported for it."""
         ...
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """The pass that began in this thread entered through a module: its arguments, and which memory earlier passes returned."""
+        """Begin a pass that entered through a module: `arguments` of its call, and storages that earlier passes returned (`outputs`)."""
         ...
 
     def begin_replay(self) -> None:
-        """The pass that began in this thread reports stored tensors alone."""
+        """Begin a pass of this thread that reports only the tensors that are stored."""
         ...
 
     def is_left(self, storage: int) -> bool:
-        """Whether tensors with this storage stayed unmodified in the last pass of this thread, and will under the same plan."""
+        """Return whether tensors in this storage stayed unmodified in the thread's last pass, and will again under the same plan."""
         ...
 
 
 class Search(NamedTuple):
-    """Nodes between calls that cannot be found by a `GraphPart`: numbers from the first node of the pass on, and the running calls."""
+    """Nodes between module calls that a later pass finds by searching the graph again, since a `GraphPart` cannot find them."""
 
     reached: frozenset[int]
     calls: tuple[tuple[nn.Module, str, bool, int, dict[str, int]], ...]
 
     @staticmethod
     def of(numbers: Iterable[int], current: Pass, counts: list[dict[str, int]]) -> Search:
-        """The nodes with these numbers; `counts`: operations of the running calls before they were reported."""
+        """Return the search for the nodes with these numbers. `counts`: operations of the running calls before the nodes were reported."""
         first = current.calls[0].first
         calls = zip(current.calls, counts, strict=True)
         running = tuple((call.module, call.path, call.is_plain_leaf, call.first - first, count) for call, count in calls)
         return Search(frozenset(number - first for number in numbers), running)
 
     def nodes(self, values: Any, first: int) -> list[tuple[int, Any]] | None:
-        """(number, node) of the same nodes behind `values` in a pass that began with the number `first`; None if one is not there."""
+        """Return (number, node) of these nodes in a pass that began with node number `first`; None if one is not found from `values`."""
         stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
         found: dict[int, Any] = {}
         while stack:
@@ -85,7 +85,7 @@ class Search(NamedTuple):
         return sorted(found.items()) if len(found) == len(self.reached) else None
 
     def running_calls(self, first: int) -> list[ModuleCall]:
-        """The calls that were running, in a pass that began with the number `first`."""
+        """Return the module calls that were running, with node numbers of a pass that began with node number `first`."""
         running: list[ModuleCall] = []
         for module, path, is_plain_leaf, offset, counts in self.calls:
             running.append(call := ModuleCall(module, path, is_plain_leaf, first + offset))
@@ -94,7 +94,7 @@ class Search(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One reading of the graph: from the arguments or the output of a call. `storages`: of the tensors found, 0 if never stored."""
+    """One reading of autograd's graph at the return of a module. `storages`: of the tensors found, 0 for those that are never stored."""
 
     of_args: bool
     how: GraphPart | Search
@@ -102,7 +102,7 @@ class Reading(NamedTuple):
 
 
 class Return(NamedTuple):
-    """The return of a module: nodes created and modules called in the pass until then, size of the output, and what was read."""
+    """The return of a module in a recorded pass: nodes created and modules called until then, size of the output, and what was read."""
 
     module: nn.Module
     num_created: int
@@ -112,22 +112,22 @@ class Return(NamedTuple):
 
 
 class Recording:
-    """What a pass that is followed in full reads, return by return."""
+    """A record of what a forward pass reads from autograd's graph at the return of each module."""
 
     __slots__ = ("has_new_parts", "key", "readings", "returns")
 
     def __init__(self, key: Any) -> None:
         self.key = key  # `Replays.key` of the pass
         self.returns: list[Return] = []
-        self.readings: list[Reading] = []  # of the module that is returning
+        self.readings: list[Reading] = []  # readings of the module that is returning
         self.has_new_parts = False  # whether a part of the graph was searched that the next pass does not search
 
     def add(self, part: GraphPart, tensors: Iterable[FoundAgain], *, of_args: bool = False) -> None:
-        """Record the tensors that were found again in a part of the graph."""
+        """Record that a part of the graph was read, and which tensors it has."""
         self.readings.append(Reading(of_args, part, [tensor.untyped_storage()._cdata for _, _, _, tensor in tensors]))
 
     def add_new(self, part: GraphPart | None, found: Report, current: Pass, counts: list[dict[str, int]], *, of_args: bool) -> None:
-        """Record a search of the graph; `part`: what was kept of it, None if the next pass searches again."""
+        """Record that the graph was searched. `part`: how later passes find the same nodes; None if they search again."""
         nodes, reported = found
         if part is not None:
             self.readings.append(Reading(of_args, part, []))
@@ -144,39 +144,39 @@ class Recording:
         self.readings.clear()
 
     def outline(self) -> list[Any]:
-        """Modules in the order of their returns, nodes created until then, sizes, and where the graph is searched."""
+        """Return a list that is equal for forward passes that can be replayed alike."""
         searches = [reading.how for one in self.returns for reading in one.readings if isinstance(reading.how, Search)]
         return [(one.module, one.num_created, one.size, len(one.readings)) for one in self.returns] + searches
 
 
 def _storage_of(saved: Saved) -> int:
-    """The storage of a saved activation; 0 of other saved tensors, which are never stored."""
+    """Return the address of a saved activation's storage; 0 for other saved tensors, which are never stored packed."""
     return saved.tensor.untyped_storage()._cdata if saved.kind == "activation" and type(saved.tensor) is Tensor else 0
 
 
 class Program:
-    """What replayed passes do: `returns` of the modules in `followed`, the last one that of the model."""
+    """The returns of modules at which stored tensors are read, made of a recorded pass and followed in later equal passes."""
 
     def __init__(self, recording: Recording, paths: list[str], is_left: Callable[[int], bool]) -> None:
-        """`paths`: of the modules in the order of their calls."""
+        """Make the program of a recorded pass. `paths` are those of the modules in the order of their calls."""
         returns = [one._replace(readings=_stored(one.readings, is_left)) for one in recording.returns]
         self.followed = {one.module for one in returns if one.readings} | {returns[-1].module}
         self.returns = [one for one in returns if one.module in self.followed]
-        # what is compared at each return, and read; the last one is that of no module
+        # what is compared and read at each return; the last step belongs to no module
         self.steps = [(one.module, one.num_created, one.size, one.readings) for one in self.returns] + [(None, 0, None, ())]
         self.called = {one.module for one in recording.returns}
         entrance: nn.Module = recording.key[0]
-        self.not_called = set(entrance.modules()) - self.called  # inside of the entrance, and not called
+        self.not_called = set(entrance.modules()) - self.called  # modules inside of the entrance that are not called
         self._paths = paths
         self.num_replays = 0
 
     def times(self, num_returned: int) -> dict[str, int]:
-        """How often each module was called until the return before this one."""
+        """Return how often each module had been called at the given number of returns."""
         return Counter(self._paths[: self.returns[num_returned - 1].num_called] if num_returned else [])
 
 
 def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tuple[Reading, ...]:
-    """The readings without tensors that stay unmodified."""
+    """Return the readings in which some tensor is stored, without their tensors that stay unmodified."""
     kept: list[Reading] = []
     for reading in readings:
         stored = [storage != 0 and not is_left(storage) for storage in reading.storages]
@@ -187,7 +187,7 @@ def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tu
 
 
 class Replay:
-    """A program, the number of its returns so far, and the number of the first node, of one pass."""
+    """The progress of a pass that follows a program: the returns so far, and the number of its first node."""
 
     __slots__ = ("first", "num_returned", "program")
 
@@ -196,24 +196,28 @@ class Replay:
 
 
 class Replays:
-    """The programs of a model, and the hooks that they do not need; `report_nodes`: what `Watch` does with nodes that were searched."""
+    """Replays forward passes that equal earlier ones, and removes the hooks that this does not need.
+
+    `report_nodes` reports what nodes saved that were found by a search.
+    """
 
     def __init__(self, report_nodes: Callable[[Pass, list[tuple[int, Any]]], Any]) -> None:
         self._report_nodes = report_nodes
         self.receiver: Receiver | None = None  # None: all passes are followed in full
         self._programs: dict[Any, Program] = {}
-        self._last: dict[Any, tuple[list[Any], int]] = {}  # outline of the last pass, and how many before it had the same
-        self._num_needed = 1  # passes like the one before it, before a program is made
+        # by key: the outline of the last pass, and how many passes before it had the same
+        self._last: dict[Any, tuple[list[Any], int]] = {}
+        self._num_needed = 1  # how many passes must equal the one before them until a program is made
         self._taken_out: list[HookPlace] = []
         self.entrances = set[nn.Module]()  # modules that passes entered through, or are likely to
         self._lock = threading.Lock()  # passes may begin in several threads
 
     def report_to(self, receiver: Receiver) -> None:
-        """Replay passes for `receiver`."""
+        """Replay repeated passes from now on, and report the tensors that `receiver` stores."""
         self.receiver = receiver
 
     def key(self, entrance: nn.Module, arguments: Sequence[Tensor], is_held: tuple[bool, ...], modules: Iterable[nn.Module]) -> Any:
-        """What must be the same in passes that repeat each other, beyond their nodes; None if the pass is to be followed in full.
+        """Return what two passes must have in common to repeat each other, beside their nodes; None if the pass is followed in full.
 
         `is_held`: of a pass through a module, which of the arguments are the caller's, and not made by earlier passes.
         """
@@ -225,7 +229,7 @@ class Replays:
         return entrance, decides_by, sizes, is_held, casts, tuple([module.training for module in modules])
 
     def begin(self, current: Pass, key: Any, passes: list[Pass], places: HookPlaces) -> None:
-        """Begin a pass beside those running: it repeats an earlier one, or is recorded, or neither if `key` is None."""
+        """Begin a forward pass: replay an earlier one if `key` has a program, else record it; do neither if `key` is None."""
         program = self._programs.get(key) if key is not None else None
         if program is not None:
             program.num_replays += 1
@@ -236,12 +240,12 @@ class Replays:
             else:
                 self.receiver.begin_replay()
                 current.replay = Replay(program, current.calls[0].first)
-                if not passes:  # a running pass may be followed in full
+                if not passes:  # another running pass may be followed in full, and needs its hooks
                     self._take_out(places)
             passes.append(current)
 
     def record(self, current: Pass, output: Any, places: HookPlaces) -> None:
-        """Make a program of a pass that ended, if those before it recorded the same."""
+        """Make a program of a pass that has ended, if the passes before it recorded the same."""
         recording: Recording = current.recording
         assert self.receiver is not None
         recording.end_call(current, output)
@@ -258,7 +262,7 @@ class Replays:
             self._programs[key] = Program(recording, current.called, self.receiver.is_left)
 
     def read(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what is stored at the return of a module in a replayed pass."""
+        """Report the stored tensors of a module when it returns in a replayed pass."""
         replay: Replay = current.replay
         found_module, num_created, size, readings = replay.program.steps[replay.num_returned]
         if found_module is not module:
@@ -280,7 +284,7 @@ class Replays:
             set_grad_enabled(is_enabled)
 
     def _read_again(self, current: Pass, how: GraphPart | Search, values: Any) -> bool:
-        """Report what was read again behind `values`; False if it differs."""
+        """Report the tensors that are found in the recorded places from `values`; return False if the graph differs."""
         if type(how) is GraphPart:
             starts = (values.grad_fn,) if type(values) is Tensor else [tensor.grad_fn for tensor in tensors_in(values)]
             tensors, receiver, inputs = how.follow(starts), self.receiver, current.inputs
@@ -299,7 +303,7 @@ class Replays:
         return True
 
     def stop(self, current: Pass) -> None:
-        """Follow the rest of a pass that differs from the recorded one; what was not reported until now stays unmodified."""
+        """Stop replaying a pass that differs from the recorded one, and follow the rest; tensors not yet reported stay unmodified."""
         replay: Replay = current.replay
         current.replay, current.is_unsure = None, True
         current.times = replay.program.times(replay.num_returned)
@@ -311,14 +315,14 @@ class Replays:
         self.put_back()
 
     def clear(self) -> None:
-        """Forget all programs."""
+        """Forget all recorded passes, so that the next ones are followed in full."""
         self._programs.clear()
         self._last.clear()
 
     # --- hooks ---
 
     def _take_out(self, places: HookPlaces) -> None:
-        """Take out the hooks that no program needs: of modules that all of them call, and after calls in which nothing is stored.
+        """Remove the hooks that no program needs: before modules that all programs call, and after calls that store nothing.
 
         A program of another entrance need not call a module that is not inside of that. Entrances keep their hooks.
         """
@@ -335,7 +339,7 @@ class Replays:
             place.take_out()
 
     def put_back(self) -> None:
-        """Put back all hooks."""
+        """Register all hooks again that were taken out."""
         with self._lock:
             self._put_back()
 

@@ -34,7 +34,10 @@ SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
 class SavedReports:
-    """Calls `on_saved` for each tensor that the nodes of a pass saved; `Watch` says when to read which part of the graph."""
+    """Calls `on_saved` for each tensor that the nodes of a pass saved.
+
+    The subclass `Watch` decides when to read which part of the graph.
+    """
 
     def __init__(self, model: nn.Module, on_saved: Callable[[Saved], None], min_numel: int) -> None:
         self._min_numel, self._on_saved = min_numel, on_saved  # smaller tensors are not reported
@@ -42,12 +45,12 @@ class SavedReports:
         self._leaves = {path for path, m in model.named_modules() if next(m.children(), None) is None and m is not model}
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
-        self.collects_small = True  # in the running pass
+        self.collects_small = True  # whether the running pass collects names for `small`
         self._left_out, self._max_left_bytes = frozenset[str](), 0  # names of tensors that are not reported up to this size
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """`_report`; from the segment of the last pass where this one came to the same point."""
+        """Report new saved tensors as `_report` does, but without a search of the graph if the last pass was at the same point."""
         key = current.calls[-1].path, before is not None
         segment = current.parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
         tensors = segment.read_again(current, values, before) if segment is not None else None
@@ -65,7 +68,7 @@ class SavedReports:
             self._report_tensors(current, tensors)
 
     def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
-        """Report tensors in places that an earlier pass reported."""
+        """Report saved tensors that were found where an earlier pass found its own."""
         is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
         set_grad_enabled(False)
         try:
@@ -80,7 +83,7 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the new nodes behind `values`, each under the innermost running call that created it.
+        """Report the saved tensors of new nodes that lead to `values`, each under the innermost running call that created it.
 
         `before`: the first sequence number of the call whose arguments `values` are; None where they are outputs.
         """
@@ -134,7 +137,7 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report one tensor that a node saved; None if it is too small, or left out."""
+        """Report a tensor that an autograd node saved, and return its description; None if it is too small, or is left out."""
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None
@@ -158,7 +161,7 @@ class SavedReports:
         return saved.name in self._left_out and saved.tensor is not None and packable_bytes(saved.tensor) <= self._max_left_bytes
 
     def _report_input(self, saved: Saved) -> bool:
-        """Report an input of a checkpoint; False if it is too small."""
+        """Report a saved input of a checkpoint; return False if it is too small to be packed."""
         assert saved.tensor is not None
         if saved.tensor.numel() < self._min_numel:
             if self.collects_small:

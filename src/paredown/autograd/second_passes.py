@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from paredown.autograd.graph import Pass, Saved, has_storage, kind_of
 from paredown.autograd.operations import is_large_in_second_pass, is_stored_in_second_pass
 
-Store = Callable[[Saved], Any]  # stores a saved tensor: an object whose tensor() is the unpacked one, None to leave it unmodified
+Store = Callable[[Saved], Any]  # saved tensor -> an object whose tensor() returns it unpacked, None to leave it unmodified
 top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """Takes hooks in the place of a saved-tensor handle, for tensors that a second forward pass saves."""
+    """Stands in for autograd's handle of a saved tensor, and keeps the pack and unpack hooks that are registered on it."""
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -39,12 +39,15 @@ class CapturedHooks:
         self.unpack: Callable[[Any], Tensor] | None = None
 
     def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Keep what `pack` returns."""
+        """Call `pack` with the tensor, and keep its result and `unpack`."""
         self.packed, self.unpack = pack(self._tensor), unpack
 
 
 class RecomputedSave:
-    """What is stored for one tensor of a second forward pass; torch compares its shape, dtype and device with those of the first."""
+    """The stored form of a tensor that a checkpointed layer saves in backward, when it runs again.
+
+    torch compares its shape, dtype and device with those of the first forward pass.
+    """
 
     __slots__ = ("device", "dtype", "shape", "stored")
 
@@ -52,12 +55,12 @@ class RecomputedSave:
         self.stored, self.shape, self.dtype, self.device = stored, tensor.shape, tensor.dtype, tensor.device
 
     def tensor(self) -> Tensor:
-        """The unpacked tensor."""
+        """Return the unpacked tensor."""
         return self.stored.tensor()
 
 
 def stored_operand(node: Any) -> Any:
-    """What a second forward pass stored for the operand `self` of an operation, by the operation's node; None if it is no such node."""
+    """Return the stored form of the operand `self` that an operation of a second forward pass saved; None for other nodes."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -65,17 +68,17 @@ def stored_operand(node: Any) -> Any:
 
 
 class _State:
-    """What the dictionaries of one frame share."""
+    """The state that the dictionaries of one checkpoint's frame share."""
 
     __slots__ = ("is_compared", "save")
 
     def __init__(self) -> None:
-        self.save: RecomputedSave | None = None  # for the tensor that torch is about to store
+        self.save: RecomputedSave | None = None  # the stored form of the tensor that torch is about to store
         self.is_compared = False  # whether torch compares the passes, and needs no values
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """Handle -> tensor of one backward, as torch.utils.checkpoint stores them; packed tensors are unpacked when they are read."""
+    """A dictionary of the tensors of one backward, as torch.utils.checkpoint keeps; packed ones are unpacked when they are read."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """Number of a backward -> its tensors."""
+    """A dictionary with the tensors of each backward by its number, as torch.utils.checkpoint keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ FRAME = ("recompute_fn", "recomputed", "check_recomputed_tensors_match")  # priv
 
 
 class RecomputedLayer:
-    """A checkpointed layer whose second forward passes store large tensors packed.
+    """A checkpointed layer that stores large tensors packed when backward runs it again.
 
     `hooked`: what the operations of its first forward pass saved. `begin` starts a second one, and returns the function that stores.
     """
@@ -121,7 +124,7 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Store what the second forward pass of this checkpoint saves; of one that saved another number of tensors nothing is stored."""
+        """Let a checkpoint of this layer store what its second forward pass saves; do nothing if it saved another number of tensors."""
         is_known = all(hasattr(frame, name) for name in FRAME)
         if not is_known or len(frame.weak_holders) != len(self.saves) or not any(self.saves):
             return
@@ -141,7 +144,7 @@ class RecomputedLayer:
 
 
 def _compare(reference: weakref.ref[Any], number: Any) -> None:
-    """torch's comparison of both forward passes, by shape, dtype and device."""
+    """Compare both forward passes as torch does, by shape, dtype and device, without unpacking any tensor."""
     frame = reference()
     assert frame is not None
     state: _State = frame.recomputed.state
@@ -161,11 +164,11 @@ class SecondPass:
         self._place, self._store = 0, layer.begin()
         inputs = frozenset(t.untyped_storage()._cdata for t in args if isinstance(t, Tensor) and has_storage(t))
         self._forward = Pass(inputs, layer.modules, [])  # inputs were packed before, and their decoded copies stay
-        # not torch.autograd.graph.saved_tensors_hooks, which would refer to this object as this object to it
+        # not torch.autograd.graph.saved_tensors_hooks: it and this object would refer to each other, and outlive backward
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is stored in the place of `tensor`, for the second graph; the checkpoint gets it too."""
+        """Store `tensor` if it is large, and return the object that autograd holds in its place."""
         place, self._place = self._place, self._place + 1
         save = self._save(place, tensor) if place < len(self._saves) and self._saves[place] is not None else None
         self._state.save = save
@@ -188,15 +191,15 @@ class SecondPass:
         return RecomputedSave(stored, tensor) if stored is not None else None
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor, where backward runs through the second graph."""
+        """Return the tensor that autograd reads in backward."""
         return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove these saved-tensor hooks."""
         hooks: Any = top_default_hooks(True)
         if hooks is not None and hooks[0] == self.pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-        del self._store  # and what it remembers of the pass
+        del self._store  # frees what the receiver stored for this pass
 
 
 class ReentrantSaves:
@@ -210,7 +213,7 @@ class ReentrantSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward that runs the layer again is the one that runs now; one that raised ended without a word."""
+        """Whether the backward that ran the layer again still runs; one that raised ends without notice."""
         return self._backward == running_backward()
 
     def __call__(self, saved: Saved) -> None:
@@ -229,5 +232,5 @@ class ReentrantSaves:
 
 
 def running_backward() -> int:
-    """The number of the backward that runs in this thread; -1 if none does."""
+    """Return the number of the backward that runs in this thread; -1 if none does."""
     return torch._C._current_graph_task_id()

@@ -21,19 +21,19 @@ log = logging.getLogger("paredown")
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """`x` encoded into codes and scales; `given` holds scales to use."""
+    """Return `x` encoded into codes and scales; `given` holds scales to use."""
     kernels = _kernels(x, encoding, "encode")
     return kernels.encode_rows(x, encoding, given) if kernels else cpu.encode_rows(x, encoding, given)
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """`out`, filled with the decoded values of `parts`."""
+    """Write the decoded values of `parts` into `out`, and return it."""
     kernels = _kernels(out, encoding, "decode")
     return (kernels or cpu).decode_rows(parts, encoding, out)
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """A function that decodes `parts` into any contiguous tensor of rows * cols values, for repeated use."""
+    """Return a function that decodes `parts` into any contiguous tensor of rows * cols values, for repeated use."""
     assert parts.codes is not None
     kernels = _kernels(parts.codes, encoding, "decode")
     if kernels is not None:
@@ -42,13 +42,13 @@ def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Cal
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """`out`, filled with decode(encode(x))."""
+    """Write decode(encode(x)) into `out`, and return it."""
     kernels = _kernels(x, encoding, "round_trip")
     return (kernels or cpu).round_trip_rows(x, encoding, given, out)
 
 
 def largest_finite(x: Tensor) -> Tensor:
-    """The largest finite magnitude of `x` as a float32 scalar tensor; 0 if no value is finite."""
+    """Return the largest finite magnitude of `x` as a float32 scalar tensor; 0 if no value is finite."""
     kernels = _kernels(x, None, "largest_finite")
     return (kernels or cpu).largest_finite(x)
 
@@ -65,7 +65,7 @@ def _kernels(x: Tensor, encoding: Encoding | None, job: str) -> ModuleType | Non
 
 @cache
 def find_kernels() -> ModuleType | None:
-    """The module of Triton kernels; None if Triton is not installed."""
+    """Return the module of Triton kernels; None if Triton is not installed."""
     if find_spec("triton") is None:
         return None
     from paredown.codec import kernels  # needs Triton, which CPU builds of torch come without

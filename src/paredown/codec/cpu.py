@@ -40,7 +40,10 @@ LOOPS = "paredown.codec.loops"
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None = None) -> PackedParts:
-    """`reference.encode_rows`; `x` is (rows, cols). `bits`: int32 random bits of the values, instead of those of the seed."""
+    """Return the same codes and scales as `reference.encode_rows`; `x` is (rows, cols).
+
+    `bits`: int32 random bits of the values, instead of those of the seed.
+    """
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     loops = find_loops(x)
     if loops is not None:
@@ -57,7 +60,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """`reference.decode_rows` into `out` (rows, cols), which is contiguous."""
+    """Write the values that `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return it."""
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
@@ -70,7 +73,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """`reference.round_trip_rows` into `out` (rows, cols); both are contiguous."""
+    """Write the values that `reference.round_trip_rows` returns into `out`, and return it; `x` and `out` are contiguous (rows, cols)."""
     loops = find_loops(x)
     if loops is not None:
         parts = given if given is not None else PackedParts()
@@ -84,7 +87,7 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, ou
 
 
 def largest_finite(x: Tensor) -> Tensor:
-    """The largest finite magnitude of (rows, cols) as a float32 scalar tensor; 0 if no value is finite."""
+    """Return the largest finite magnitude of `x`, (rows, cols), as a float32 scalar tensor; 0 if no value is finite."""
     loops = find_loops(x)
     if loops is not None:
         return torch.tensor(loops.largest_finite(bytes_of(x), _call(loops, x, PackedParts())))
@@ -96,7 +99,7 @@ def largest_finite(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Tensor:
-    """`reference.random_bits`, as int32 of the same bits."""
+    """Return the random bits of `reference.random_bits` as int32, (count,)."""
     out = torch.empty(count, dtype=torch.int32, device=device)
     loops = find_loops(out)
     if loops is None:
@@ -106,7 +109,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
-    """Fill `out` with the mask of flat `x` (`codec/recompute.py`), if there are compiled loops; returns whether there are."""
+    """Write the mask of flat `x` (codec/recompute.py) into `out` if there are compiled loops, and return whether there are."""
     loops = find_loops(x)
     if loops is None or x.dtype not in MASKED:
         return False
@@ -116,7 +119,10 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
 
 
 def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
-    """Fill flat `out` with `inside` (one value, or one for each) where the bit is 1, else with the one value `outside`; as `pack_mask`."""
+    """Write `inside` (one value, or one for each) into flat `out` where the bit is 1, else the one value `outside`.
+
+    Returns whether there are compiled loops, without which nothing is written.
+    """
     loops = find_loops(out)
     if loops is None:
         return False
@@ -138,7 +144,7 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """The compiled loops, for a tensor on the CPU where numba is installed; None for small ones while waiting for them costs less."""
+    """Return the compiled loops for a tensor on the CPU; None without numba, or if importing it takes longer than the reference."""
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -150,25 +156,25 @@ def find_loops(x: Tensor) -> ModuleType | None:
 
 
 def load_loops() -> None:
-    """Import the compiled loops if numba is installed, so that what comes next takes the same memory and time in any process."""
+    """Import the compiled loops if numba is installed, so that the calls that follow take the same memory and time in any process."""
     _patience.left = 0
     find_loops(torch.empty(1))
 
 
 @cache
 def has_numba() -> bool:
-    """Whether the compiled loops can be used."""
+    """Return whether the compiled loops can be used."""
     return find_spec("numba") is not None
 
 
 class Patience:
-    """Counts the values that the reference has encoded and decoded. The choice changes no bits."""
+    """Counts the values that the reference has encoded and decoded, which decide when numba is imported. They change no bits."""
 
     def __init__(self) -> None:
         self.left = PATIENCE
 
     def lasts(self, numel: int) -> bool:
-        """Whether the reference should compute another `numel` values."""
+        """Return whether the reference should still compute `numel` values, before numba is imported."""
         self.left -= numel + CALL
         return self.left > 0
 
@@ -199,12 +205,12 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
-    """The memory of parts as `loops.Parts`."""
+    """Return codes, scales and minimums as the arrays that the compiled loops take."""
     return loops.Parts(*map(bytes_of, (parts.codes, parts.scales, parts.minimums)))
 
 
 def bytes_of(x: Tensor | None) -> Any:
-    """The memory of a contiguous tensor as an array, which is valid for as long as the tensor is; six times as quick as `array_of`."""
+    """Return the memory of a contiguous tensor as an array of bytes, valid while the tensor lives; six times as quick as `array_of`."""
     if x is None or x.nbytes == 0:
         return NO_BYTES
     assert x.is_contiguous(), "loops read the memory of contiguous tensors"
@@ -213,18 +219,21 @@ def bytes_of(x: Tensor | None) -> Any:
 
 @lru_cache(maxsize=4096)
 def _buffer(num_bytes: int) -> Any:
-    """The type of memory of this size."""
+    """Return the ctypes array type of so many bytes."""
     return ctypes.c_uint8 * num_bytes
 
 
 def array_of(x: Tensor) -> Any:
-    """The memory of a tensor as an array. `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls."""
+    """Return the memory of a tensor as an array.
+
+    `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls.
+    """
     return np.from_dlpack(x)
 
 
 @lru_cache(maxsize=1024)
 def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any]:
-    """An encoding as a record of `loops.NUMBERS`, and its `loops.Tables`."""
+    """Return an encoding in the form that the compiled loops take: a record of `loops.NUMBERS`, and `loops.Tables`."""
     from paredown.codec import loops
 
     element, scale, is_nonfinite = format.element, format.scale, overflow is Overflow.NONFINITE
@@ -264,7 +273,10 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
 
 
 def _scale_numbers(scale: Element | None) -> dict[str, float]:
-    """Of a scale that is stored as a code: code = (bits of a float64, rounded up) - offset, or below the smallest normal value in steps."""
+    """Return the numbers that describe a scale stored as a code; zeros for other scales.
+
+    code = (bits of a float64, rounded up) - offset, or below the smallest normal value in steps.
+    """
     if scale is None or scale.width != 8:
         values: tuple[float, ...] = (0, 0, 0, 0, 0, 0.0, 0.0)
     elif scale.kind is ElementKind.TABLE:  # e8m0: 2^-127 is code 0, and what is past the largest gets the code of NaN
@@ -279,7 +291,7 @@ def _scale_numbers(scale: Element | None) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def _table(element: Element | None) -> Any:
-    """The values of all codes; empty for elements wider than 8 bits, whose values are computed."""
+    """Return the values of all codes of an element; an empty array for elements wider than 8 bits, whose values are computed."""
     if element is None or element.width > 8:
         return NO_FLOATS
     return np.array(element.values(), np.float32)  # no memory of torch, which the first measured step would be charged for
@@ -287,7 +299,7 @@ def _table(element: Element | None) -> Any:
 
 @lru_cache(maxsize=256)
 def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """The thresholds and signs of `loops.Tables`."""
+    """Return the thresholds between the values of a table, and the signs, in the form that the compiled loops take."""
     values, up = np.array(element.table, np.float32), np.float32(np.inf)
     below, above = values[:-1], values[1:]
     if rounding is Rounding.STOCHASTIC:
@@ -313,7 +325,10 @@ def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
 
 @contextmanager
 def one_thread(x: Tensor) -> Generator[None]:
-    """A context in which operations on the pieces of `x` start no threads; nothing changes for small tensors and on a GPU."""
+    """Run operations on the pieces of `x` without more threads inside of a `with` block.
+
+    Nothing changes for small tensors and on a GPU.
+    """
     before = torch.get_num_threads() if x.numel() > FORKED_NUMEL and x.device.type == "cpu" else 1
     if before == 1:
         yield
@@ -326,12 +341,12 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, rows: int, cols: int, *, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """`pieces` of whole blocks and bytes."""
+    """Yield slices as `pieces` does that consist of whole blocks and bytes."""
     return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=PIECE if device.type == "cpu" else GPU_PIECE)
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """(row, column) slices that cover rows x cols, about `size` values each: whole rows, or parts of one row.
+    """Yield (row, column) slices that cover rows x cols, about `size` values each: whole rows, or parts of one row.
 
     >>> list(pieces(3, 2, unit=8, size=100))
     [(slice(0, 3, None), slice(0, 2, None))]
@@ -360,7 +375,7 @@ def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice)
 
 
 def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice) -> Tensor | None:
-    """The random bits of a piece; None if the rounding uses none."""
+    """Return the random bits of a piece; None if the rounding uses none."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
     start = encoding.seed.first_index + r.start * x.shape[1] + c.start

@@ -63,7 +63,7 @@ SCALES = ("fp32", "bf16", "e8m0")
 
 
 def covers(format: Format) -> bool:
-    """Whether the functions below support this format."""
+    """Return whether the functions below support this format."""
     element = format.element
     if format.block is None or format.scale is None:
         return element in CASTS
@@ -75,7 +75,7 @@ def covers(format: Format) -> bool:
 
 
 def encode_in_graph(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow, keys: Tensor | None) -> tuple[Tensor, ...]:
-    """(codes, scales, minimums) of 1-D contiguous `x`, the last two if the format has them.
+    """Return (codes, scales, minimums) of 1-D contiguous `x`, the last two if the format has them.
 
     `keys`: None, or for stochastic rounding the two words of `keys_in_graph` as int32 or int64. Index 0 is the first value of `x`.
     """
@@ -98,7 +98,7 @@ def encode_in_graph(x: Tensor, format: Format, rounding: Rounding, overflow: Ove
 
 
 def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype: torch.dtype, *, in_order: bool = False) -> Tensor:
-    """The 1-D `numel` values of what `encode_in_graph` returned. Finite values past float16's largest stay finite.
+    """Return the `numel` values, 1-D, of what `encode_in_graph` returned. Finite values past float16's largest stay finite.
 
     `in_order`: the bytes hold neighbours, as in the reference.
     """
@@ -118,7 +118,10 @@ def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype
 
 
 def largest_in_graph(x: Tensor, parts: tuple[Tensor, ...], format: Format) -> Tensor:
-    """The largest magnitude that the scales and minimums of encoded `x` allow; max |x| without a block. NaN where `x` is not finite."""
+    """Return the largest magnitude that the scales and minimums of encoded `x` allow; max |x| without a block.
+
+    NaN if `x` is not finite.
+    """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()
         return torch.where(largest < inf, largest, nan)
@@ -141,7 +144,7 @@ def _check(format: Format, rounding: Rounding, keys: Tensor | None) -> None:
 
 
 def keys_in_graph(step: Tensor, seed: int, tensor_id: int) -> Tensor:
-    """The words of `Seed(seed, tensor_id, step).keys()` as (2,) int32, from `step`, an int64 tensor of one number."""
+    """Return the words of `Seed(seed, tensor_id, step).keys()` as (2,) int32, from `step`, an int64 tensor of one number."""
     k0, k1 = (_signed(key) for key in Seed(seed, tensor_id).base_keys())
     base = torch.where(torch.arange(2, device=step.device) == 0, k0, k1).to(torch.int32)
     x = (base ^ _word(step.reshape(1))) + _signed(hashing.KEY_SALTS[0])
@@ -151,7 +154,7 @@ def keys_in_graph(step: Tensor, seed: int, tensor_id: int) -> Tensor:
 
 
 def random_bits(index: Tensor, keys: Tensor) -> Tensor:
-    """`reference.random_bits` of the elements `index` (int32 below 2^31, or int64), as int32 of the same bits."""
+    """Return `reference.random_bits` of the elements `index` (int32 below 2^31, or int64), as int32 of the same bits."""
     k0, k1 = _word(keys[0]), _word(keys[1])
     low = _word(index) ^ 0  # without an xor, Inductor turns the product into a symbolic index, in which it overflows
     x = low * _signed(hashing.INDEX_STEP) + k0
@@ -173,7 +176,7 @@ def _indices(count: int, device: torch.device) -> Tensor:
 
 
 def _word(x: Tensor) -> Tensor:
-    """The low 32 bits as int32."""
+    """Return the low 32 bits of integers as int32."""
     return x if x.dtype is torch.int32 else (((x & WORD) ^ (1 << 31)) - (1 << 31)).to(torch.int32)
 
 
@@ -182,7 +185,7 @@ def _signed(word: int) -> int:
 
 
 def _shifted(x: Tensor, shift: int) -> Tensor:
-    """x >> shift of int32, filled with zeros."""
+    """Return int32 `x` shifted right, with zeros in place of copies of the sign bit."""
     return (x >> shift) & ((1 << (32 - shift)) - 1)
 
 
@@ -190,7 +193,10 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
 
 
 def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Codes of `y`, which exceeds the element by rounding error alone: int32 for integers, uint8 for floats."""
+    """Return the codes of scaled values `y`: int32 for integers, uint8 for floats.
+
+    `y` exceeds the element's range by rounding error alone.
+    """
     largest = element.max_value
     if element.kind is ElementKind.FLOAT:
         return _rounded(y.clamp(-largest, largest), element, rounding, bits).to(CASTS[element]).view(torch.uint8)
@@ -206,7 +212,10 @@ def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor |
 
 
 def _cast_codes(y: Tensor, element: Element, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Codes without a block. Inf and NaN of 8 bits are set as codes, since casts to float8 saturate on some devices only."""
+    """Return the codes of values in a format without a block.
+
+    Inf and NaN of 8 bits are set as codes, since casts to float8 saturate on some devices only.
+    """
     largest = element.max_value
     if overflow is Overflow.SATURATE:
         y = y.clamp(-largest, largest)
@@ -224,7 +233,10 @@ def _cast_codes(y: Tensor, element: Element, overflow: Overflow, rounding: Round
 
 
 def _past(a: Tensor, element: Element, rounding: Rounding) -> Tensor:
-    """Whether magnitudes from `_rounded` exceed the largest value; nearest_even has still to round them."""
+    """Return whether values that `_rounded` returned exceed the largest value of the element.
+
+    With nearest_even they are not rounded yet.
+    """
     if rounding is not Rounding.NEAREST_EVEN:
         return a > element.max_value
     middle = element.max_value + (element.max_value - element.value(element.max_code - 1)) / 2
@@ -232,7 +244,7 @@ def _past(a: Tensor, element: Element, rounding: Rounding) -> Tensor:
 
 
 def _rounded(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """`y` (not NaN) rounded to a multiple of the element's step, as float32; unchanged for nearest_even, which the cast rounds."""
+    """Return `y` (not NaN) rounded to a multiple of the element's step, as float32; unchanged for nearest_even, which the cast rounds."""
     if rounding is Rounding.NEAREST_EVEN:
         return y
     a, smallest, dropped = y.abs(), 2.0**element.min_exponent, 23 - element.mantissa_bits
@@ -248,7 +260,7 @@ def _rounded(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | Non
 
 
 def _addend(rounding: Rounding, bits: Tensor | None, num_bits: int) -> Tensor | int:
-    """What is added to a number before its lowest `num_bits` bits are dropped."""
+    """Return the number that is added before the lowest `num_bits` bits of another one are dropped, so that it is rounded."""
     if bits is not None:
         return _shifted(bits, 32 - num_bits)
     return 1 << (num_bits - 1) if rounding is Rounding.NEAREST_AWAY else 0
@@ -258,7 +270,7 @@ def _addend(rounding: Rounding, bits: Tensor | None, num_bits: int) -> Tensor | 
 
 
 def _choose_scales(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The stored scales, and scales and minimums as float32, (num_blocks,) each."""
+    """Return the stored scales, and scales and minimums as float32, (num_blocks,) each."""
     if format.minimum is None:
         largest, minimum = reduce(torch.maximum, [lane.abs() for lane in _lanes(x, format, 0.0)]).amax(1), None
     else:
@@ -272,7 +284,7 @@ def _choose_scales(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def _stored_scales(scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """`scale` rounded up, as stored and as float32. What is not finite, before or after, becomes NaN."""
+    """Return the scales rounded up, as stored and as float32; those that are not finite, before or after, become NaN."""
     assert format.scale is not None
     if format.scale.name == "e8m0":
         codes = torch.where(scale < inf, _e8m0_codes(scale), 255).to(torch.uint8)
@@ -285,12 +297,12 @@ def _stored_scales(scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def _bf16_away_from_zero(x: Tensor, away: Tensor) -> Tensor:
-    """The bf16 value next to `x` as float32: the one of larger magnitude where `away`, else the smaller one."""
+    """Return the bf16 value next to `x` as float32: the one of larger magnitude where `away`, else the smaller one."""
     return ((x.view(torch.int32) + away.to(torch.int32) * 0xFFFF) & -0x10000).view(torch.float32)
 
 
 def _e8m0_codes(scale: Tensor) -> Tensor:
-    """The exponent of the power of two at or above `scale` >= 0, plus 127; 0 up to 2^-127."""
+    """Return the e8m0 codes of scales, rounded up to a power of two: its exponent plus 127, or 0 up to 2^-127."""
     bits = scale.view(torch.int32)
     return torch.where(bits <= 0x400000, 0, (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32))
 
@@ -309,14 +321,16 @@ def _stored_dtype(element: Element) -> torch.dtype:
 
 
 def lanes_per_block(format: Format) -> int:
-    """Values of a block that share a byte; 1 if each has its own, or if bytes hold neighbours, as in the reference."""
+    """Return how many codes share a byte in the layout of lanes; 1 if a byte holds one code, or neighbours as in the reference."""
     per_byte = 8 // format.element.width
     assert format.block
     return 1 if format.block % per_byte else per_byte
 
 
 def _lanes(x: Tensor, format: Format, fill: float) -> list[Tensor]:
-    """1-D `x`, padded with `fill`, as (num_blocks, part) for each value of a byte.
+    """Return the values whose codes share bytes, as one tensor (num_blocks, part) for each place in a byte.
+
+    `x` is 1-D and padded with `fill`.
 
     They are separate tensors, so that all of encode has one shape: Inductor stores the result of some 30 operations, and fuses
     the next ones only if their shape is the same.
@@ -328,12 +342,15 @@ def _lanes(x: Tensor, format: Format, fill: float) -> list[Tensor]:
 
 
 def _own_buffer(x: Tensor) -> Tensor:
-    """1-D contiguous `x`. Inductor stores the input of as_strided, which it would otherwise compute again for every value."""
+    """Return `x`, 1-D and contiguous, in a form that Inductor writes to memory.
+
+    Inductor stores the input of as_strided, which it would otherwise compute again for every value.
+    """
     return x.as_strided((x.shape[0],), (1,))
 
 
 def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
-    """1-D bytes of the codes of every lane, (num_blocks, part) each."""
+    """Return the codes of all lanes packed into bytes, 1-D; each lane is (num_blocks, part)."""
     width = format.element.width
     if len(lanes) > 1:
         shifted = [lane << (width * i) if i else lane for i, lane in enumerate(lanes)]
@@ -345,7 +362,10 @@ def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Tensor:
-    """The 1-D integers of bytes from `_packed`, or of bytes that hold neighbours. Few operations: each takes time to compile."""
+    """Return the codes in bytes as `numel` integers, 1-D. `in_order`: the bytes hold neighbours.
+
+    It has few operations, since each takes time to compile.
+    """
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return packed.to(torch.int8) if is_signed else packed
@@ -358,14 +378,17 @@ def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Ten
 
 
 def _join_neighbours(codes: Tensor, width: int) -> Tensor:
-    """Bytes of 1-D codes, each of `8 // width` neighbours."""
+    """Return 1-D codes packed into bytes, as many neighbours in each as fit."""
     per_byte = 8 // width
     num_bytes = _ceil_div(codes.shape[0], per_byte)
     return _joined(_padded(codes, num_bytes * per_byte, 0).view(num_bytes, per_byte, 1), width).flatten()
 
 
 def _joined(codes: Tensor, width: int) -> Tensor:
-    """(n, 8 / width, part) int32 as (n, part) uint8. Inductor unrolls sums of fewer than 8 numbers, so 8 are summed in two steps."""
+    """Return codes, (n, 8 / width, part) int32, packed into bytes, (n, part) uint8.
+
+    Inductor unrolls sums of fewer than 8 numbers, so 8 are summed in two steps.
+    """
     shifts = torch.arange(0, 8, width, dtype=torch.int32, device=codes.device)
     fields = codes << shifts.view(-1, 1)
     if width == 1:
@@ -374,7 +397,9 @@ def _joined(codes: Tensor, width: int) -> Tensor:
 
 
 def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
-    """(num_blocks,) repeated to (numel,). Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %).
+    """Return one value for each block, (num_blocks,), repeated for each value, (numel,).
+
+    Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %).
 
     A short last block takes computed indices: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks
     and drops the rest.
@@ -401,7 +426,7 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def pack_mask_in_graph(mask: Tensor) -> Tensor:
-    """1-D bool as uint8, eight flags a byte, the first lowest; the last byte is padded with zeros."""
+    """Return 1-D bool as uint8, eight flags a byte, the first lowest; the last byte is padded with zeros."""
     num_bytes = _ceil_div(mask.shape[0], 8)
     flags = _padded(mask.to(torch.int32), num_bytes * 8, 0).view(num_bytes, 8)
     # One sum of 8 numbers is a reduction to Inductor, which reads memory in order: 122 us for 2^27.6 values on one H200, 205 us unrolled.
@@ -410,6 +435,6 @@ def pack_mask_in_graph(mask: Tensor) -> Tensor:
 
 
 def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:
-    """The first `numel` flags of `pack_mask_in_graph`, 1-D bool."""
+    """Return the first `numel` flags of `pack_mask_in_graph`, 1-D bool."""
     one_bit = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
     return _first((bits[:, None] & one_bit).reshape(-1), numel) != 0

@@ -30,7 +30,10 @@ _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 
 
 def encode(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
-    """[codes, scales] or [codes, scales, minimums] of 1-D contiguous `x`, each 1-D; `step`: one int32 on the device of `x`."""
+    """Return the 1-D parts [codes, scales] or [codes, scales, minimums] of 1-D contiguous `x`.
+
+    `step` is one int32 on the device of `x`.
+    """
     kernels = flat_encoder(x.shape[0], x.is_cuda, format, rounding, overflow, seed, tensor_id)
     if kernels is not None:
         return kernels(x, step)
@@ -41,7 +44,7 @@ def encode(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, s
 
 @lru_cache(maxsize=4096)
 def flat_encoder(numel: int, is_cuda: bool, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> Any:
-    """The kernels.FlatEncoder of tensors of one size, which takes little host time; None where there is no kernel."""
+    """Return the Triton encoder for tensors of one size, which takes little host time; None if there is no kernel."""
     kernels, how = backend.find_kernels() if is_cuda else None, _encoding(format, rounding, overflow)
     if kernels is None or not kernels.covers(how, "encode"):
         return None
@@ -49,7 +52,7 @@ def flat_encoder(numel: int, is_cuda: bool, format: str, rounding: str, overflow
 
 
 def part_kinds(numel: int, format: str, rounding: str, overflow: str) -> list[tuple[int, torch.dtype]]:
-    """Length and dtype of each of the parts that `encode` returns."""
+    """Return the length and dtype of each tensor that `encode` returns."""
     parts = _encoding(format, rounding, overflow).empty_parts(1, numel, device=torch.device("meta"), tensor_scale=None)
     return [(part.numel(), part.dtype) for part in parts.tensors()]
 
@@ -59,12 +62,12 @@ def _empty_parts(x: Tensor, _step: Tensor, format: str, rounding: str, overflow:
 
 
 def decode(parts: list[Tensor], format: str, in_order: bool, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
-    """`decode_in_graph` of a format with a block, as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the values that `decode_in_graph` computes, as the permutation `dims` of a contiguous tensor of `sizes`."""
     return decode_in_graph(tuple(parts), Format.parse(format), prod(sizes), dtype, in_order=in_order).view(sizes).permute(dims)
 
 
 def unpack_bits(bits: Tensor, sizes: list[int], dims: list[int]) -> Tensor:
-    """`unpack_mask_in_graph`, as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the mask that `unpack_mask_in_graph` unpacks, as the permutation `dims` of a contiguous tensor of `sizes`."""
     return unpack_mask_in_graph(bits, prod(sizes)).view(sizes).permute(dims)
 
 

@@ -76,7 +76,7 @@ class PackedTensor:
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """The scale of all block scales, where those are 8-bit floats."""
+        """The scale of all block scales, if those are 8-bit floats."""
         return self.parts.tensor_scale
 
     @property
@@ -86,11 +86,11 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and minimums; equal to `format.nbytes(shape)`."""
+        """The bytes of codes, scales and minimums; equal to `format.nbytes(shape)`."""
         return sum(t.nbytes for t in self.parts.tensors())
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, in the dtype and memory order that were encoded (or in `dtype`)."""
+        """Return the values, in the dtype and memory order that were encoded (or in `dtype`)."""
         if dtype is not None and dtype not in DTYPES:
             raise CodecError(f"decode returns float32, bfloat16 or float16, not {dtype}: decode to float32 and convert the result.")
         kernels = backend.find_kernels() if self.order == FLAT and self.codes.is_cuda else None
@@ -103,17 +103,17 @@ class PackedTensor:
         return out if self.order == FLAT else out.permute(_inverse(self.order))
 
     def to(self, device: torch.device | str | int) -> PackedTensor:
-        """The same packed tensor on `device`."""
+        """Return the same packed tensor on `device`."""
         if isinstance(device, torch.dtype):
             raise CodecError(f"a packed tensor moves between devices; for values in {device}, call p.decode({device}).")
         return self.mapped(lambda part: part.to(device))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedTensor:
-        """The packed tensor whose codes, scales and minimums are those that `function` returns for its own."""
+        """Return a packed tensor whose codes, scales and minimums are those that `function` returns for its own."""
         return replace(self, parts=PackedParts(*(t if t is None else function(t) for t in _all(self.parts))))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors, and the rest as JSON text under "header": for torch.save, or as safetensors and its metadata."""
+        """Return the parts as plain tensors, and the rest as JSON text under "header": for torch.save, or safetensors and its metadata."""
         tensors = dict(zip(PART_NAMES, _all(self.parts), strict=True))
         dtype = str(self.dtype).removeprefix("torch.")
         header = {"format": self.format.to_json(), "shape": list(self.shape), "dtype": dtype, "order": list(self.order)}
@@ -121,7 +121,7 @@ class PackedTensor:
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> PackedTensor:
-        """The packed tensor whose `state_dict()` is `state`."""
+        """Return the packed tensor whose `state_dict()` is `state`; raise CodecError for any other value."""
         if "header" not in state or "codes" not in state:
             raise CodecError(
                 f"the state of a packed tensor has 'header' and 'codes'; this one has {sorted(state)}. Give what state_dict() returned."
@@ -150,7 +150,7 @@ def encode(
     scales: PackedTensor | Tensor | str = COVER,
     order: str = "memory",
 ) -> PackedTensor:
-    """`x` packed in `format`.
+    """Return `x` packed in `format`.
 
     `overflow` defaults to NONFINITE without a block or for uintN without a minimum, and to SATURATE otherwise. `seed` is used by stochastic
     rounding only; pass a different one for each tensor and step: Seed(value, tensor=, step=). `scales`: "cover" (no value overflows),
@@ -171,7 +171,7 @@ def encode(
 
 
 def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> PackedTensor:
-    """`encode` without its checks, for a flat, contiguous tensor that requires no gradient; called for many tensors in a step."""
+    """Return `encode` of a flat, contiguous tensor that requires no gradient, without its checks; called for many tensors in a step."""
     if format.block is None or format.has_tensor_scale:
         return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
     overflow = overflow or default_overflow(format)
@@ -184,7 +184,7 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class FlatCodec(ABC):
-    """Encodes and decodes tensors of one size, dtype and device in every step: what depends on those is looked up once.
+    """Encodes and decodes tensors of one size, dtype and device in every step; values that depend on those are computed once.
 
     What `encode` returns is stored, and only the same codec reads it.
     """
@@ -198,27 +198,30 @@ class FlatCodec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> Any:
-        """`x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU.
+        """Return `x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU.
 
         `bits`, where `takes_address`, is filled with the mask of values above 0 in the same pass over `x`.
         """
 
     @abstractmethod
     def decode(self, stored: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """The values in memory order, as a new dense tensor with these sizes and strides."""
+        """Return the values in memory order, as a new dense tensor with these sizes and strides."""
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
-        """The stored values as a flat packed tensor."""
+        """Return what `encode` stored as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-        """Where `takes_address`: what `codec.recompute.DecodeSteps` compute from the values, in a new dense tensor (sizes, strides)."""
+        """Return what `codec.recompute.DecodeSteps` compute from the values, in a new dense tensor of `layout` (sizes, strides).
+
+        Only codecs with `takes_address` have this.
+        """
         raise NotImplementedError
 
 
 @final
 class PlainCodec(FlatCodec):
-    """Stores a `PackedTensor`; any device and format."""
+    """A codec that stores a `PackedTensor`, for any device and format."""
 
     __slots__ = ("_how", "_seed")
 
@@ -227,20 +230,20 @@ class PlainCodec(FlatCodec):
         self._how, self._seed = how, seed
 
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
-        """`x`, which is flat and contiguous, encoded."""
+        """Return `x`, which is flat and contiguous, encoded."""
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
 
     def decode(self, stored: PackedTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """The decoded values."""
+        """Return the decoded values, with these sizes and strides."""
         return stored.decode().as_strided(size, stride)
 
     def packed(self, stored: PackedTensor) -> PackedTensor:
-        """The stored tensor itself."""
+        """Return the stored tensor itself."""
         return stored
 
 
 def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> FlatCodec:
-    """The codec for `numel` values of the dtype and on the device of `like`; `how`: rounding and overflow, None for its default."""
+    """Return the codec for `numel` values of the dtype and on the device of `like`. `how`: rounding and overflow, None for its default."""
     kernels = backend.find_kernels() if like.is_cuda else None
     if kernels is None or format.block is None or not kernels.covers_recompute(format):
         return PlainCodec(numel, like.dtype, format, how, seed)
@@ -249,7 +252,7 @@ def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Ov
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """A function that decodes `packed` into any contiguous float tensor of its shape, for tensors that are decoded repeatedly.
+    """Return a function that decodes `packed` into any contiguous float tensor of its shape, for tensors that are decoded repeatedly.
 
     Everything that depends on size and format is looked up once. Codes that change in place later are read anew at each call.
     """
@@ -271,7 +274,7 @@ def round_trip(
     scales: PackedTensor | Tensor | str = COVER,
     order: str = "memory",
 ) -> Tensor:
-    """`x` rounded to values of `format`: decode(encode(x)), of the same shape and dtype. The gradient is that of the identity."""
+    """Return `x` rounded to values of `format`, decode(encode(x)), in the same shape and dtype. The gradient is that of the identity."""
     _check_tensor(x, "round_trip")
     encoding = _encoding(format, rounding, overflow, seed, scales)
     dims = _dims(x, encoding, scales, order)
@@ -279,7 +282,7 @@ def round_trip(
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The straight-through estimator: rounding in forward, the identity in backward."""
+    """The straight-through estimator: rounds in forward, and passes the gradient unchanged in backward."""
 
     @staticmethod
     def forward(x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
@@ -298,7 +301,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int, ...]:
-    """The dimensions of `x` from the outermost to the innermost, in the order of packing.
+    """Return the dimensions of `x` from the outermost to the innermost, in the order of packing.
 
     It is the order of the strides if `x` is dense and takes the same bytes of the format in that order, and 0, 1, 2, ... otherwise.
     """
@@ -313,7 +316,7 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """The order of dimensions in which `x` is packed; that of `scales` if this is a packed tensor."""
+    """Return the order of dimensions in which `x` is packed: its own, or that of `scales` if this is a packed tensor."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:
@@ -324,7 +327,7 @@ def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, or
 
 
 def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """(rows, cols), contiguous: a view where x is dense in that order, a copy otherwise."""
+    """Return `x` as contiguous (rows, cols): a view if x is dense in that order, a copy otherwise."""
     x = x.detach()
     if not x.is_contiguous() or dims != tuple(range(x.ndim)):
         x = x.permute(dims).contiguous()
@@ -332,7 +335,7 @@ def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
-    """A packed tensor from its header; `parts` are not checked yet."""
+    """Return a packed tensor from its header; `parts` are not checked yet."""
     try:
         header = json.loads(text)
         dtypes = {str(d).removeprefix("torch."): d for d in DTYPES}
@@ -403,12 +406,15 @@ def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: s
 
 
 def default_overflow(format: Format) -> Overflow:
-    """SATURATE with blocks, whose scales cover all values; NONFINITE without, and for uintN, which may receive negative values."""
+    """Return SATURATE for formats with blocks, whose scales cover all values; else NONFINITE.
+
+    uintN without a minimum, which may receive negative values, has NONFINITE too.
+    """
     return Overflow.SATURATE if format.block and (format.element.signed or format.minimum) else Overflow.NONFINITE
 
 
 def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
-    """The scales that the caller passed, checked; or the tensor scale, if the format has one; or None."""
+    """Return the scales that the caller passed, checked; or the tensor scale, if the format has one; or None."""
     format = encoding.format
     if isinstance(scales, str):
         if not format.has_tensor_scale:

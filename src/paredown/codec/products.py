@@ -74,7 +74,7 @@ _LIBRARY.define(f"{TRANSPOSED}(Tensor codes) -> Tensor")
 
 
 def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a matrix: codes of its shape in `element`, and one float32 for each row, (rows, 1)."""
+    """Return (codes, scales) of a matrix: codes of its shape in `element`, and one float32 for each row, (rows, 1)."""
     values, largest = x.float(), LARGEST[element]
     scales = values.abs().amax(-1, keepdim=True).clamp(min=MIN_MAGNITUDE) / largest
     scaled = (values / scales).clamp(-largest, largest)  # in backward of a compiled graph `x` may be a decoded tensor
@@ -82,7 +82,10 @@ def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
 
 
 def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(a b^T) * scales_a * scales_b^T of codes a (rows, n) and b (columns, n), as (rows, columns) of `dtype`; scales_b None: ones."""
+    """Return (a b^T) * scales_a * scales_b^T of codes a (rows, n) and b (columns, n), as (rows, columns) of `dtype`.
+
+    `scales_b` None stands for ones.
+    """
     scales_b = torch.ones_like(b[:, :1], dtype=torch.float32) if scales_b is None else scales_b
     if a.device.type != "cuda":
         return ((a.float() @ b.float().t()) * scales_a * scales_b.t()).to(dtype)
@@ -98,12 +101,12 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
 
 def quantize_columns(g: Tensor, factors: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of the columns of g * factors, as the rows of a matrix: `quantize_rows` of `transposed_codes`."""
+    """Return (codes, scales) of the columns of g * factors, as the rows of a matrix: `quantize_rows` of `transposed_codes`."""
     return quantize_rows(transposed_codes(g.float() * factors), element)
 
 
 def transposed_codes(codes: Tensor) -> Tensor:
-    """The transpose of a matrix, contiguous, with zeros up to a multiple of 16 columns: the operand of a product over its rows."""
+    """Return the transpose of a matrix, contiguous, with zeros up to a multiple of 16 columns: the operand of a product over its rows."""
     missing, transposed = -codes.shape[0] % MULTIPLE, codes.t()
     if missing:
         values = transposed.view(torch.int8) if codes.element_size() == 1 else transposed  # torch pads no 8-bit floats
@@ -112,7 +115,7 @@ def transposed_codes(codes: Tensor) -> Tensor:
 
 
 def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of the Triton kernels with this name, or the reference where Triton is missing."""
+    """Return a function that runs the Triton kernel with this name, or `reference` if Triton is missing."""
 
     def run(*args: Any) -> Any:
         kernels = backend.find_kernels()
@@ -122,8 +125,10 @@ def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(x: Tensor, *args: Any) -> Any:
-    """`quantize_columns` as plain torch in graphs of a CPU. On CUDA Inductor would fuse it into reductions that read along rows, whose
-    transposed writes took 10.6 of the 83 ms of a step (one H200); it calls the kernels there."""
+    """Return `quantize_columns` as plain torch in graphs of a CPU; NotImplemented on CUDA, where graphs call the kernels.
+
+    Inductor would fuse it into reductions that read along rows, whose transposed writes took 10.6 of the 83 ms of a step (one H200).
+    """
     has_kernels = x.device.type == "cuda" and backend.find_kernels() is not None
     return NotImplemented if has_kernels else quantize_columns(x, *args)
 
@@ -173,7 +178,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """(codes, scales) of `matrix`, a view of `x`."""
+        """Return (codes, scales) of `matrix`, a view of `x`; those of the last call if `x` is the same."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -188,11 +193,11 @@ class SharedCodes:
 
 
 class RowProduct(torch.autograd.Function):
-    """x W^T in codes; x is a matrix. Backward saves codes and scales of x, and W."""
+    """The product x W^T in codes; x is a matrix. Backward saves codes and scales of x, and W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
-        """The product in `dtype`; `given`: codes and scales of x, or None."""
+        """Return the product in `dtype`. `given`: codes and scales of x, or None."""
         with torch.autocast(x.device.type, enabled=False):
             codes, scales = given or torch.ops.paredown.quantize_rows(x, element)
             weight_codes, weight_scales = torch.ops.paredown.quantize_rows(weight, element)
@@ -204,7 +209,7 @@ class RowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """The gradients of x and W."""
+        """Return the gradients of x and W."""
         if torch.is_grad_enabled():
             raise RuntimeError(TWICE)
         codes, scales, weight = ctx.saved_tensors
@@ -221,7 +226,7 @@ class RowProduct(torch.autograd.Function):
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
-    """F.linear(x, weight, bias) by products of codes in `element`, in the dtype that F.linear returns. Sizes of `weight`: `covers`."""
+    """Return F.linear(x, weight, bias) by products of codes in `element`, in the dtype of F.linear. Sizes of `weight`: `covers`."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)
     matrix = x.reshape(-1, x.shape[-1])
@@ -233,7 +238,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, sha
 
 @cache
 def reason_without(element: str, device: torch.device) -> str:
-    """Why `device` cannot multiply codes in `element`, as a sentence; "" if it can."""
+    """Return why `device` cannot multiply codes in `element`, as a sentence; "" if it can."""
     needed, (other,) = CAPABILITIES[element], [name for name in ELEMENTS if name != element]
     if device.type == "cpu":
         return ""

@@ -44,7 +44,7 @@ PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
-    """The mask of dense `x` in its memory order (on a CPU `x` is flat): ceil(numel / 8) bytes."""
+    """Return the mask of dense `x` in its memory order (on a CPU `x` is flat), ceil(numel / 8) bytes."""
     kernels = backend.find_kernels() if x.is_cuda else None
     if kernels is not None:
         return kernels.pack_mask(x, low, high, empty_mask(x))
@@ -64,7 +64,7 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def empty_mask(x: Tensor) -> Tensor:
-    """Uninitialized memory for the mask of `x`."""
+    """Return uninitialized memory for the mask of `x`."""
     kernels, num_bytes = backend.find_kernels() if x.is_cuda else None, -(-x.numel() // 8)
     if kernels is None:
         return torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
@@ -72,7 +72,7 @@ def empty_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
-    """`out`, flat and contiguous, filled with `inside` where the bit is 1 and `outside` where it is 0."""
+    """Write `inside` into `out`, flat and contiguous, where the bit is 1 and `outside` where it is 0, and return it."""
     kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
@@ -89,7 +89,7 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
 
 
 def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
-    """`grad` where the bit is 1, else 0, as a new tensor; `grad` is dense, and the mask is in its memory order."""
+    """Return `grad` where the bit is 1, else 0, as a new tensor. `grad` is dense, and the mask is in its memory order."""
     kernels = backend.find_kernels() if grad.is_cuda else None
     if kernels is not None:
         return kernels.apply_mask(grad, bits, kernels.empty_strided(grad.size(), grad.stride(), grad.dtype, grad))
@@ -102,7 +102,7 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
 
 
 class ReluOutput(Tensor):
-    """The output of a ReLU of which the mask is stored: backward zeroes the gradient by the bits; other operations get an unpacked mask.
+    """The output of a ReLU of which only the mask is stored: backward reads the bits, other operations an unpacked mask.
 
     torch's backward of a ReLU reads 2 bytes of the gradient and 2 of the unpacked mask (in bf16), which unpacking has written; the bits are
     an eighth of a byte.
@@ -111,7 +111,7 @@ class ReluOutput(Tensor):
     _bits: Tensor
 
     def __new__(cls, bits: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> ReluOutput:
-        """A tensor of this size, dense in the order of the mask, without memory of its own."""
+        """Create a tensor of this size, dense in the order of the mask, without memory of its own."""
         made = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]
         made._bits = bits
         return made  # type: ignore[no-any-return]
@@ -138,7 +138,7 @@ class ReluOutput(Tensor):
 
 
 class Norm:
-    """Statistics and parameters of a norm: flat float32 tensors. `rstd` is the reciprocal of the standard deviation.
+    """The statistics and parameters of a norm: flat float32 tensors. `rstd` is the reciprocal of the standard deviation.
 
     Parameters are not copied: after one is modified in place, the output of the norm cannot be recomputed, and `check` raises.
     """
@@ -162,7 +162,7 @@ class Norm:
 
     @property
     def shape(self) -> tuple[int, int, bool, bool, bool]:
-        """What kernels are compiled for: channels, inner, by_row, whether there is a weight, whether there is a bias."""
+        """The constants that kernels are compiled for: channels, inner, by_row, whether there is a weight, whether there is a bias."""
         return self.channels, self.inner, self.by_row, self.weight is not None, self.bias is not None
 
     def _versions(self) -> tuple[int, int]:
@@ -170,7 +170,7 @@ class Norm:
         return 0 if weight is None else weight._version, 0 if bias is None else bias._version
 
     def check(self) -> None:
-        """Raise RuntimeError if the weight or bias was modified in place since."""
+        """Raise RuntimeError if the weight or bias was modified in place since the norm ran."""
         if self._versions() != self.versions:
             raise RuntimeError(
                 f"the weight or bias of a norm over {self.channels} values was modified in place between forward and backward, but "
@@ -180,7 +180,7 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """The functions to recompute after decoding: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
+    """Functions that are applied to decoded values: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
 
     norm: Norm | None = None
     activation: str = ""
@@ -188,7 +188,7 @@ class DecodeSteps:
 
 
 def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout | None = None) -> Tensor:
-    """The output of `steps` in `dtype` from a packed (or unpacked) flat input: flat, or with the dense `layout` (sizes, strides)."""
+    """Decode a flat input, packed or not, apply `steps`, and return the output in `dtype`: flat, or with `layout` (sizes, strides)."""
     if steps.norm is not None:
         steps.norm.check()
     size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))
@@ -204,7 +204,7 @@ def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dt
 
 
 def _norm_(x: Tensor, norm: Norm) -> None:
-    """Normalize in place: a second copy of an activation would add to the peak memory of a step."""
+    """Normalize `x` in place, since a second copy of an activation would add to the peak memory of a step."""
     rows = x.view(-1, norm.channels, norm.inner)
     shape = (-1, 1, 1) if norm.by_row else (1, -1, 1)
     rows.sub_(norm.mean.view(shape)).mul_(norm.rstd.view(shape))

@@ -49,14 +49,14 @@ from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULT
 
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
-    """int64 codes (rows, cols) as uint8 (rows, row_bytes)."""
+    """Return int64 codes (rows, cols) packed as uint8 (rows, row_bytes)."""
     if width > 8 and width % 8:
         return _pack(_to_bits(codes, width), 1)
     return _pack(codes, width)
 
 
 def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
-    """uint8 (rows, row_bytes) as int64 codes (rows, cols)."""
+    """Return packed codes, uint8 (rows, row_bytes), as int64 codes (rows, cols)."""
     if width > 8 and width % 8:
         bits = _unpack(packed, 1, cols * width).unflatten(1, (cols, width))
         return (bits << torch.arange(width, device=packed.device)).sum(2)
@@ -64,7 +64,7 @@ def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
 
 
 def _group(width: int) -> tuple[int, int]:
-    """(values, bytes) of the smallest whole number of bytes that holds whole values."""
+    """Return the smallest number of values whose codes fill whole bytes, and the number of these bytes."""
     return 8 // gcd(width, 8), width // gcd(width, 8)
 
 
@@ -120,13 +120,13 @@ class PackedParts:
     tensor_scale: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that are not None, in order."""
+        """Return the tensors that are not None, in order."""
         return [t for t in (self.codes, self.scales, self.minimums, self.tensor_scale) if t is not None]
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The arguments of `encode` other than the tensor."""
+    """How `encode` stores a tensor: format, rounding, overflow, seed, and the rule by which scales are chosen."""
 
     format: Format
     rounding: Rounding
@@ -135,7 +135,7 @@ class Encoding:
     rule: str = COVER
 
     def empty_parts(self, rows: int, cols: int, *, device: torch.device, tensor_scale: Tensor | None) -> PackedParts:
-        """Uninitialized tensors for the codes, scales and minimums of (rows, cols) values."""
+        """Return uninitialized tensors for the codes, scales and minimums of (rows, cols) values."""
         format, stored = self.format, {"fp32": torch.float32, "bf16": torch.bfloat16}
         codes = torch.empty((rows, format.row_bytes(cols)), dtype=torch.uint8, device=device)
         shape = (rows, format.blocks_per_row(cols))
@@ -148,7 +148,7 @@ class Encoding:
 
 
 def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Tensor:
-    """The 32 random bits of `count` elements from global index `start`, as int64 in 0..2^32-1."""
+    """Return the 32 random bits of `count` elements from global index `start`, as int64 in 0..2^32-1, (count,)."""
     k0, k1 = seed.keys()
     index = torch.arange(start, start + count, device=device, dtype=torch.int64)
     x = ((index & WORD) * INDEX_STEP + k0) & WORD
@@ -162,7 +162,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The codes (int64) of float32 `y`, and a mask of the values that have no code: past the largest one, or NaN.
+    """Return the codes (int64) of float32 `y`, and a mask of values without a code: past the largest value, or NaN.
 
     Under NONFINITE a value past the largest gets the code of inf or NaN where the element has one, and the nearest value otherwise.
     """
@@ -179,7 +179,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes of the nearest values of a float or integer element, and a mask of y past the largest or smallest value."""
+    """Return the codes that float or integer elements give to `y`, and a mask of `y` past the largest or smallest value."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -192,7 +192,7 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Magnitude codes (int64, not yet limited to the element's largest) of finite `a` >= 0: all rounding rules are here."""
+    """Return the codes of finite magnitudes `a` >= 0 by a rounding mode, int64 and not yet limited to the element's largest."""
     mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
     a = a.double()
     exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
@@ -218,7 +218,10 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes of the nearest values of a table, and a mask of y past its ends. Ties of e8m0 take the larger value, as in ml_dtypes."""
+    """Return the codes that a table of values gives to `y`, and a mask of `y` past its ends.
+
+    Ties of e8m0 take the larger value, as in ml_dtypes.
+    """
     values = torch.tensor(element.table, dtype=torch.float32, device=y.device)
     lowest, highest = table_limits(element, rounding)
     past = (y < lowest) | (y > highest)
@@ -239,7 +242,7 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 
 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
-    """The smallest and the largest float32 that round to a value of a table.
+    """Return the smallest and the largest float32 that round to a value of a table.
 
     They are its first and last value; but e8m0 rounds as a float does: down to any number above 0, and up to where 2^128 is nearer.
     """
@@ -250,7 +253,7 @@ def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
 
 
 def values_of(codes: Tensor, element: Element) -> Tensor:
-    """The float32 values of int64 `codes`."""
+    """Return the float32 values of int64 `codes`."""
     if element.width <= 16:
         return torch.tensor(element.values(), dtype=torch.float32, device=codes.device)[codes]
     magnitude = codes & (element.sign_code - 1)  # only floats are wider than 16 bits
@@ -272,7 +275,7 @@ def _sign_codes(y: Tensor, element: Element) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent as float64, exactly."""
+    """Return 2^exponent as float64, exactly."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
@@ -280,12 +283,12 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """(rows, cols) as (rows, blocks, block), a short last block padded with `fill`."""
+    """Return `x`, (rows, cols), as (rows, blocks, block), a short last block padded with `fill`."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
 
 
 def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The stored scales and minimums of float32 `x` (rows, cols), NaN where a block holds NaN or inf."""
+    """Return the stored scales and minimums of float32 `x` (rows, cols), NaN where a block holds NaN or inf."""
     format = encoding.format
     assert format.block and format.scale, "scales belong to blocks"
     low, high = in_blocks(x, format.block, torch.inf).amin(2), in_blocks(x, format.block, -torch.inf).amax(2)
@@ -304,7 +307,7 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 
 
 def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
-    """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn or another 8-bit float.
+    """Return the scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn or another 8-bit float.
 
     It is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn), so that their product has a finite inverse. With a minimum,
     which bf16 rounds down, the range of a block is at most 2 + 2^-6 times `largest`.
@@ -318,7 +321,9 @@ def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """`scale` rounded up to a value of `element`, as the stored tensor (uint8 codes for e8m0 and 8-bit floats). NaN stays NaN.
+    """Return `scale` rounded up to a value of `element`, as the stored tensor (uint8 codes for e8m0 and 8-bit floats).
+
+    NaN stays NaN.
 
     Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error alone; bf16 and
     e8m0 become inf or NaN.
@@ -334,7 +339,7 @@ def store_scale(scale: Tensor, element: Element) -> Tensor:
 
 
 def rounded_down(x: Tensor, element: Element) -> Tensor:
-    """The largest value of fp32 or bf16 that is at most `x`. NaN stays NaN."""
+    """Return the largest value of fp32 or bf16 that is at most `x`. NaN stays NaN."""
     if element.name == "fp32":
         return x
     truncated = (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
@@ -343,14 +348,17 @@ def rounded_down(x: Tensor, element: Element) -> Tensor:
 
 
 def ocp_scale(largest: Tensor, element: Element) -> Tensor:
-    """OCP MX: 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range; blocks of zeros get its smallest."""
+    """Return the scale of OCP MX, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
+
+    Blocks of zeros get its smallest value.
+    """
     exponent = torch.frexp(largest.double()).exponent - torch.frexp(torch.tensor(element.max_value)).exponent
     exponent = torch.where(largest > 0, exponent, -127).clamp(-127, 127)
     return _power_of_two(exponent).float()
 
 
 def scale_values(parts: PackedParts, format: Format) -> Tensor:
-    """The scales of every block as float32, (rows, blocks)."""
+    """Return the scales of every block as float32, (rows, blocks)."""
     assert parts.scales is not None and format.scale is not None
     scales = values_of(parts.scales.long(), format.scale) if parts.scales.dtype is torch.uint8 else parts.scales.float()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale
@@ -362,7 +370,9 @@ def scale_values(parts: PackedParts, format: Format) -> Tensor:
 def encode_rows(
     x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
 ) -> PackedParts:
-    """`x` (rows, cols) encoded. `given` holds the scales under rule "given", and the tensor scale of formats that have one.
+    """Return `x`, (rows, cols), encoded.
+
+    `given` holds the scales under rule "given", and the tensor scale of formats that have one.
 
     Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
     """
@@ -391,7 +401,10 @@ def encode_rows(
 
 
 def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
-    """y = (x - minimum) / scale in float32, (rows, cols); 0 where a chosen scale is 0, since all values are then 0 or nearly so."""
+    """Return y = (x - minimum) / scale in float32, (rows, cols).
+
+    It is 0 where a chosen scale is 0, since all values are then 0 or nearly so.
+    """
     block = encoding.format.block
     assert block
     if parts.minimums is not None:
@@ -403,7 +416,7 @@ def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
 
 
 def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
-    """The values (rows, cols) of packed rows. Finite values past float16's largest stay finite."""
+    """Return the values (rows, cols) of packed rows. Finite values past float16's largest stay finite."""
     assert parts.codes is not None
     y = values_of(unpack_bits(parts.codes, format.element.width, cols), format.element)
     if format.block:
@@ -418,7 +431,7 @@ def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtyp
 def round_trip_rows(
     x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
 ) -> Tensor:
-    """decode(encode(x)); without a block, values that have no code become NaN or infinite."""
+    """Return decode(encode(x)); without a block, values that have no code become NaN or infinite."""
     format = encoding.format
     if format.block:
         return decode_rows(encode_rows(x, encoding, given, bits, to_codes), format, x.shape[1], x.dtype)
@@ -431,5 +444,5 @@ def round_trip_rows(
 
 
 def spread(per_block: Tensor, block: int, cols: int) -> Tensor:
-    """(rows, blocks) repeated to (rows, cols)."""
+    """Return one value for each block, (rows, blocks), repeated for each value of the block, (rows, cols)."""
     return per_block.repeat_interleave(block, 1)[:, :cols]

@@ -32,14 +32,14 @@ Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Whether a table can hold a format: no block, no list of values, and its normal values are normal in float32."""
+    """Return whether a `RuntimeFormatTable` can hold a format: it has no block and no list of values, and float32's range."""
     return format is None or (
         format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
 
 
 def is_narrow(format: Format | None) -> bool:
-    """Whether TF32 represents the values of this format exactly, so that TF32 products do not round them.
+    """Return whether TF32 represents the values of this format exactly, so that TF32 products do not round them.
 
     >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
     (True, False, False)
@@ -48,7 +48,9 @@ def is_narrow(format: Format | None) -> bool:
 
 
 def overflow_limit(format: Format | None) -> float:
-    """The smallest magnitude that overflows when rounded to nearest: half a step above the largest value; infinity if none does.
+    """Return the smallest magnitude that overflows when rounded to nearest.
+
+    That is half a step above the largest value; infinity if no value overflows.
 
     >>> overflow_limit(Format.parse("e4m3b11f")), overflow_limit(Format.parse("e5m2f")), overflow_limit(Format.parse("int8/64@bf16"))
     (31.0, 122880.0, inf)
@@ -61,7 +63,7 @@ def overflow_limit(format: Format | None) -> float:
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """The memory of `x` as one row, in the order in which `round_trip` reads it; None if it has gaps."""
+    """Return the memory of `x` as a 1-D tensor, in the order in which `round_trip` reads it; None if it has gaps."""
     x = x.detach()
     dims = memory_order(x, UNMODIFIED)
     ordered = x.permute(dims)
@@ -69,13 +71,16 @@ def flat(x: Tensor) -> Tensor | None:
 
 
 def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> Tensor:
-    """round_trip in place, hidden from autograd: nothing is recorded, and a saved tensor that shares memory with `x` is rounded too."""
+    """Round `x` in place and return it, hidden from autograd: nothing is recorded.
+
+    A saved tensor that shares memory with `x` is rounded too.
+    """
     x.data.copy_(round_trip(x.data, format, rounding=rounding, overflow=overflow, seed=seed))
     return x
 
 
 class RuntimeFormatTable:
-    """Formats of `capacity` slots on `device`."""
+    """A table on `device` with the formats and seeds of `capacity` slots, which kernels read when they run."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.rows = torch.zeros((capacity, NUM_COLUMNS), dtype=torch.int32, device=device)
@@ -117,7 +122,10 @@ class RuntimeFormatTable:
         return many
 
     def round_into(self, x: Tensor, out: Tensor, row: int, rounding: Rounding, step: Tensor) -> Tensor:
-        """`out`, filled with `x` rounded by the table and `step` (one int32) when the kernel runs; `out` may be `x` itself."""
+        """Round `x` by a row of the table and `step` (one int32) into `out`, which may be `x` itself, and return it.
+
+        The kernel reads both when it runs.
+        """
         kernels = backend.find_kernels()
         if kernels is None:
             raise CodecError(NEEDS_TRITON)
@@ -133,7 +141,7 @@ class RuntimeFormatTable:
 
 
 def signed_base_keys(seed: Seed) -> tuple[int, ...]:
-    """The keys of a random stream before the step is mixed in, as int32."""
+    """Return the two keys of a stream of random bits as int32, before the step is mixed in."""
     return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 
 
@@ -152,18 +160,18 @@ class BatchedRoundTrip(NamedTuple):
 
 
 def tiles_of(x: Tensor) -> int:
-    """The number of programs that round `x` in `round_many`."""
+    """Return the number of programs that round `x` in `round_many`."""
     return -(-x.numel() // TILE)
 
 
 def words_for(tensors: Iterable[Tensor]) -> int:
-    """The number of int64 of `memory` that `RuntimeFormatTable.round_many` needs for these tensors."""
+    """Return the number of int64 of `memory` that `RuntimeFormatTable.round_many` needs for these tensors."""
     return sum(WORDS + tiles_of(x) for x in tensors) + 2  # owners are half as wide
 
 
 @cache
 def fields_of(format: Format | None, overflow: Overflow | None) -> tuple[int, ...]:
-    """The twelve int32 of a format."""
+    """Return the twelve int32 that describe a format."""
     if not is_live(format):
         raise CodecError(f"{format} cannot be read from memory at run time: it has a block, a list of values or tiny exponents.")
     from paredown.codec.kernels.runtime_formats import describe  # needs Triton

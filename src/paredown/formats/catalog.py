@@ -47,7 +47,7 @@ from paredown.formats.format import Format
 
 @dataclass(frozen=True)
 class CatalogRow:
-    """A name, the text of its format, and a note on what it is used for."""
+    """One named format of the catalog: the name, the text of the format, and a note on what it is used for."""
 
     name: str
     text: str
@@ -96,7 +96,7 @@ CATALOG: Mapping[str, Format] = MappingProxyType({row.name: Format.parse(row.tex
 
 
 def find_format(format: Format | str) -> Format:
-    """The format with this catalog name or this text; FormatError lists the closest catalog names.
+    """Return the format with this catalog name or this text; raise FormatError with the closest catalog names if there is none.
 
     >>> find_format("int8_block") == find_format("int8/64@bf16")
     True
@@ -134,7 +134,7 @@ TIERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Whether a parameter of `shape` is too small to pack: its weight and gradient stay unmodified and its moments are float32.
+    """Return whether a parameter of `shape` is too small to pack: its weight and gradient stay unmodified and its moments are float32.
 
     Packing it would save little memory, and norms and biases are the parameters most sensitive to rounding.
 
@@ -152,7 +152,7 @@ LEAST_FLOAT_WIDTH = {"gradient": 16, "moment1": 16, "moment2": 16}  # of floats 
 
 
 def reason_not_to_store(format: Format, role: str) -> str | None:
-    """Why tensors of a role cannot be stored in `format` whatever their values are, with a format that can; None if they can.
+    """Return why tensors of a role cannot be stored in `format` whatever their values are, with a format that can; None if they can.
 
     Integers, tables and floats of fewer than 8 bits need a scale: int8 rounds weights of 0.02 to 0. Wider floats have the range without
     one; gradients and moments of small values need 16 bits. The residue is 8 bits that follow a bf16 weight, and needs none. Unsigned
@@ -175,7 +175,7 @@ def reason_not_to_store(format: Format, role: str) -> str | None:
 
 
 def _scaled(format: Format, role: str) -> str:
-    """The text of a format like this one that can store the role."""
+    """Return the text of a similar format that has a scale and can store tensors of the role."""
     element = format.element
     if element.kind is ElementKind.UINT and role not in NEVER_SIGNED:
         return f"int{min(max(element.width, 2), 8)}/{format.block or 64}@{format.scale or 'bf16'}"

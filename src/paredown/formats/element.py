@@ -59,7 +59,7 @@ MAX_TABLE_LEN = 256
 
 
 class ElementKind(str, Enum):
-    """How a code is laid out."""
+    """How the bits of a code are laid out."""
 
     FLOAT = "float"  # sign bit, exponent, mantissa
     INT = "int"  # two's complement
@@ -68,7 +68,7 @@ class ElementKind(str, Enum):
 
 
 class Specials(str, Enum):
-    """Which codes of a float are not numbers."""
+    """Which codes of a float are infinities or NaN."""
 
     IEEE = ""
     FN = "fn"
@@ -78,7 +78,7 @@ class Specials(str, Enum):
 
 @dataclass(frozen=True, repr=False)
 class Element:
-    """How the bits of one number are read. `Element.parse` makes one; elements with the same values are equal, whatever their names."""
+    """How the bits of one number are read. `Element.parse` creates one; elements with the same values are equal, whatever their names."""
 
     name: str = field(compare=False)
     kind: ElementKind
@@ -91,14 +91,14 @@ class Element:
 
     @staticmethod
     def parse(text: str) -> Element:
-        """The element named `text`; FormatError for an unknown name, with what is allowed."""
+        """Return the element named `text`; raise FormatError, with the allowed names, if there is none."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise FormatError(f"an element is text such as 'e4m3fn', not {type(text).__name__}.")
         return _parse(text)
 
     @staticmethod
     def of_values(values: Iterable[float]) -> Element:
-        """The element whose values are `values`, from the smallest to the largest; its text lists them."""
+        """Return the element whose values are `values`, in ascending order; its text lists them."""
         return _parse(f"[{' '.join(map(_text_of, values))}]")
 
     def __hash__(self) -> int:
@@ -109,7 +109,7 @@ class Element:
 
     @cached_property
     def _hash(self) -> int:
-        """Cached, since formats are dictionary keys for every tensor of a step."""
+        """The hash of the element, computed once, since formats are dictionary keys for every tensor of a step."""
         return hash((self.kind, self.width, self.mantissa_bits, self.min_exponent, self.specials, self.subnormals, self.table))
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Element:
 
     @property
     def sign_code(self) -> int:
-        """The sign bit of a float; 0 for the kinds that have none."""
+        """The sign bit of a float as a code; 0 for the kinds that have none."""
         return 1 << (self.width - 1) if self.kind is ElementKind.FLOAT else 0
 
     @cached_property
@@ -147,12 +147,12 @@ class Element:
 
     @cached_property
     def inf_code(self) -> int | None:
-        """The code of +infinity, where there is one."""
+        """The code of +infinity; None if the element has none."""
         return self.sign_code - (1 << self.mantissa_bits) if self._is(Specials.IEEE) else None
 
     @cached_property
     def nan_code(self) -> int | None:
-        """The code that encoding gives to NaN, where there is one."""
+        """The code that encoding gives to NaN; None if the element has none."""
         if self.kind is ElementKind.TABLE and len(self.table) < 1 << self.width:
             return len(self.table)
         if self._is(Specials.IEEE):
@@ -177,13 +177,13 @@ class Element:
 
     @cached_property
     def smallest(self) -> float:
-        """The smallest magnitude above zero."""
+        """The smallest positive value."""
         if self.kind is ElementKind.TABLE:
             return min(v for v in self.table if v > 0)
         return abs(self.value(1 if self.subnormals else 1 << self.mantissa_bits))
 
     def value(self, code: int) -> float:
-        """The exact value of `code`; inf and NaN where it is no number."""
+        """Return the exact value of `code`: infinity or NaN for the codes that stand for them."""
         if not 0 <= code < 1 << self.width:
             raise FormatError(f"{self.name} has codes 0..{(1 << self.width) - 1}, not {code}.")
         if self.kind is ElementKind.TABLE:
@@ -194,7 +194,7 @@ class Element:
         return sign * self._magnitude(code & ~self.sign_code, negative=sign < 0)
 
     def values(self) -> tuple[float, ...]:
-        """The value of every code, in order of the codes; for widths up to 16."""
+        """Return the value of every code, in order of the codes; only for widths up to 16."""
         return _values(self)
 
     def _magnitude(self, code: int, *, negative: bool) -> float:
@@ -253,7 +253,7 @@ def _parse(text: str) -> Element:
 
 
 def _text_of(value: float) -> str:
-    """The text of a number in a table: without a plus, which separates the minimum of a format."""
+    """Return the text of a number in a table of values, without a plus sign, which separates the minimum of a format."""
     return repr(float(value)).removesuffix(".0").replace("+", "")
 
 

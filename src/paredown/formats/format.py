@@ -57,7 +57,7 @@ NICKNAMES = {
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """Everything that decoding needs besides the codes, the shape and the dtype of a packed tensor."""
+    """How a tensor is stored: with its codes, shape and dtype, this is everything that decoding needs."""
 
     element: Element
     block: int | None = None
@@ -74,7 +74,7 @@ class Format:
 
     @staticmethod
     def parse(text: str | Format) -> Format:
-        """The format with this text; a Format is returned unchanged."""
+        """Return the format with this text; a Format is returned unchanged."""
         if isinstance(text, Format):
             return text
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -83,11 +83,11 @@ class Format:
 
     @classmethod
     def from_json(cls, text: str) -> Format:
-        """The format whose `to_json` is `text`."""
+        """Return the format whose `to_json` is `text`."""
         return cls.parse(text)
 
     def to_json(self) -> str:
-        """The JSON value of a format: its text."""
+        """Return the JSON value of a format, which is its text."""
         return str(self)
 
     def __hash__(self) -> int:
@@ -124,22 +124,22 @@ class Format:
 
     @staticmethod
     def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
-        """The (rows, values in a row) that `shape` is laid out as."""
+        """Return the number of rows, and of values in a row, that a tensor of `shape` is laid out as."""
         shape = tuple(shape)
         if any(not hasattr(n, "__index__") or n < 0 for n in shape):
             raise FormatError(f"a shape is whole numbers from 0 up, not {shape}.")
         return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
     def row_bytes(self, cols: int) -> int:
-        """Bytes of the codes of one row."""
+        """Return the bytes of the codes of one row of `cols` values."""
         return -(-cols * self.element.width // 8)
 
     def blocks_per_row(self, cols: int) -> int:
-        """Blocks in one row, a short last one included; 0 without a block."""
+        """Return the number of blocks in one row of `cols` values, a short last one included; 0 for a format without blocks."""
         return -(-cols // self.block) if self.block else 0
 
     def nbytes(self, shape: Iterable[int]) -> int:
-        """Bytes of a tensor of `shape` in this format: codes, padding, scales, minimums, and the scale of the tensor."""
+        """Return the bytes of a tensor of `shape` in this format: codes, padding, scales, minimums, and the scale of the tensor."""
         rows, cols = self.rows_and_cols(shape)
         per_block = sum(e.width for e in (self.scale, self.minimum) if e) // 8
         return rows * (self.row_bytes(cols) + self.blocks_per_row(cols) * per_block) + 4 * self.has_tensor_scale

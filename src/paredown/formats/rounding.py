@@ -35,7 +35,7 @@ WORD = 0xFFFFFFFF
 
 
 class Rounding(str, Enum):
-    """Which of the two neighbours a value becomes. All but the tables round the magnitude, so that -x mirrors x."""
+    """How encoding chooses between the two representable neighbours of a value. All but tables round the magnitude: -x mirrors x."""
 
     NEAREST_EVEN = "nearest_even"  # the closer one; half-way, the one whose code is even (in e8m0 the larger, as in ml_dtypes)
     TOWARD_ZERO = "toward_zero"  # the smaller magnitude
@@ -47,12 +47,12 @@ FEW_BITS = 8  # narrower elements have large rounding errors, which must not all
 
 
 def default_rounding(width: int, *, is_sum: bool) -> Rounding:
-    """The rounding of an element of `width` bits where none is set; `is_sum`: the tensor is the sum of many small changes."""
+    """Return the rounding mode of an element of `width` bits where none is set; `is_sum`: the tensor is the sum of many small changes."""
     return Rounding.STOCHASTIC if width < FEW_BITS or is_sum else Rounding.NEAREST_EVEN
 
 
 class Overflow(str, Enum):
-    """What a value past the largest one becomes."""
+    """What encoding makes of a value that is larger than the largest representable one."""
 
     SATURATE = "saturate"  # the largest value, infinity too; NaN stays NaN
     NONFINITE = "nonfinite"  # infinity or NaN, whichever the element has
@@ -60,7 +60,8 @@ class Overflow(str, Enum):
 
 @dataclass(frozen=True)
 class Seed:
-    """Where random bits come from: a user's seed, the id of the tensor, the step, and the index of its first element.
+    """The source of the random bits of stochastic rounding: a user's seed, the id of the tensor, the step, and the index of its first
+    element.
 
     `first_index` lets a shard draw the bits that its elements have in the whole tensor. `step` may be a tensor of one int32
     on the device, which a kernel reads when it runs: a captured graph then draws new bits at every replay.
@@ -86,13 +87,13 @@ class Seed:
             )
 
     def keys(self) -> tuple[int, int]:
-        """The two 32-bit keys of this stream."""
+        """Return the two 32-bit keys of this stream of random bits."""
         k0, k1 = self.base_keys()
         step = int(self.step)
         return mix(k0 ^ (step & WORD)), mix(k1 ^ (step & WORD))
 
     def base_keys(self) -> tuple[int, int]:
-        """The keys before the step is mixed in, for a kernel that reads the step from memory."""
+        """Return the two keys before the step is mixed in, for a kernel that reads the step from memory."""
         return _base_keys(int(self.value), int(self.tensor))
 
 
@@ -105,13 +106,13 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
 
 
 def high_key(index: int) -> int:
-    """The number that k1 is xored with at a global index: 0 below 2^32."""
+    """Return the number that is xored with key k1 for the elements from a global index on: 0 below 2^32."""
     high = ((index >> 32) * HIGH_INDEX) & WORD
     return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 
 
 def mix(x: int) -> int:
-    """A bijective hash of a 32-bit integer.
+    """Return a bijective hash of a 32-bit integer.
 
     >>> len({mix(i) for i in range(1000)})
     1000

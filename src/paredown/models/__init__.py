@@ -32,12 +32,12 @@ SMALL_GPT = GPTConfig(dim=64, num_layers=2, num_heads=4, vocabulary=VOCABULARY, 
 
 
 def small_vit(**changes: Any) -> ViT:
-    """A small ViT, with `changes` to its ViTConfig."""
+    """Return a small ViT; `changes` are fields of its ViTConfig."""
     return ViT(replace(SMALL_VIT, **changes))
 
 
 def small_gpt(**changes: Any) -> GPT:
-    """A small GPT, with `changes` to its GPTConfig."""
+    """Return a small GPT; `changes` are fields of its GPTConfig."""
     return GPT(replace(SMALL_GPT, **changes))
 
 
@@ -60,7 +60,10 @@ OF_PIXELS = frozenset({"unet"})  # models with a class for each pixel
 
 
 def random_batch(name: str, num: int, *, picture: int = PICTURE, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A random input and target of `num` examples for MODELS[name]; `picture` and `length` are the sizes of larger models."""
+    """Return random inputs and targets, `num` examples for the network MODELS[name].
+
+    `picture` and `length` are the sizes of larger models.
+    """
     source = torch.Generator().manual_seed(seed)
     if name in OF_TEXT:
         tokens = torch.randint(VOCABULARY, (num, length + 1), generator=source)

@@ -40,12 +40,12 @@ class LoraLinear(nn.Module):
         self.lora_A, self.lora_B = _adapter(weight, inputs, rank, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the base and of the adapter, added."""
+        """Return the sum of the frozen layer's output and the adapter's, scaled."""
         return self.base_layer(x) + self.lora_B(self.lora_A(x)) * ALPHA
 
 
 class LoraParameter(nn.Module):
-    """A module in which one frozen parameter `name`, (outputs, inputs) or (experts, outputs, inputs), has an adapter of low rank."""
+    """A module of which one frozen parameter `name`, (outputs, inputs) or (experts, outputs, inputs), has an adapter of low rank."""
 
     def __init__(self, base: nn.Module, name: str, rank: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class LoraParameter(nn.Module):
         self.lora_A, self.lora_B = _adapter(weight, inputs, rank * self.num * (2 if name == FUSED else 1), outputs)
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The output of the base with W + B A * scale in place of W."""
+        """Return the output of the frozen module, computed with W + B A * scale in place of W."""
         owner = _owner(self.base_layer)
         weight = owner._parameters.pop(self.name)
         assert weight is not None
@@ -73,7 +73,7 @@ class LoraParameter(nn.Module):
 
 
 def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:
-    """A and B, with B zero: the adapted model starts as its base."""
+    """Return the layers A and B of an adapter. B is zero, so that the adapted model computes what the base does at first."""
     where: Any = {"device": weight.device, "dtype": weight.dtype}
     a, b = nn.Linear(inputs, rank, bias=False, **where), nn.Linear(rank, outputs, bias=False, **where)
     nn.init.zeros_(b.weight)
@@ -81,14 +81,14 @@ def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.L
 
 
 def _owner(module: nn.Module) -> Any:
-    """The module that has the parameter, under adapters of its other parameters."""
+    """Return the module that owns the parameter, from inside of the adapters that other parameters of it have."""
     while isinstance(module, LoraParameter):
         module = module.base_layer
     return module
 
 
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[str]:
-    """Freeze `model`, and give its linear layers, experts and routers adapters; return the paths of layers and of parameters.
+    """Freeze `model`, add adapters to its linear layers, experts and routers, and return the paths of these layers and parameters.
 
     `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj). Without any, all but the output head.
     """
@@ -114,7 +114,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
-    """The names of parameters that are weights of experts, and of routers beside them, by path.
+    """Return the names of parameters that are weights of experts, and of routers beside them, by path.
 
     Experts of (experts, inputs, outputs), which transformers marks as transposed, have no adapters: PEFT leaves them alone, too.
     """
@@ -135,7 +135,7 @@ def _is_target(path: str, targets: Sequence[str]) -> bool:
 
 
 def _without_head(model: nn.Module, paths: list[str]) -> list[str]:
-    """`paths` without the output head: the one that a Hugging Face model returns, else the last one outside of lists."""
+    """Return `paths` without the output head: the one that a Hugging Face model returns, else the last one outside of lists."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     outside = [path for path in paths if not any(part.isdigit() for part in path.split("."))]

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 
 def conv3x3(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution of 3 x 3 that keeps height and width unless it strides."""
+    """Return a 3 x 3 convolution that keeps height and width if `stride` is 1."""
     return nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
 
 
 def conv1x1(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
-    """A linear map of the channels at each pixel."""
+    """Return a 1 x 1 convolution, a linear map of the channels at each pixel."""
     return nn.Conv2d(num_in, num_out, 1, stride, bias=False)
 
 
 def shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
-    """The projection on the shortcut of a residual layer; None if input and output have the same shape."""
+    """Return the projection on the shortcut of a residual layer; None if input and output have the same shape."""
     if stride == 1 and num_in == num_out:
         return None
     return nn.Sequential(conv1x1(num_in, num_out, stride), nn.BatchNorm2d(num_out))
@@ -37,7 +37,7 @@ def shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
 
 @final
 class Basic(nn.Module):
-    """Two convolutions of 3 x 3 around a sum: the residual layer of ResNet-18 and -34."""
+    """The residual layer of ResNet-18 and ResNet-34: two 3 x 3 convolutions and a sum."""
 
     expansion = 1
 
@@ -49,7 +49,7 @@ class Basic(nn.Module):
         self.downsample = shortcut(num_in, planes, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """relu(x + f(x)), x through `downsample` where shapes differ."""
+        """Return relu(x + f(x)), with `downsample(x)` in place of x in the sum if shapes differ."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         out += x if self.downsample is None else self.downsample(x)
@@ -58,7 +58,7 @@ class Basic(nn.Module):
 
 @final
 class Bottleneck(nn.Module):
-    """1 x 1 down, 3 x 3, 1 x 1 up around a sum; the stride sits on the 3 x 3: the residual layer of ResNet-50 and larger."""
+    """The residual layer of ResNet-50 and larger: convolutions of 1 x 1, 3 x 3 (which has the stride) and 1 x 1, and a sum."""
 
     expansion = 4
 
@@ -71,7 +71,7 @@ class Bottleneck(nn.Module):
         self.downsample = shortcut(num_in, planes * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """relu(x + f(x)), x through `downsample` where shapes differ."""
+        """Return relu(x + f(x)), with `downsample(x)` in place of x in the sum if shapes differ."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
@@ -81,7 +81,7 @@ class Bottleneck(nn.Module):
 
 @final
 class ResNet(nn.Module):
-    """Four groups of residual layers; the last three halve height and width and double the channels."""
+    """Four groups of residual layers; the last three groups halve height and width and double the channels."""
 
     def __init__(
         self, layer: type[Basic | Bottleneck], depths: Sequence[int], *, num_classes: int, width: int, small_input: bool
@@ -102,7 +102,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
+        """Return logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer1(x)  # one statement each: in a nested call, an argument stays alive until the call returns
         x = self.layer2(x)
@@ -112,18 +112,18 @@ class ResNet(nn.Module):
 
 
 def _group(layer: type[Basic | Bottleneck], num_in: int, planes: int, depth: int, *, stride: int) -> nn.Sequential:
-    """`depth` residual layers, the first of which strides."""
+    """Return `depth` residual layers, the first of which has the stride."""
     rest = (layer(planes * layer.expansion, planes, 1) for _ in range(depth - 1))
     return nn.Sequential(layer(num_in, planes, stride), *rest)
 
 
 def resnet18(*, num_classes: int = 1000, width: int = 64, small_input: bool = False) -> ResNet:
-    """ResNet-18: 11,689,512 parameters as published."""
+    """Return a ResNet-18, which has 11,689,512 parameters by default, as published."""
     return ResNet(Basic, (2, 2, 2, 2), num_classes=num_classes, width=width, small_input=small_input)
 
 
 def resnet50(*, num_classes: int = 1000, width: int = 64, small_input: bool = False) -> ResNet:
-    """ResNet-50: 25,557,032 parameters as published."""
+    """Return a ResNet-50, which has 25,557,032 parameters by default, as published."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes=num_classes, width=width, small_input=small_input)
 
 
@@ -141,7 +141,7 @@ class SumLast(nn.Module):
         self.downsample = shortcut(num_in, planes, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """f(x) + x, x through `downsample` where shapes differ."""
+        """Return f(x) + x, with `downsample(x)` in place of x in the sum if shapes differ."""
         out = self.relu1(self.bn1(self.conv1(x)))
         out = self.relu2(self.bn2(self.conv2(out)))
         return out + (x if self.downsample is None else self.downsample(x))
@@ -165,5 +165,5 @@ class SumLastResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
+        """Return logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
         return self.fc(self.avgpool(self.layers(self.relu(self.bn1(self.conv1(x))))).flatten(1))

@@ -42,7 +42,7 @@ from paredown.models.resnet import conv1x1, conv3x3, shortcut
 
 @final
 class MLP(nn.Module):
-    """Linear layers from each of `sizes` to the next, ReLU between them.
+    """A network of linear layers, from each of `sizes` to the next, with ReLU between them.
 
     >>> [tuple(p.shape) for p in MLP(sizes=(4, 8, 2)).parameters()]
     [(8, 4), (8,), (2, 8), (2,)]
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*[module for pair in pairs for module in pair][:-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num, sizes[-1]) of inputs (num, ...) that flatten to sizes[0] values each."""
+        """Return logits (num, sizes[-1]) of inputs (num, ...) that flatten to sizes[0] values each."""
         return self.layers(x.flatten(1))
 
 
@@ -73,13 +73,13 @@ class ChannelNorm(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape, with the channels of each pixel normalized."""
+        """Return x, (num, channels, height, width), with the channels of each pixel normalized."""
         return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 @final
 class ConvNeXtLayer(nn.Module):
-    """Depthwise convolution, norm, linear, GELU, linear, layer scale, sum."""
+    """A residual layer of ConvNeXt: depthwise convolution, norm, linear, GELU, linear, layer scale, sum."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ConvNeXtLayer(nn.Module):
         self.scale = nn.Parameter(torch.full((dim,), START_SCALE))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(num, dim, height, width) to the same."""
+        """Return the output of the layer, (num, dim, height, width) as x."""
         out = self.depthwise(x).permute(0, 2, 3, 1)  # channels last, for norm and linear maps
         out = self.shrink(self.gelu(self.expand(self.norm(out))))
         return x + (self.scale * out).permute(0, 3, 1, 2)
@@ -97,7 +97,7 @@ class ConvNeXtLayer(nn.Module):
 
 @final
 class ConvNeXt(nn.Module):
-    """Groups of layers with a downsampling before each, then the mean over pixels, a norm and a linear head."""
+    """A ConvNeXt: groups of layers with a downsampling before each, then the mean over pixels, a norm and a linear head."""
 
     def __init__(
         self, *, depths: Sequence[int] = (3, 3, 9, 3), dims: Sequence[int] = (96, 192, 384, 768), num_classes: int = 1000
@@ -113,7 +113,7 @@ class ConvNeXt(nn.Module):
         self.head = nn.Linear(dims[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
+        """Return logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
         for shrink, group in zip(self.shrinks, self.groups, strict=True):
             x = group(shrink(x))
         return self.head(self.norm(x.mean((2, 3))))
@@ -123,7 +123,7 @@ class ConvNeXt(nn.Module):
 
 
 def double_conv(num_in: int, num_out: int) -> nn.Sequential:
-    """Two times a 3 x 3 convolution, batch norm and ReLU."""
+    """Return a 3 x 3 convolution, batch norm and ReLU, two times."""
     return nn.Sequential(
         *(nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
         *(nn.Conv2d(num_out, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
@@ -132,7 +132,7 @@ def double_conv(num_in: int, num_out: int) -> nn.Sequential:
 
 @final
 class Up(nn.Module):
-    """Doubles height and width, concatenates the encoder's output of that level, and convolves both."""
+    """A level of a U-Net's decoder: doubles height and width, concatenates the encoder's output of that level, and convolves both."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -140,13 +140,13 @@ class Up(nn.Module):
         self.convs = double_conv(2 * num_out, num_out)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """(num, num_in, h, w) and (num, num_out, 2h, 2w) to the latter's shape."""
+        """Return a tensor of the shape of `skip`, (num, num_out, 2h, 2w), from x of shape (num, num_in, h, w)."""
         return self.convs(torch.cat([skip, self.grow(x)], dim=1))
 
 
 @final
 class UNet(nn.Module):
-    """Images to logits for each pixel; height and width must be divisible by 2**depth."""
+    """A U-Net, which computes logits for each pixel of a picture; height and width must be divisible by 2**depth."""
 
     def __init__(self, *, num_channels: int = 3, num_classes: int = 2, width: int = 64, depth: int = 4) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes, height, width)."""
+        """Return logits (num_pictures, num_classes, height, width) of pictures (num_pictures, num_channels, height, width)."""
         levels: list[Tensor] = []
         for down in self.down:
             levels.append(down(x))
@@ -173,7 +173,7 @@ class UNet(nn.Module):
 
 
 def scaled(channels: int, width: float, unit: int = 2) -> int:
-    """`channels` times `width`, rounded up to a multiple of `unit`.
+    """Return `channels` times `width`, rounded up to a multiple of `unit`.
 
     >>> scaled(96, 1.0), scaled(16, 0.1), scaled(116, 0.25)
     (96, 2, 30)
@@ -182,13 +182,13 @@ def scaled(channels: int, width: float, unit: int = 2) -> int:
 
 
 def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequential:
-    """A convolution that keeps height and width, a batch norm, and the modules of `rest`."""
+    """Return a convolution that keeps height and width, a batch norm, and the modules of `rest`."""
     return nn.Sequential(nn.Conv2d(num_in, num_out, size, padding=size // 2), nn.BatchNorm2d(num_out), *rest)
 
 
 @final
 class Fire(nn.Module):
-    """A 1 x 1 convolution to `squeezed` channels, then half of the outputs by 1 x 1 and half by 3 x 3 convolutions."""
+    """A SqueezeNet layer: a 1 x 1 convolution to `squeezed` channels, then 1 x 1 and 3 x 3 convolutions to half of the outputs each."""
 
     def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
         super().__init__()
@@ -196,14 +196,14 @@ class Fire(nn.Module):
         self.expand1, self.expand3 = conv_norm(squeezed, num_out // 2, 1), conv_norm(squeezed, num_out // 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(num, num_in, height, width) to (num, num_out, height, width)."""
+        """Return a tensor (num, num_out, height, width) from x of shape (num, num_in, height, width)."""
         x = self.squeeze(x)
         return self.relu(torch.cat([self.expand1(x), self.expand3(x)], 1))
 
 
 @final
 class SqueezeNet(nn.Module):
-    """Eight fire layers between two convolutions."""
+    """A SqueezeNet: eight fire layers between two convolutions."""
 
     def __init__(self, *, num_classes: int = 10, width: float = 1.0) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class SqueezeNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
+        """Return logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
         x = self.pool4(self.fire4(self.fire3(self.fire2(self.pool1(self.stem(x))))))
         x = self.pool8(self.fire8(self.fire7(self.fire6(self.fire5(x)))))
         x = self.fire9(x)
@@ -232,12 +232,12 @@ DEPTHS = (4, 8, 4)
 
 
 def depthwise(channels: int, stride: int) -> nn.Conv2d:
-    """A 3 x 3 depthwise convolution."""
+    """Return a 3 x 3 depthwise convolution."""
     return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """The channels of the two halves in turn.
+    """Return x with its channels reordered: one of the first half, one of the second half, and so on in turn.
 
     >>> interleaved(torch.arange(4.0).view(1, 4, 1, 1)).flatten().tolist()
     [0.0, 2.0, 1.0, 3.0]
@@ -247,7 +247,7 @@ def interleaved(x: Tensor) -> Tensor:
 
 
 def conv_branch(num_in: int, num_out: int, stride: int) -> nn.Sequential:
-    """A 1 x 1, a depthwise and a 1 x 1 convolution, with norms and ReLUs."""
+    """Return a 1 x 1, a depthwise and a 1 x 1 convolution, with norms and ReLUs."""
     return nn.Sequential(
         *(conv1x1(num_in, num_out), nn.BatchNorm2d(num_out), nn.ReLU()),
         *(depthwise(num_out, stride), nn.BatchNorm2d(num_out)),
@@ -257,7 +257,7 @@ def conv_branch(num_in: int, num_out: int, stride: int) -> nn.Sequential:
 
 @final
 class Passing(nn.Module):
-    """A ShuffleNet layer that convolves half of the channels and passes the other half through."""
+    """A ShuffleNet layer that convolves half of the channels and returns the other half unmodified."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class Passing(nn.Module):
         self.way = conv_branch(channels - self.num_passing, channels - self.num_passing, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Return a tensor of the shape of x, (num, channels, height, width)."""
         return interleaved(torch.cat([x[:, : self.num_passing], self.way(x[:, self.num_passing :])], 1))
 
 
@@ -282,13 +282,13 @@ class Halving(nn.Module):
         self.way = conv_branch(num_in, half, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(num, num_in, height, width) to (num, num_out, height / 2, width / 2)."""
+        """Return a tensor (num, num_out, height / 2, width / 2) from x of shape (num, num_in, height, width)."""
         return interleaved(torch.cat([self.short(x), self.way(x)], 1))
 
 
 @final
 class ShuffleNet(nn.Module):
-    """A 3 x 3 convolution, three groups of layers, another 1 x 1 and a linear head."""
+    """A ShuffleNet-v2: a 3 x 3 convolution, three groups of layers, a 1 x 1 convolution and a linear head."""
 
     def __init__(self, *, num_classes: int = 10, width: float = 1.0) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class ShuffleNet(nn.Module):
         self.avgpool, self.fc = nn.AvgPool2d(4), nn.Linear(last, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
+        """Return logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
         return self.fc(self.avgpool(self.last(self.layers(self.stem(x)))).flatten(1))
 
 
@@ -315,7 +315,7 @@ GROUPS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3,
 
 @final
 class Inverted(nn.Module):
-    """An inverted residual layer: expand the channels, convolve each, project back."""
+    """An inverted residual layer of 1 x 1, depthwise and 1 x 1 convolutions: the first adds channels, the last removes them."""
 
     def __init__(self, num_in: int, num_out: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -329,14 +329,14 @@ class Inverted(nn.Module):
         self.downsample = shortcut(num_in, num_out, 1) if self.has_sum else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(num, num_in, height, width) to (num, num_out, ...), height and width divided by the stride."""
+        """Return a tensor (num, num_out, ...) from x of shape (num, num_in, ...), height and width divided by the stride."""
         out = self.way(x)
         return out + (x if self.downsample is None else self.downsample(x)) if self.has_sum else out
 
 
 @final
 class MobileNet(nn.Module):
-    """A 3 x 3 convolution, seventeen layers, a 1 x 1 and a linear head."""
+    """A MobileNet-v2: a 3 x 3 convolution, seventeen layers, a 1 x 1 convolution and a linear head."""
 
     def __init__(self, *, num_classes: int = 10, width: float = 1.0) -> None:
         super().__init__()
@@ -352,5 +352,5 @@ class MobileNet(nn.Module):
         self.avgpool, self.fc = nn.AvgPool2d(4), nn.Linear(last, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
+        """Return logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
         return self.fc(self.avgpool(self.last(self.layers(self.stem(x)))).flatten(1))

@@ -24,12 +24,12 @@ class Scored(NamedTuple):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the next token: logits (..., vocabulary) against targets (...)."""
+    """Return the mean cross entropy of the next token: logits (..., vocabulary) against targets (...)."""
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
-    """The logits, together with their loss if there are targets."""
+    """Return the logits, together with their loss if there are targets."""
     return logits if targets is None else Scored(logits, token_loss(logits, targets))
 
 
@@ -38,7 +38,7 @@ def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The shape of one layer. `gelu`: "none" is the exact function, "tanh" its approximation in GPT-2."""
+    """The sizes of one Transformer layer. `gelu`: "none" is the exact function, "tanh" its approximation in GPT-2."""
 
     dim: int
     num_heads: int
@@ -49,7 +49,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a ViT; the defaults are ViT-B/16 with 86,567,656 parameters."""
+    """The sizes of a ViT; the defaults are ViT-B/16 with 86,567,656 parameters."""
 
     dim: int = 768
     num_layers: int = 12
@@ -62,7 +62,7 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; the defaults are GPT-2 with 124,439,808 parameters. `tied`: the head shares the token embedding."""
+    """The sizes of a GPT; the defaults are GPT-2 with 124,439,808 parameters. `tied`: the head shares the token embedding."""
 
     dim: int = 768
     num_layers: int = 12
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(config.dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, (num, length, dim), to a tensor of the same shape."""
+        """Return the output of attention, a tensor of the shape of x, (num, length, dim)."""
         num, length, dim = x.shape
         heads = self.qkv(x).view(num, length, 3, self.num_heads, dim // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (num, num_heads, length, dim / num_heads)
@@ -106,14 +106,14 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, (num, length, dim), to a tensor of the same shape."""
+        """Return the output of the layer, a tensor of the shape of x, (num, length, dim)."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 @final
 class ViT(nn.Module):
-    """Patch embedding, a class token, Transformer layers, and a linear head on the class token."""
+    """A vision Transformer: patch embedding, a class token, Transformer layers, and a linear head on the class token."""
 
     def __init__(self, config: ViTConfig | None = None) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(dim, config.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
+        """Return logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
         x = self.patches(x).flatten(2).transpose(1, 2)  # (num_pictures, num_patches, dim)
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)
         x = self.layers(self.dropout(x + self.positions))
@@ -138,7 +138,7 @@ class ViT(nn.Module):
 
 @final
 class GPT(nn.Module):
-    """Tokens to logits of the next token, with causal attention."""
+    """A language model with causal attention, which computes logits of the next token."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
@@ -155,14 +155,14 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | Scored:
-        """Logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
+        """Return logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         x = self.layers(self.dropout(self.tokens(ids) + self.positions(positions)))
         return scored(self.head(self.norm(x)), targets)
 
 
 def _normal_weights(module: nn.Module) -> None:
-    """Initialize as GPT-2: weights with standard deviation 0.02, biases 0."""
+    """Initialize weights as GPT-2 does: with standard deviation 0.02, and biases 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and isinstance(module.bias, nn.Parameter):
@@ -174,7 +174,7 @@ def _normal_weights(module: nn.Module) -> None:
 
 @final
 class LSTMModel(nn.Module):
-    """Tokens to logits of the next token: embedding, LSTM layers, linear head."""
+    """A language model of an embedding, LSTM layers and a linear head, which computes logits of the next token."""
 
     def __init__(self, *, vocabulary: int = 10_000, dim: int = 512, num_layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
@@ -184,6 +184,6 @@ class LSTMModel(nn.Module):
         self.head = nn.Linear(dim, vocabulary)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | Scored:
-        """Logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
+        """Return logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
         hidden, _ = self.lstm(self.dropout(self.tokens(ids)))
         return scored(self.head(self.dropout(hidden)), targets)

@@ -60,7 +60,7 @@ DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 
 
 
 class Interval(NamedTuple):
-    """`nbytes` of a role and module that are held from tick `birth` to tick `death`, both included."""
+    """The `nbytes` that a tensor of a role and module holds from tick `birth` to tick `death`, both included."""
 
     role: Role
     module: str
@@ -96,7 +96,10 @@ FULL = ParameterFormats(True)
 
 
 def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
-    """The formats under `plan` of the parameter whose slot is `weight`; weights of a compiled model are not packed."""
+    """Return the formats under `plan` of the parameter whose slot is `weight`, and of its gradient.
+
+    Weights of a compiled model are not packed.
+    """
     requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
     if weight.is_frozen and plan.rules:
         requested[Role.WEIGHT] = plan.find((weight.name,), weight_role(is_frozen=True)).format
@@ -112,7 +115,7 @@ def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = F
 
 
 def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Plan) -> int:
-    """Stored bytes of one moment of the parameter `weight`."""
+    """Return the stored bytes of one moment of the parameter `weight`."""
     if formats.is_full or moment.dtype not in FLOAT_BYTES:  # integers: the optimizer packs its own state
         return moment.nbytes
     format = None if is_small(weight.shape) else plan.find((moment.name,), moment.role).format
@@ -120,12 +123,15 @@ def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Pl
 
 
 def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
-    """The parameter that a moment belongs to; names of further moments have a suffix after that of the parameter."""
+    """Return the parameter that a moment belongs to. Names of further moments have a suffix after that of the parameter."""
     return weights.get(moment.name) or weights.get(moment.name.rpartition(".")[0])
 
 
 def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
-    """How `plan` stores an activation: in the format of the first saver that needs values, or of a later one that needs more precision."""
+    """Return how `plan` stores an activation.
+
+    It is stored in the format of the first operation that saved its values, or of a later one that needs more precision.
+    """
     if not plan.packs_activations:
         return SlotStorage(False)
     if slot.stays:
@@ -145,7 +151,7 @@ def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
 
 
 def can_recompute(slot: Slot, source: SlotStorage) -> bool:
-    """Whether the stored values of `source` are precise enough for the first saver of `slot` that needs values."""
+    """Return whether `slot` can be recomputed from the stored values of `source` precisely enough."""
     if source.format is None or source.recomputed:
         return False
     first = next((saver for saver in slot.savers if saver.use is Use.VALUE), None)
@@ -153,12 +159,12 @@ def can_recompute(slot: Slot, source: SlotStorage) -> bool:
 
 
 def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
-    """Slot name -> how `plan` stores it, for every activation."""
+    """Return how `plan` stores each activation, by the name of its slot."""
     return with_recomputed(trace.activations, {slot.name: slot_storage(slot, plan) for slot in trace.activations})
 
 
 def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """`storages`, with `recomputed` set for slots whose values are recomputed from another stored slot."""
+    """Return `storages` with `recomputed` set for slots that are recomputed from another stored slot, and take no bytes."""
     storages = dict(storages)
     for slot in slots:
         source = storages.get(slot.recomputed_from)
@@ -168,7 +174,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Packed bytes of a slot for one use."""
+    """Return the packed bytes of a slot for one use of it in backward: values, signs, a mask or an index."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
@@ -180,7 +186,7 @@ def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
 
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
-    """The intervals of everything that the step holds under `plan`."""
+    """Return the intervals of bytes of all tensors that the step holds under `plan`."""
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
@@ -189,12 +195,12 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
 
 
 def offloads(trace: Trace, plan: Plan) -> bool:
-    """Whether packed inputs of checkpointed layers are moved to host memory."""
+    """Return whether packed inputs of checkpointed layers are moved to host memory."""
     return plan.offload and trace.device == "cuda" and not trace.is_compiled
 
 
 def host_bytes(trace: Trace, plan: Plan) -> int:
-    """Bytes of packed inputs of checkpointed layers that are in host memory when backward begins."""
+    """Return the bytes of packed inputs of checkpointed layers that are in host memory when backward begins."""
     if not offloads(trace, plan):
         return 0
     storages = slot_storages(trace, plan)
@@ -205,7 +211,7 @@ def host_bytes(trace: Trace, plan: Plan) -> int:
 
 @cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """The intervals that no plan changes: buffers, inputs and temporaries of operations."""
+    """Return the intervals of bytes that no plan changes: buffers, inputs and temporaries of operations."""
     kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
     temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
     return [
@@ -215,7 +221,7 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 
 
 def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
-    """The intervals of weights, gradients and optimizer state, and of their decoded copies."""
+    """Yield the intervals of bytes of weights, gradients and optimizer state, and of their decoded copies."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
     if not packs_gradients:
@@ -239,7 +245,7 @@ def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> I
 
 
 def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
-    """A weight; a packed one has decoded copies while a module that owns it runs, and when backward needs it."""
+    """Yield the intervals of a weight. A packed one has decoded copies while a module that owns it runs, and when backward needs it."""
     nbytes = slot.nbytes if formats.weight is None else formats.weight.nbytes(slot.shape)
     yield Interval(Role.WEIGHT, slot.module, slot.birth, slot.death, nbytes)
     if formats.weight is not None:
@@ -248,7 +254,10 @@ def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
 
 
 def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
-    """The cast of a weight, stored until backward; that of a packed weight is recomputed in each call and in backward."""
+    """Yield the intervals of the cast of a weight.
+
+    It is stored until backward; that of a packed weight is recomputed in each call and in backward.
+    """
     spans = list(slot.running) or [(slot.birth, slot.death)]
     if is_recomputed:
         calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]
@@ -262,8 +271,10 @@ def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
 
 
 def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Interval]:
-    """A gradient, and the residue of its weight. A packed accumulator is stored all the time, and a complete gradient is added to it; a
-    gradient that is released inside backward has no accumulator.
+    """Yield the intervals of a gradient, and of the residue of its weight.
+
+    A packed accumulator is stored all the time, and a complete gradient is added to it; a gradient that is released inside backward has no
+    accumulator.
     """
     if formats.residue_bytes:
         yield Interval(Role.RESIDUE, slot.module, 0, end, formats.residue_bytes)
@@ -277,7 +288,7 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
 def activation_intervals(
     activations: Iterable[Slot], storages: Mapping[str, SlotStorage], *, offload: bool = False
 ) -> Iterator[Interval]:
-    """The intervals of activations, each stored as in `storages`; all slots of a torch storage must be among `activations`."""
+    """Yield the intervals of activations, each stored as in `storages`. All slots of a torch storage must be among `activations`."""
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:
         by_storage[slot.storage].append(slot)
@@ -293,7 +304,7 @@ def activation_intervals(
 
 
 def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
-    """The spans in which packed inputs of checkpointed layers are on the GPU, by slot."""
+    """Return the spans of ticks in which packed inputs of checkpointed layers are on the GPU, by slot."""
     pairs = [(part, slot) for slot in packed for part in slot.parts if part.use is Use.VALUE and part.decoded]
     pairs = sorted(
         ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed
@@ -308,7 +319,10 @@ def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
 
 
 def _packed(slot: Slot, storage: SlotStorage, on_gpu: list[tuple[int, int]] | None) -> Iterator[Interval]:
-    """The packed parts of an activation, and their decoded copies; `on_gpu`: when packed values are there, None all the time."""
+    """Yield the intervals of an activation's packed parts and their decoded copies.
+
+    `on_gpu`: when packed values are there; None: all the time.
+    """
     decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
     if slot.beside_packed:
         yield Interval(Role.TEMPORARY, slot.module, slot.birth, slot.birth, slot.beside_packed)

@@ -47,7 +47,7 @@ VERSION = 4  # of the JSON
 FOLDER_VARIABLE = "PAREDOWN_CACHE"
 HINT = "Calibrations are written by `paredown calibrate`."
 MEASURE = "Run `paredown calibrate` on this device."
-# kind -> what names of its operations contain, the first match
+# kind of an operation -> parts of its name; the first match counts
 KINDS = {
     "attention": ("attention",),
     "conv": ("conv",),
@@ -60,14 +60,14 @@ KINDS = {
 }
 ELEMENTWISE = "elementwise"
 UNALIGNED, ALIGNMENT = " unaligned", 8  # suffix of rates of matrix products with a side that is no multiple of this
-# of the host's change of speed: where a step of a small network took 1.8 times as long, calls of an LSTM took 1.4 (forward) and 1.5 times
-# as long (backward), 12 of each, one H200 (docs/log.md, 2026-11-18)
+# How much of a change of the host's speed launches of kernels have: where a step of a small network took 1.8 times as long, calls of an
+# LSTM took 1.4 (forward) and 1.5 times (backward) as long, 12 of each, one H200 (docs/log.md, 2026-11-18).
 LAUNCH_SHARE = 0.6
 
 
 @dataclass(frozen=True)
 class FormatCost:
-    """What a format costs: bytes of the unpacked tensor per second, seconds of one launch on the device, host seconds for each tensor."""
+    """The cost of encoding and decoding in a format: bytes per second of the unpacked tensor, seconds of a launch, and host seconds."""
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -75,20 +75,23 @@ class FormatCost:
     host_seconds: float
 
     def device_seconds(self, nbytes: int) -> float:
-        """Device seconds to encode and decode a tensor of `nbytes` once each."""
+        """Return the device seconds to encode and decode a tensor of `nbytes` once each."""
         return 2 * self.launch_seconds + nbytes / self.encode_bytes_per_second + nbytes / self.decode_bytes_per_second
 
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds of the host. Those of packing and checkpointing are beyond the operations of the step and those that run once more."""
+    """Seconds that the host takes for calls of each kind.
+
+    Those of packing and checkpointing come on top of the operations of the step and of those that run twice.
+    """
 
     empty_operation: float  # one addition of one value, called in a loop
     operation: float  # the call of one kernel whose own host time is not in `issued`
     view: float  # one operation without a kernel in forward, and what Python and autograd do for it
-    backward_view: float  # the same in backward, where no Python runs
-    module_call: float  # of forward: Python, autograd and autocast
-    gradient: float  # of one parameter in backward: its node, its cast and its accumulation
+    backward_view: float  # one operation without a kernel in backward, where no Python runs
+    module_call: float  # one call of a module in forward: Python, autograd and autocast
+    gradient: float  # one parameter in backward: its node, its cast and its accumulation
     optimizer_parameter: float  # one parameter in a fused step of torch.optim
     checkpointed_tensor: float  # one tensor that a checkpointed layer saves: hooks of torch.utils.checkpoint in three passes
     watched: float  # one module call, or one saved tensor, in a session that packs some of them
@@ -98,7 +101,7 @@ class HostCost:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Costs on one device. `flops_per_second`: kind and dtype -> (flops of a call, flops per second) at rising sizes.
+    """The costs of operations, formats and host calls on one device, from which step times are predicted.
 
     `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
     `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of one call, by
@@ -122,7 +125,7 @@ class Calibration:
     measured_in_seconds: float = 0.0
 
     def operation_seconds(self, operation: Operation) -> float:
-        """Predicted device seconds of one call."""
+        """Return the predicted device seconds of one call."""
         if operation.op == VIEW:
             return 0.0
         if self.timed and operation.arguments:
@@ -137,7 +140,7 @@ class Calibration:
         return max(moved, computed, self.kernel_seconds)
 
     def issue_seconds(self, operation: Operation) -> float:
-        """Predicted host seconds of one call, without what modules and views around it take."""
+        """Return the predicted host seconds of one call, without the time of the modules and views around it."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
         if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
@@ -145,7 +148,7 @@ class Calibration:
         return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """The calibration with the seconds of the host multiplied by `factor`, and `launched` by a factor nearer to 1."""
+        """Return the calibration for a host whose calls take `factor` times as long; `launched`, time of the driver, changes less."""
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
         issued = {name: factor * seconds for name, seconds in self.issued.items()}
@@ -161,13 +164,16 @@ class Calibration:
         return interpolated(points, operation.flops)
 
     def num_untimed(self, trace: Trace) -> int:
-        """Operations of a trace that have neither been timed nor found impossible to repeat."""
+        """Return the number of different operations in a trace that have neither been timed nor found impossible to repeat."""
         steps = [step for step in (trace, trace.unmodified) if step is not None]
         keys = {operation_key(one) for step in steps for one in step.operations if one.arguments}
         return len(keys - self.timed.keys())
 
     def format_cost(self, format: Format | None) -> FormatCost:
-        """The cost of a format: its own, or that of the measured format with the nearest width; of masks that of the widest."""
+        """Return the cost of a format: its own, or that of the measured format with the nearest width.
+
+        None, a mask, costs as the widest.
+        """
         text = str(format)
         if format is None or text in self.formats:
             return self.formats[text] if text in self.formats else self._by_width[-1][1]
@@ -179,12 +185,12 @@ class Calibration:
         return sorted(rows, key=lambda row: row[0])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod
     def from_json(value: Any) -> Calibration:
-        """The calibration whose `to_json()` is `value`; CalibrationError where it is none."""
+        """Return the calibration whose `to_json()` is `value`; raise CalibrationError for any other value."""
         names = [one.name for one in fields(Calibration)]
         needed = ("version", "device", "host", "formats")
         parts = object_parts(value, "calibration", names, needed, VERSION, CalibrationError, oldest=VERSION)
@@ -193,7 +199,7 @@ class Calibration:
         return calibration
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the JSON, by default to the cache folder; returns the path."""
+        """Write the JSON, by default to the cache folder, and return the path."""
         target = calibration_path(self.device) if path is None else Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -219,12 +225,12 @@ class Calibration:
 
 @cache
 def kind_of(op: str) -> str:
-    """The kind of an operation, by its name."""
+    """Return the kind of an operation, by its name: "matmul", "conv", "elementwise" and so on."""
     return next((kind for kind, parts in KINDS.items() if any(part in op for part in parts)), ELEMENTWISE)
 
 
 def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """The rate at `flops`, on lines through the logarithms of the points; constant outside of them.
+    """Return the rate at `flops`, interpolated between the logarithms of the points; it is constant outside of them.
 
     >>> round(interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
     (1.0, 100000000000000.0)
@@ -239,19 +245,19 @@ def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
 
 @cache
 def _is_unaligned(arguments: str) -> bool:
-    """Whether a matrix among the arguments has a side above ALIGNMENT that is no multiple of it."""
+    """Return whether a matrix among the arguments has a side above ALIGNMENT that is no multiple of it."""
     tensors = json.loads(arguments)[0] if arguments else []
     shapes = [value["t"][1] for value in tensors if isinstance(value, dict) and "t" in value]
     return any(side > ALIGNMENT and side % ALIGNMENT for shape in shapes if len(shape) > 1 for side in shape[-2:])
 
 
 def operation_key(operation: Operation) -> str:
-    """The name of an operation with its arguments, in 16 characters."""
+    """Return a hash of 16 characters of the name of an operation and its arguments."""
     return sha256(f"{operation.op} {operation.arguments}".encode()).hexdigest()[:16]
 
 
 def _check(calibration: Calibration) -> None:
-    """CalibrationError for costs that no measurement has: rates and times of 0 or less, or formats that do not exist."""
+    """Raise CalibrationError for costs that no measurement has: rates and times of 0 or less, or formats that do not exist."""
     rates = {**calibration.bytes_per_second, "kernel_seconds": calibration.kernel_seconds}
     rates |= {name: min((min(point) for point in points), default=0.0) for name, points in calibration.flops_per_second.items()}
     for text, cost in calibration.formats.items():
@@ -270,7 +276,7 @@ def _check(calibration: Calibration) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of calibrations: PAREDOWN_CACHE, or `paredown` in XDG_CACHE_HOME or in ~/.cache."""
+    """Return the folder of calibrations: PAREDOWN_CACHE, or `paredown` in XDG_CACHE_HOME or in ~/.cache."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
@@ -278,12 +284,12 @@ def cache_folder() -> Path:
 
 
 def calibration_path(device: str) -> Path:
-    """The file of the calibration of "cuda" or "cpu"."""
+    """Return the path of the calibration file of "cuda" or "cpu"."""
     return cache_folder() / f"calibration-{device}.json"
 
 
 def versions() -> dict[str, str]:
-    """The versions that a calibration must agree with: of torch and of paredown."""
+    """Return the versions of torch and of paredown, with which a calibration must agree."""
     return {name: _version(name) for name in ("torch", "paredown")}
 
 
@@ -296,7 +302,7 @@ def _version(package: str) -> str:
 
 
 def load_calibration(device: str, device_name: str | None = None, path: Path | None = None) -> Calibration:
-    """The calibration of this device; CalibrationError if there is none, or it is of another device or version.
+    """Return the calibration of this device; raise CalibrationError if there is none, or it is of another device or version.
 
     `device_name`: the name of the present device; None where it is absent, and a calibration made elsewhere is used.
     """
@@ -313,7 +319,7 @@ def load_calibration(device: str, device_name: str | None = None, path: Path | N
 
 
 def present_device_name(device: str) -> str | None:
-    """The name of the GPU or processor of this machine; None where there is no such device, or torch was not imported."""
+    """Return the name of the GPU or processor of this machine; None if there is no such device, or torch was not imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None or (device == "cuda" and not torch.cuda.is_available()):
         return None
@@ -321,7 +327,7 @@ def present_device_name(device: str) -> str | None:
 
 
 def find_calibration(device: str) -> tuple[Calibration | None, str]:
-    """The calibration of this device and ""; None and a sentence with the reason where there is none that can be used."""
+    """Return the calibration of this device and ""; None and a sentence with the reason if there is none that can be used."""
     try:
         return load_calibration(device, present_device_name(device)), ""
     except CalibrationError as error:
@@ -329,7 +335,7 @@ def find_calibration(device: str) -> tuple[Calibration | None, str]:
 
 
 def _reference() -> Calibration:
-    """One H200, torch 2.11: benchmarks/results of codec, session and assign_times."""
+    """Return a calibration of one H200 with torch 2.11, from benchmarks/results of codec, session and assign_times."""
     codec = FormatCost(3e12, 3e12, 4e-6, 30e-6)
     sizes = ((1e8, 2e13), (1e10, 4e14), (1e12, 6e14))
     return Calibration(

@@ -45,7 +45,11 @@ INPUT = "it is the input of a checkpointed module"
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
-    """The trace of the step under a plan: without a session, without packing, and compiled in few bits, it may save other tensors."""
+    """Return the trace of the step as it runs under `plan`.
+
+    Without a session, without packed activations, or compiled with activations in 4 bits or fewer, a step may save other tensors than
+    those of `trace`.
+    """
     if trace.unmodified is not None and plan.changes_nothing:
         return step_under(trace.unmodified, plan)
     if trace.without_packing is not None and not plan.packs_activations:
@@ -55,7 +59,7 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
-    """The paths that match a pattern, without those inside of another match.
+    """Return the paths that match a pattern, without those inside of another match.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
@@ -73,12 +77,12 @@ def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "rec
 
 
 def is_inside(path: str, module: str) -> bool:
-    """Whether a path is that of `module` or of a module inside of it."""
+    """Return whether a path is that of `module` or of a module inside of it."""
     return path == module or path.startswith(f"{module}.")
 
 
 def is_of(name: str, module: str) -> bool:
-    """Whether the name of a slot, or the path of a call, belongs to `module` or to a module inside of it.
+    """Return whether the name of a slot, or the path of a call, belongs to `module` or to a module inside of it.
 
     >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
     (True, False)
@@ -88,7 +92,7 @@ def is_of(name: str, module: str) -> bool:
 
 @cached_on_trace
 def modules_of(trace: Trace) -> list[str]:
-    """The paths of the modules in which operations ran, and of their parents."""
+    """Return the paths of the modules in which operations ran, and of their parents."""
     paths: dict[str, None] = {}
     for path in {CALL.sub("", output.module): None for output in trace.outputs if output.phase == "forward"}:
         parts = path.split(".")
@@ -107,12 +111,12 @@ class CheckpointSpan:
     backward_end: int
 
     def has(self, path: str) -> bool:
-        """Whether a path, or the name of a slot, belongs to the module."""
+        """Return whether a path, or the name of a slot, belongs to the module."""
         return is_of(path, self.module)
 
 
 def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
-    """The trace of the same step with activation checkpointing of the modules that match `patterns`."""
+    """Return the trace of the same step with activation checkpointing of the modules that match `patterns`."""
     if not patterns:
         return trace
     for module in outermost(modules_of(trace), patterns):
@@ -121,8 +125,9 @@ def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
 
 
 def _with_module(trace: Trace, module: str) -> Trace:
-    """The trace with activation checkpointing of one module more. The last one is cached on the trace, since searches add the same modules
-    one after the other.
+    """Return the trace with activation checkpointing of one more module.
+
+    The last result is cached on the trace, since searches add the same modules one after the other.
     """
     cached: tuple[str, Trace] | None = vars(trace).get("_with_module")
     if cached is None or cached[0] != module:
@@ -134,7 +139,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """The span of a module; a note with the reason where it has none."""
+    """Return the ticks at which a module runs and backward needs it; a note with the reason if it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -151,13 +156,13 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Ticks at which backward reads a tensor that only the module saved."""
+    """Return the ticks at which backward reads tensors that only the checkpointed module saved."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
 
 def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
-    """The parts of a slot that only the module needs."""
+    """Return the packed parts of a slot that only the checkpointed module needs."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
     others = {saver.use for saver in slot.savers if not span.has(saver.name)}
@@ -165,12 +170,12 @@ def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
 
 
 def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
-    """Whether a slot is allocated in the module, and only operations inside of it saved it."""
+    """Return whether a slot is allocated in the module, and only operations inside of it saved it."""
     return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
 
 
 def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
-    """The trace with activation checkpointing of the module of `span`."""
+    """Return the trace with activation checkpointing of the module of `span`."""
     slots: list[Slot] = []
     complete = {slot.name: slot.dropped for slot in trace.of(Role.GRADIENT)}
     outputs = [_extended(output, span) for output in trace.outputs]
@@ -209,9 +214,10 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """The slots, with frozen weights of the module decoded one at a time in the second forward pass: the largest counts, at its tick.
+    """Yield the slots, with a decoded copy of the module's largest frozen weight in the second forward pass.
 
-    `before`: the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
+    That pass runs in one tick and decodes frozen weights one at a time. `before`: the trace without this checkpoint. Sessions decode
+    frozen weights again where backward reads them.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
     largest = max(frozen, key=lambda slot: slot.nbytes, default=None)
@@ -221,19 +227,19 @@ def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> 
 
 
 def _reason_exact(trace: Trace, span: CheckpointSpan) -> str:
-    """Why inputs of the module are not quantized; "" if they may be."""
+    """Return why inputs of the module are not quantized, or "" if they may be."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and o.dtype in FLOAT_BYTES and span.has(o.module)]
     signs = [s.op for slot in trace.activations for s in slot.savers if s.use in (Use.SIGN, Use.INSIDE) and span.has(s.name)]
     return reason_of_ops(o.op for o in outputs) or (COMPARES.format(signs[0]) if signs else "")
 
 
 def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
-    """The name of a tensor as an input of the module; "" if it is none."""
+    """Return the slot name of a tensor as an input of the checkpointed module, or "" if it is not an input."""
     return next((name for name in row.inputs if name.partition(":")[0] == span.module), "")
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """A saved tensor as an input of the module: its packed copy is decoded from the second forward pass on."""
+    """Return the slot of a saved tensor that the checkpointed module has as an input: backward needs it to run the module again."""
     name, stays = _input_name(slot, span), slot.stays or reason
     others = tuple(saver for saver in slot.savers if not span.has(saver.name))
     is_saved = len(others) < len(slot.savers)
@@ -259,7 +265,7 @@ def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
 
 
 def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
-    """The slot of an input of the module that no operation saves; None if `output` is none, or is small."""
+    """Return the slot of an input of the module that no operation saves; None if `output` is no such input, or is small."""
     name = _input_name(output, span)
     numel = output.nbytes // FLOAT_BYTES.get(output.dtype, output.nbytes + 1)
     if not name or output.slot or output.death != span.backward_end or numel < MIN_PACKED_NUMEL:
@@ -272,7 +278,7 @@ def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: i
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """The two lifetimes of a tensor saved in a checkpointed span: in forward while operations use it, in backward once recomputed."""
+    """Return the two lifetimes of a tensor that the checkpointed module saves: until its last use in forward, and again in backward."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)
@@ -280,12 +286,12 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Tick of the last operation of backward that reads the slot; it is freed then, before gradients are summed."""
+    """Return the tick of the last operation of backward that reads the slot; it is freed then, before gradients are summed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """A result of the module that operations outside save too: the slot that those store, and its copy from the second forward pass."""
+    """Return two records of a module's result that later operations save too: its slot, and its copy in the second forward pass."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -299,19 +305,22 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """`output`, stored until the module's backward is done if it is an input: allocated before the module runs, read and freed in it."""
+    """Return `output`, stored until the checkpointed module's backward is done if it is an input of the module."""
     is_input = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death <= span.end + 1
     is_input = is_input and (output.used < 0 or output.used >= span.start)
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """A weight of the module, decoded again from the second forward pass until its gradient is complete, at that tick."""
+    """Return the slot of a weight that the checkpointed module reads twice: it is decoded again from the second forward pass on."""
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """The cast of a weight, which exists twice. Autocast caches casts of trained weights until its context ends, and no others."""
+    """Return the slot of a weight's cast, which exists twice: in forward, and again in backward.
+
+    Autocast caches casts of trained weights until its context ends, and no others.
+    """
     end = trace.backward_at - 1 if is_trained else cast.parts[0].packed
     return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
 
@@ -321,7 +330,7 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The second forward pass of a module: what it allocates beyond the tensors that it saves, at its largest moment.
+    """The memory of a checkpointed module's second forward pass: bytes at its largest moment, beyond the tensors that it saves.
 
     `extra`: bytes if nothing is packed. `packed`: tensors that a session may store packed, and when the first pass reads them last. If they
     are packed, in 8 bits, the largest moment is at the tick `moment`, with `beside` bytes of temporaries.
@@ -335,7 +344,7 @@ class _SecondPass:
 
     @staticmethod
     def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
-        """That of the module of `span`."""
+        """Compute the memory of the second forward pass of the module of `span`."""
         inner = [slot for slot in trace.activations if _is_inner(slot, span)]
         end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
         ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
@@ -354,7 +363,7 @@ class _SecondPass:
         return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
 
     def slots(self, storage: int) -> Iterator[Slot]:
-        """The slots of what is packed; `storage`: the last storage number of the trace."""
+        """Yield slots for the tensors that a session may pack in the second forward pass. `storage`: the last number in use."""
         at, names = self.span.backward_start, {slot.name for slot in self.packed}
         for place, (slot, read) in enumerate(self.packed.items()):
             is_alive = slot.birth <= self.moment <= read
@@ -367,7 +376,7 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """A part of a slot, packed in the second pass; backward decodes it after that."""
+        """Return when a slot is packed and decoded if the second forward pass saves it."""
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
         decoded = tuple((max(start, at + 1), max(end, at + 1)) for start, end in part.decoded)
@@ -376,20 +385,20 @@ class _SecondPass:
 
 
 def _is_packed_again(slot: Slot) -> bool:
-    """Whether a session may pack a tensor that the second forward pass saves."""
+    """Return whether a session may pack a tensor that a checkpointed module saves in its second forward pass."""
     is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
     return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """(tick, change of bytes) of a tensor that is packed in 8 bits at the operation that saves it, and read until the tick `read`."""
+    """Return how many bytes a tensor takes and frees at which tick, if it is packed in 8 bits by the operation that saves it."""
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
     return [(slot.birth, slot.nbytes), (read + 1, -slot.nbytes), (first, 0 if slot.recomputed_from else int(share * slot.nbytes))]
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """(tick, bytes) of the largest sum of changes; those of one tick count together.
+    """Return the tick at which the sum of the changes so far is largest, and this sum; changes of one tick count together.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

@@ -58,7 +58,7 @@ UNITS_NOTE = "assumes fully_shard on {}; all other parameters belong to the root
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that one process sends in one step, by operation."""
+    """The bytes that one process sends in one step, by operation."""
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -67,7 +67,7 @@ class Communication:
 
     @property
     def total(self) -> int:
-        """The sum over all operations."""
+        """The bytes of all operations together."""
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
 
 
@@ -76,27 +76,30 @@ NOTHING_SENT = Communication()
 
 @dataclass(frozen=True)
 class Distribution:
-    """`world_size` processes that train one model; `units` are the modules that `fully_shard` wraps beside the whole model."""
+    """A training run of `world_size` processes; `units` are the modules that `fully_shard` wraps beside the whole model."""
 
     strategy: str
     world_size: int
     units: tuple[str, ...] = ()
-    reduction: Format | None = None  # in which gradients travel (`paredown.optim.reduce_in_8_bits`); None: in their dtype
+    reduction: Format | None = None  # of gradients between processes (`paredown.optim.reduce_in_8_bits`); None: their dtype
 
     def gathered_bytes(self, shard: int) -> int:
-        """Bytes that a process sends in an all-gather or reduce-scatter, of which each process has `shard` bytes."""
+        """Return the bytes that a process sends in an all-gather or reduce-scatter, of which each process has `shard` bytes."""
         return (self.world_size - 1) * shard
 
     def all_reduced_bytes(self, nbytes: int) -> int:
-        """Bytes that a process sends in an all-reduce of `nbytes`."""
+        """Return the bytes that a process sends in an all-reduce of `nbytes`."""
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Bytes of a reduction in few bits beside its input: codes sent and received, a float32 chunk of `chunk` values and its sum."""
+        """Return the bytes that a reduction in few bits needs beside its input of `chunk` float32 values for each process.
+
+        These are codes sent and received, a decoded chunk and its sum.
+        """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
     def unit_of(self, module: str) -> str:
-        """The unit that a module belongs to."""
+        """Return the unit that a module belongs to."""
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
 
 
@@ -107,7 +110,10 @@ def distribution_of(
     units: Iterable[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Distribution | None:
-    """The checked arguments of `footprint`; None for one process. Without `units`, the items of lists of modules, such as blocks.0."""
+    """Check the arguments of `footprint` and return them as a `Distribution`; None for one process.
+
+    Without `units`, they are the items of lists of modules, such as blocks.0.
+    """
     if type(world_size) is not int or world_size < 1:
         raise PlanError(f"world_size={world_size!r}: give the number of processes, an integer of at least 1.")
     travels_in = None if reduction is None else find_format(reduction)
@@ -136,7 +142,7 @@ def _with_parents(modules: Iterable[str]) -> list[str]:
 
 
 def _listed(modules: Iterable[str]) -> list[str]:
-    """The outermost modules whose name is a number: the items of nn.ModuleList and nn.Sequential."""
+    """Return the outermost modules whose name is a number: the items of nn.ModuleList and nn.Sequential."""
     paths = [module.split(".") for module in modules]
     ends = [next((i for i, part in enumerate(parts) if part.isdigit()), None) for parts in paths]
     return list(dict.fromkeys(".".join(parts[: end + 1]) for parts, end in zip(paths, ends, strict=True) if end is not None))
@@ -146,12 +152,12 @@ def _listed(modules: Iterable[str]) -> list[str]:
 
 
 def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """The shape of the largest shard, to which all others are padded."""
+    """Return the shape of the largest shard, to which all others are padded."""
     return (-(-shape[0] // world_size), *shape[1:]) if shape else ()
 
 
 def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, *, itemsize: int = FLOAT32_BYTES) -> int:
-    """Stored bytes of the largest shard in `format`; without one, of values of `itemsize` bytes."""
+    """Return the stored bytes of the largest shard in `format`; without one, of values of `itemsize` bytes."""
     shard = shard_shape(shape, world_size)
     if format is not None:
         return format.nbytes(shard)
@@ -163,18 +169,18 @@ def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, 
 
 @dataclass(frozen=True)
 class _Shards:
-    """The formats of all parameters of a trace under FSDP2, and the bytes of their shards."""
+    """The formats of all parameters of a trace under FSDP2, from which the bytes of their shards follow."""
 
     world_size: int
     weights: Mapping[str, Slot]
     formats: Mapping[str, ParameterFormats]
 
     def bytes_of(self, slot: Slot, format: Format | None) -> int:
-        """Stored bytes of the shard of a weight or gradient."""
+        """Return the stored bytes of the shard of a weight or gradient."""
         return shard_bytes(slot.shape, format, self.world_size, itemsize=FLOAT_BYTES.get(slot.dtype, 1))
 
     def weight(self, slot: Slot) -> int:
-        """Bytes of the shard of a weight, which are also its input of an all-gather."""
+        """Return the bytes of the shard of a weight, as stored and as sent in an all-gather."""
         return self.bytes_of(slot, self.formats[slot.name].weight)
 
 
@@ -191,7 +197,7 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 
 
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
-    """The intervals of everything that one process holds in the step under `plan`."""
+    """Return the intervals of everything that one process holds in the step under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
     held = activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan))
     return [*fixed_intervals(trace), *model, *held]
@@ -203,13 +209,16 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
     yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, sum(slot.nbytes for slot in gradients))
     for bucket, at in (
         _buckets(gradients) if shared.reduction is not None else ()
-    ):  # its chunks, then the decoded sums of all of them
+    ):  # the scratch of a bucket: its chunks, then the decoded sums of all of them
         scratch = bucket + shared.scratch_bytes(-(-bucket // (FLOAT32_BYTES * shared.world_size)))
         yield Interval(Role.TEMPORARY, BUCKETS, at, at, scratch)
 
 
 def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Bytes of each bucket, and when its last gradient is complete: gradients fill buckets in the order in which backward makes them."""
+    """Yield the bytes of each bucket, and when its last gradient is complete.
+
+    Gradients fill buckets in the order in which backward computes them.
+    """
     nbytes, at, limit = 0, 0, FIRST_BUCKET_BYTES
     for slot in sorted(gradients, key=lambda slot: slot.birth):
         nbytes, at = nbytes + slot.nbytes, slot.birth
@@ -253,7 +262,7 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module under fully_shard: its gradients, bytes when it is whole, bytes of its all-gather, and when it runs."""
+    """A module under fully_shard: its gradients, bytes when whole (`values`), bytes of its all-gather (`buffer`), and when it runs."""
 
     name: str
     gradients: tuple[Slot, ...]
@@ -264,7 +273,10 @@ class _Unit:
 
 
 def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
-    """All units in the order in which they run: from the first to the last operation of a module in them, in forward and in backward."""
+    """Return all units of `fully_shard` in the order in which they run.
+
+    In forward and in backward, a unit runs from the first to the last operation of its modules.
+    """
     by_name: dict[str, list[Slot]] = defaultdict(list)
     for slot in shards.weights.values():
         by_name[shared.unit_of(slot.module)].append(slot)
@@ -287,14 +299,16 @@ def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
 
 
 def _hull(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """The span from the first start to the last end."""
+    """Return the span from the first start to the last end, None for no spans."""
     found = list(spans)
     return (min(start for start, _ in found), max(end for _, end in found)) if found else None
 
 
 def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
-    """Whole parameters, and buffers of all-gathers. FSDP2 frees the buffer of a unit when the next one is gathered, and gathers the next
-    unit of backward while one runs; the model's own parameters stay whole from forward to the end of backward.
+    """Yield the intervals of bytes of whole parameters and of the buffers of all-gathers.
+
+    FSDP2 frees the buffer of a unit when the next one is gathered, and gathers the next unit of backward while one runs; the model's own
+    parameters stay whole from forward to the end of backward.
     """
     for i, unit in enumerate(units):
         following, previous = units[i + 1] if i + 1 < len(units) else None, units[i - 1] if i else None
@@ -310,7 +324,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Whole gradients of a unit until its reduce-scatter, the input of that, and the shards that remain. Values are freed before."""
+    """Yield the intervals of bytes of one unit's gradients before, during and after its reduce-scatter."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]
@@ -331,7 +345,7 @@ def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -
 
 
 def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communication:
-    """Bytes that one process sends in one step."""
+    """Return the bytes that one process sends in one step."""
     gradients = trace.of(Role.GRADIENT)
     if shared.strategy == "ddp":
         return _ddp_communication(gradients, shared)
@@ -345,7 +359,10 @@ def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communicati
 
 
 def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Communication:
-    """An all-reduce; in few bits an all-to-all of chunks and an all-gather of their sums. Padding of single buckets is left out."""
+    """Return the bytes of an all-reduce; in few bits, of an all-to-all of chunks and an all-gather of their sums.
+
+    Padding of single buckets is left out.
+    """
     if shared.reduction is None:
         return Communication(all_reduce=shared.all_reduced_bytes(sum(slot.nbytes for slot in gradients)))
     chunk = -(-sum(slot.numel for slot in gradients) // shared.world_size)
@@ -354,7 +371,7 @@ def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Commu
 
 
 def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Format) -> int:
-    """Bytes that a process sends in the all-to-all of each unit: the shards of all its gradients in one row of codes."""
+    """Return the bytes that a process sends to reduce gradients in few bits: each unit exchanges the codes of all its gradients."""
     numels: dict[str, int] = defaultdict(int)
     for slot in gradients:
         numels[shared.unit_of(slot.module)] += shard_bytes(slot.shape, None, shared.world_size, itemsize=1)
@@ -362,7 +379,7 @@ def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Fo
 
 
 def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
-    """Bytes of the largest buffer of an all-gather: FSDP2 may fill the next one while a unit runs."""
+    """Return the bytes of the largest buffer of an all-gather: FSDP2 may fill the next one while a unit runs."""
     shards = _shards(trace, plan, shared.world_size)
     sums: dict[str, int] = defaultdict(int)
     for slot in shards.weights.values():
@@ -371,7 +388,7 @@ def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
 
 
 def distribution_notes(trace: Trace, shared: Distribution) -> list[str]:
-    """What the reader of a footprint should know about the strategy."""
+    """Return what the reader of a footprint should know about the strategy, one sentence each."""
     if shared.strategy == "ddp":
         nbytes = say_bytes(sum(slot.nbytes for slot in trace.of(Role.GRADIENT)))
         return [BUCKET_NOTE.format(nbytes, nbytes)]

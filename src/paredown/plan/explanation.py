@@ -60,22 +60,22 @@ class PlannedSlots(TableRows[PlannedSlot]):
     columns = HEAD
 
     def that(self, what: str) -> PlannedSlots:
-        """The rows with this value of `what`: "quantized", "pinned", "fixed" and so on."""
+        """Return the rows with this value of `what`: "quantized", "pinned", "fixed" and so on."""
         return PlannedSlots(row for row in self if row.what == what)
 
     def cells(self, row: PlannedSlot) -> tuple[str, ...]:
-        """The texts of one row."""
+        """Return the texts of one row."""
         return row.cells
 
 
 def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
-    """How `plan` stores every activation, weight, gradient and moment of the step, and why."""
+    """Return how `plan` stores every activation, weight, gradient and moment of the step, and why."""
     return PlannedSlots([*_activations(trace, plan), *_parameters(trace, plan)])
 
 
 @dataclass(frozen=True)
 class UnpackedSlots:
-    """Slots for which a plan has a rule, and which are stored unmodified for one reason; `nbytes` in all."""
+    """The slots that a plan has a rule for and that stay unmodified for the same reason, with their bytes in total."""
 
     role: Role
     why: str
@@ -84,7 +84,7 @@ class UnpackedSlots:
 
 
 def unpacked_slots(trace: Trace, plan: Plan) -> list[UnpackedSlots]:
-    """The slots that a plan has a rule for and cannot pack, by role and reason, the most bytes first."""
+    """Return the slots that a plan has a rule for and cannot pack, by role and reason, the most bytes first."""
     groups: dict[tuple[Role, str], list[PlannedSlot]] = {}
     for row in explain_slots(trace, plan) if not plan.changes_nothing else ():
         if row.what in ("fixed", "unmodified") and row.why not in (NO_RULE, SMALL) and _has_rule(row, plan):
@@ -114,7 +114,7 @@ def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _what(slot: Slot, storage: SlotStorage, plan: Plan) -> tuple[str, str]:
-    """`what` and `why` of an activation."""
+    """Return `what` and `why` of an activation."""
     if slot.stays:
         return "fixed", slot.stays
     if storage.recomputed:
@@ -147,7 +147,7 @@ def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _not_quantized(weight: Slot) -> tuple[str, str]:
-    """`what` and `why` of a parameter, gradient or moment without a format."""
+    """Return `what` and `why` of a parameter, gradient or moment without a format."""
     if weight.stays:
         return "fixed", weight.stays
     if weight.dtype not in FLOAT_BYTES:

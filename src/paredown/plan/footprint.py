@@ -80,7 +80,7 @@ SHOWN_TIERS = ("safe", "half", "lpmm", "lpmm4")
 MODEL_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 STAYING = frozenset(
     {Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT}
-)  # from step to step
+)  # roles of tensors that stay allocated from step to step
 PRODUCTS = (
     "layers that multiply in 8 bits are counted as unmodified ones: their inputs in the plan's format of activations. "
     "Where it saves codes instead, a value takes 8 bits"
@@ -102,11 +102,11 @@ class Allocator:
     unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
 
     def rounded(self, nbytes: Any, **_: Any) -> Any:
-        """The size that is allocated for `nbytes`, a number or an array; takes the arguments of `bound`."""
+        """Return the size that the device allocates for `nbytes`, a number or an array; further arguments of `bound` are ignored."""
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
-        """The same with the margin that `assign` keeps; `comes_and_goes`: the tensor is allocated in each step."""
+        """Return the size that the device allocates, with the margin that `assign` keeps. `comes_and_goes`: allocated anew in each step."""
         is_large = (nbytes >= MIB) & comes_and_goes
         is_odd = is_large & (nbytes % SEGMENT != 0)
         share = nbytes // COMPILED_MARGIN if is_compiled else nbytes // EAGER_MARGIN * is_large * (self.unsplit > 0)
@@ -123,7 +123,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a footprint fits a budget: usable as a bool, prints as a sentence."""
+    """The answer whether a footprint fits a budget: usable as a bool, prints as a sentence."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -144,7 +144,7 @@ class Fit:
 
 @dataclass(frozen=True, repr=False)
 class Footprint:
-    """Predicted bytes of a step: expected `peak_bytes` with bounds, stored bytes `by_role`, and bytes by role `at_peak`.
+    """The predicted bytes of a step: expected `peak_bytes` with bounds, stored bytes `by_role`, and bytes by role `at_peak`.
 
     Stored are weights, gradients and optimizer state from step to step (`model_bytes` in total), and activations and temporaries from
     forward to backward.
@@ -168,7 +168,7 @@ class Footprint:
 
     @cached_property
     def bound_bytes(self) -> int:
-        """The peak with the margin that `assign` keeps: a budget of this many bytes holds as measured."""
+        """The peak with the margin that `assign` keeps: measured peaks have been within this many bytes."""
         step, allocator = step_under(self.trace, self.plan), DEVICES[self.trace.device]
         flags = {"is_compiled": step.is_compiled}
         held = (i._replace(nbytes=allocator.bound(i.nbytes, comes_and_goes=i.role not in STAYING, **flags)) for i in self._held)
@@ -181,7 +181,7 @@ class Footprint:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Bytes in host memory, which are no part of the others: packed inputs of checkpointed layers that the plan offloads."""
+        """The bytes in host memory, which the other figures leave out: packed inputs of checkpointed layers that the plan offloads."""
         return host_bytes(planned_step(step_under(self.trace, self.plan), self.plan), self.plan)
 
     @property
@@ -190,7 +190,7 @@ class Footprint:
         return tuple(outermost(modules_of(self.trace), self.plan.checkpointed)) if self.plan.checkpointed else ()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Stored bytes by module, the largest first; `depth` cuts paths to that many parts."""
+        """Return the stored bytes by module, the largest first; `depth` cuts paths to that many parts."""
         sums: Counter[str] = Counter()
         for interval in self._kept:
             parts = interval.module.split(".")
@@ -205,7 +205,7 @@ class Footprint:
         return totals[: step.backward_at], totals[step.backward_at : step.length], totals[step.length :]
 
     def places_at_peak(self) -> dict[tuple[str, Role], int]:
-        """Bytes at the peak by (module, role), the largest first; summed over modules they are `at_peak`."""
+        """Return the bytes at the peak by (module, role), the largest first; summed over modules they are `at_peak`."""
         sums: Counter[tuple[str, Role]] = Counter()
         for interval in self._at_peak:
             sums[interval.module, interval.role] += interval.nbytes
@@ -213,7 +213,7 @@ class Footprint:
 
     @cached_property
     def step_time(self) -> StepTime | str:
-        """Predicted time of the step by the calibration of its device; a sentence with the reason where it is not predicted."""
+        """The predicted time of the step by the calibration of its device; a sentence with the reason if it is not predicted."""
         if self.plan.multiplies:
             return "calibrations have no products in 8 bits."
         if self.distribution is not None:
@@ -222,7 +222,7 @@ class Footprint:
         return reason if calibration is None else _time_of(self.trace, self.plan, calibration)
 
     def fits(self, budget: int | str) -> Fit:
-        """Whether the expected peak is within `budget`: bytes, "8GiB", or "60%" of the baseline's peak."""
+        """Return whether the expected peak is within `budget`: bytes, "8GiB", or "60%" of the baseline's peak."""
         whole = self.baseline.peak_bytes if isinstance(budget, str) and "%" in budget else None
         needs = (self.low_bytes, self.peak_bytes, self.high_bytes)
         allowed = parse_bytes(budget, whole=whole)
@@ -234,18 +234,18 @@ class Footprint:
         return self if self.plan.changes_nothing else self._under(BASELINE)
 
     def _under(self, plan: Plan) -> Footprint:
-        """The footprint of the same step, with the same number of processes, under another plan."""
+        """Return the footprint of the same step, with the same number of processes, under another plan."""
         return self if plan == self.plan else _footprint(self.trace, plan, self.distribution)
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of the rows that `fully_shard` adds where dimension 0 does not divide, part of `model_bytes`."""
+        """The bytes of the rows that `fully_shard` adds if it cannot divide dimension 0 evenly, part of `model_bytes`."""
         shared = self.distribution
         return 0 if shared is None or shared.strategy != "fsdp2" else self.model_bytes - self._undivided_bytes // shared.world_size
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes by which weights that `fully_shard` leaves plain are larger than packed on one device, part of `model_bytes`."""
+        """The bytes that `fully_shard` adds by storing some weights unpacked that one device packs, part of `model_bytes`."""
         shared = self.distribution
         if shared is None or shared.strategy != "fsdp2":
             return 0
@@ -253,7 +253,7 @@ class Footprint:
 
     @cached_property
     def _undivided_bytes(self) -> int:
-        """`model_bytes` of one process that has all rows, under the same strategy."""
+        """The `model_bytes` of a single process under the same strategy, which has all rows."""
         assert self.distribution is not None
         return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
@@ -293,7 +293,7 @@ class Footprint:
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
-        """Model memory of the baseline, under this plan, and under each tier, as text."""
+        """Return texts with the model memory of the baseline, of this plan, and of each tier."""
         plans = {"baseline": BASELINE, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
         sizes = {name: self._model_bytes(plan) for name, plan in plans.items()}
         if sizes["this plan"] == sizes["baseline"]:
@@ -304,7 +304,7 @@ class Footprint:
         return model_bytes(self.trace, plan) if self.distribution is None else self._under(plan).model_bytes
 
     def _shared(self) -> list[str]:
-        """The line about processes, if there are several."""
+        """Return lines of text about the processes that share the model, if there are several."""
         shared, sent = self.distribution, self.communication
         if shared is None:
             return []
@@ -335,7 +335,7 @@ def footprint(
     units: Sequence[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Footprint:
-    """Predicted bytes of the traced step under `plan`; of the baseline without a plan, or with one that has no rules.
+    """Return the predicted bytes of the traced step under `plan`; without a plan, or with one that has no rules, of the baseline.
 
     With `world_size` processes and a `strategy` ("ddp", "fsdp2"), the bytes are those of one process, and `communication` has what it
     sends; the traced batch is that of one process. `units`: the modules that fully_shard wraps beside the model, with wildcards.
@@ -389,7 +389,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
 
 
 def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]]:
-    """Names and roles of what a plan for `trace` may have rules for: its slots, those of the baseline and of `others`."""
+    """Return the names and roles for which a plan of `trace` may have rules: slots of the step, of the baseline and of `others`."""
     steps = [trace, *([trace.unmodified] if trace.unmodified is not None else []), *others]
     names = [(slot.names, slot.role) for step in steps for slot in step.slots]
     names += [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
@@ -403,44 +403,44 @@ def _workspace(trace: Trace) -> int:
 
 @cached_on_trace
 def workspace_margin(trace: Trace) -> int:
-    """Bytes that cuDNN may hold beyond what is expected, for convolutions in float32."""
+    """Return the bytes of workspace that cuDNN may allocate beyond the expected ones, for convolutions in float32."""
     calls = (one.arguments for one in trace.operations if one.op == CONVOLUTION_BACKWARD and one.arguments)
     return max(map(_copied_bytes, calls), default=0) if trace.device == "cuda" else 0
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Bytes of the output's gradient, the input and its gradient of a convolution's backward; 0 if cuDNN has no reason to copy them."""
+    """Return the bytes of a convolution's input and of both gradients, which cuDNN may copy in its backward; 0 if they are not float32."""
     (_, grad, _), (dtype, x, _) = (value["t"] for value in json.loads(arguments)[0][:2])
     return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0
 
 
 def library_bytes(trace: Trace) -> int:
-    """Bytes of libraries that `peak_bytes` of the baseline counts."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that `peak_bytes` of the baseline includes."""
     return _workspace(step_under(trace, BASELINE))
 
 
 def library_bound(trace: Trace) -> int:
-    """Bytes of libraries that `bound_bytes` of the baseline counts."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that `bound_bytes` of the baseline includes."""
     return library_bytes(trace) + workspace_margin(step_under(trace, BASELINE))
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
-    """The expected peak of `trace` under `plan`; that of a simulated plan counts its formats as if they were stored."""
+    """Return the expected peak bytes of `trace` under `plan`. A simulated plan's formats count as if they were stored."""
     return _footprint(trace, plan, None).peak_bytes
 
 
 def bound_of(trace: Trace, plan: Plan) -> int:
-    """`bound_bytes` of `trace` under `plan`."""
+    """Return `bound_bytes` of the footprint of `trace` under `plan`."""
     return footprint(trace, plan).bound_bytes
 
 
 def model_bytes(trace: Trace, plan: Plan) -> int:
-    """Stored bytes of weights, gradients and optimizer state under `plan`."""
+    """Return the stored bytes of weights, gradients and optimizer state under `plan`."""
     return sum(i.nbytes for i in model_memory(trace, plan) if i.role in MODEL_ROLES and _is_kept(i, trace))
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """(tick, bytes) of the peak of `held`.
+    """Return the tick at which the intervals have the most bytes, and these bytes.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
@@ -463,12 +463,12 @@ def _cell(slot: Slot, storage: SlotStorage | None) -> str:
 
 
 def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
-    """Stored bytes of a slot."""
+    """Return the bytes that a slot takes as it is stored."""
     return sum(part_bytes(slot, part, storage) for part in slot.parts) if storage.packs else slot.nbytes
 
 
 def _is_kept(interval: Interval, trace: Trace) -> bool:
-    """Whether bytes are stored across phases: activations and temporaries from forward to backward, gradients to the end of the step."""
+    """Return whether bytes are stored across phases: activations and temporaries until backward, gradients to the end of the step."""
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
         return interval.birth <= trace.backward_at <= interval.death
     return interval.role is not Role.GRADIENT or interval.death >= trace.length

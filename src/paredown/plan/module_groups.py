@@ -22,18 +22,18 @@ MOST_GROUPS = 10  # of groups with numbers
 
 
 class Grouping(NamedTuple):
-    """Modules with the same first `depth` parts of their paths are one group; `joins_layers`: numbers in paths do not count."""
+    """A way to group modules: those with the same first `depth` parts of their paths. `joins_layers`: numbers in paths do not count."""
 
     depth: int
     joins_layers: bool = False
 
     def name(self, module: str) -> str:
-        """The name of the group of a module."""
+        """Return the name of the group of a module."""
         path = ".".join(module.split(".")[: self.depth])
         return NUMBER.sub("*", path) if self.joins_layers else path
 
     def sums(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The bytes of each group, the largest first."""
+        """Return the bytes of each group, the largest first."""
         sums: Counter[str] = Counter()
         for module, nbytes in sizes.items():
             sums[self.name(module)] += nbytes
@@ -41,7 +41,10 @@ class Grouping(NamedTuple):
 
 
 def useful_grouping(sizes: Mapping[str, int]) -> Grouping:
-    """The grouping of fewest parts in which no group has more than half of the bytes, or else the one whose largest group is smallest."""
+    """Return the grouping of fewest parts in which no group has more than half of the bytes.
+
+    If there is none, it is the one whose largest group is smallest.
+    """
     half, deepest = sum(sizes.values()) / 2, max((module.count(".") + 1 for module in sizes), default=1)
     largest: dict[Grouping, int] = {}
     for grouping in (Grouping(depth, joins) for depth in range(1, deepest + 1) for joins in (False, True)):

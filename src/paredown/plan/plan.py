@@ -66,7 +66,7 @@ SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule in which two plans differ; None: that plan has no such rule. Equal sides: the rule has another place in the order."""
+    """A rule in which two plans differ. A side is None if that plan has no such rule; sides are equal if only the order differs."""
 
     key: str
     mine: Assignment | str | None
@@ -88,7 +88,7 @@ class Differences(tuple[Difference, ...]):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Rules that assign format, rounding and overflow to slots, and their `reason`.
+    """Rules that assign format, rounding and overflow to slots, and the `reason` for them.
 
     `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
     under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled sessions
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products]:
-        """Rules, checkpointed modules, `offload` and products: equal for plans with the same effect, whatever their reasons.
+        """The rules, checkpointed modules, `offload` and products: equal for plans with the same effect, whatever their reasons.
 
         Priors, picks, sweeps and reports use it to recognize a plan.
         """
@@ -145,7 +145,7 @@ class Plan:
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """A plan with one format for each named role, and `product=` for all linear layers; without any, the baseline."""
+        """Return a plan with one format for each named role, and `product=` for all linear layers; without any, the baseline."""
         rules: list[tuple[str, Assignment]] = []
         product = formats.pop("product", None)
         for role, format in cast("dict[str, FormatLike]", formats).items():
@@ -159,7 +159,7 @@ class Plan:
 
     @staticmethod
     def preset(name: str) -> Plan:
-        """The preset with this name."""
+        """Return the preset with this name."""
         if not isinstance(name, str) or name not in PRESETS:
             rows = "; ".join(f"{row.name} ({row.note})" for row in PRESETS.values())
             raise PlanError(f"preset {name!r} is unknown. Allowed: {rows}. Plan.uniform(activation=...) takes any format.")
@@ -169,7 +169,7 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """This plan with a rule added, or the rule of this key replaced; the new rule is the last one.
+        """Return this plan with a rule added, or the rule of this key replaced; the new rule is the last one.
 
         Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
         """
@@ -185,7 +185,7 @@ class Plan:
         return replace(self, rules=(*kept, (key, _assignment(key, format, rounding, overflow))))
 
     def without(self, key: str) -> Plan:
-        """This plan without the rule of this key."""
+        """Return this plan without the rule of this key."""
         key = key if is_product_key(key) else str(Selector.parse(key))
         keys = [rule[0] for rule in (*self.rules, *self.products)]
         if key not in keys:
@@ -210,7 +210,7 @@ class Plan:
         return any(element is not None for _, element in self.products)
 
     def product_of(self, path: str) -> tuple[str | None, bool]:
-        """The element in which the layer at `path` multiplies, or None, and whether a rule names the layer by its path.
+        """Return the element in which the layer at `path` multiplies, or None, and whether a rule names the layer by its path.
 
         >>> Plan.preset("fp8").set("product=head", None).product_of("head")
         (None, True)
@@ -218,7 +218,9 @@ class Plan:
         return find_product(self.products, path)
 
     def recomputing(self, *modules: str) -> Plan:
-        """This plan with activation checkpointing of these modules too, given by path or pattern; slots are recomputed one by one.
+        """Return this plan with activation checkpointing of these modules too, given by path or pattern.
+
+        Names of slots are tensors that a compiled step recomputes one by one.
 
         >>> Plan().recomputing("layers.0", "layers.1")
         Plan(0 rules)
@@ -227,7 +229,7 @@ class Plan:
         return replace(self, recompute=tuple(dict.fromkeys((*self.recompute, *modules))))
 
     def offloading(self) -> Plan:
-        """This plan with packed inputs of checkpointed layers in host memory until backward needs them, on a GPU.
+        """Return this plan with packed inputs of checkpointed layers in host memory until backward needs them, on a GPU.
 
         >>> Plan.preset("activations8").recomputing("layers.*").offloading().offload
         True
@@ -241,11 +243,11 @@ class Plan:
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """The slots in `recompute`; none where no rule can match activations, since the graphs are those of plain torch.compile then."""
+        """The slots in `recompute`, if a rule can match activations; otherwise none, since the graphs are those of plain torch.compile."""
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:
-        """Whether a compiled session should recompute the slot whose savers have these names.
+        """Return whether backward of a compiled step recomputes the slot whose savers have these names.
 
         >>> plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.*.mlp.1:input")
         >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
@@ -265,7 +267,7 @@ class Plan:
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """The assignment of the slot with this role whose savers have these names; cached."""
+        """Return the assignment for the slot of this role whose savers have these names; results are cached."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:
@@ -273,7 +275,7 @@ class Plan:
         return assignment
 
     def needs_of(self, name: str, needs: Needs) -> Needs:
-        """What backward needs of an activation under this plan: a rule that names the inputs of checkpoints removes their pin.
+        """Return what backward needs of an activation under this plan; a rule that names an input of a checkpoint removes its pin.
 
         >>> from paredown.autograd.operations import RECOMPUTES
         >>> named = Plan((("*:checkpoint.input", Assignment.parse("int4/64@bf16")),))
@@ -292,7 +294,7 @@ class Plan:
         return UNMODIFIED if best is None else self.rules[best][1]
 
     def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """The keys of single slots that are not among `slots`, which a plan made for a similar model may have.
+        """Return the keys that name a slot which is not among `slots`, as a plan made for a similar model may have.
 
         Each slot is (names of its savers, role). PlanError for a pattern that matches no slot, and for a plan that names slots none of
         which are among these. A role without slots is no error.
@@ -334,11 +336,11 @@ class Plan:
                 )
 
     def unmatched(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """The names and patterns that match none of `slots`, as `check` takes them."""
+        """Return the names and patterns in the plan's rules that match none of `slots`, which are given as for `check`."""
         return [str(key) for key in self._index.unmatched([(bare_names(names, Role(role)), Role(role)) for names, role in slots])]
 
     def diff(self, other: Plan) -> Differences:
-        """The rules that differ, this plan's side first; empty when both have the same effect. Reasons are not compared."""
+        """Return the rules that differ, this plan's side first; none if both have the same effect. Reasons are not compared."""
         mine, theirs = dict(self.rules), dict(other.rules)
         shared = [key for key in mine if key in theirs]
         moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
@@ -356,7 +358,7 @@ class Plan:
         return Differences([*rows, *([Difference("offload", *offloads)] if self.offload != other.offload else [])])
 
     def explain(self) -> str:
-        """The plan in words, one line for each rule; a later line beats an earlier one."""
+        """Return the plan in words, one line for each rule; a later line takes precedence over an earlier one."""
         lines = [self.reason] if self.reason else []
         rules = zip(self._index.keys, self.rules, strict=True)
         lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in rules]
@@ -392,19 +394,19 @@ class Plan:
         return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each.
+        """Return the JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each.
 
         A plan with products is of a newer version, so that programs that do not know products refuse it.
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
         head = {"version": WITH_PRODUCTS if self.products else VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
-        offload = {"offload": True} if self.offload else {}  # files of plans without it are as before
+        offload = {"offload": True} if self.offload else {}  # older versions can read plans without it
         products = {"products": [list(rule) for rule in self.products]} if self.products else {}
         return {**head, "recompute": list(self.recompute), **offload, **products, "rules": rules}
 
     @staticmethod
     def from_json(value: Any) -> Plan:
-        """The plan whose `to_json()` is `value`; PlanError with the reason where it is none."""
+        """Return the plan whose `to_json()` is `value`; raise PlanError, with the reason, for any other value."""
         parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_PRODUCTS, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
@@ -423,12 +425,12 @@ class Plan:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
-        """The plan that `save` wrote."""
+        """Return the plan that `save` wrote."""
         return load_json(path, "plan", PlanError, Plan.from_json, hint="Plans are written by plan.save(path).")
 
 
 def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
-    """The rules as a tuple; PlanError for wrong types."""
+    """Return the rules as a tuple of (key, Assignment); raise PlanError for other types."""
     pairs: tuple[Any, ...] = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Assignment)):
@@ -443,7 +445,7 @@ def _how(text: str) -> str:
 
 
 def _modules(recompute: Any) -> tuple[str, ...]:
-    """Paths of modules as a tuple; PlanError for wrong types."""
+    """Return `recompute`, paths of modules, as a tuple; raise PlanError for other types."""
     paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
     if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
         raise PlanError(
@@ -453,7 +455,7 @@ def _modules(recompute: Any) -> tuple[str, ...]:
 
 
 def _assignment(key: str, *parts: Any) -> Assignment:
-    """`Assignment.parse(format, rounding, overflow)`; an error names the rule."""
+    """Return `Assignment.parse(format, rounding, overflow)`; the message of an error names the rule."""
     try:
         return Assignment.parse(*parts)
     except PlanError as error:
@@ -467,7 +469,7 @@ def _from_json(key: str, value: Any) -> Assignment:
 
 
 def _json_values(made_for: Any) -> dict[str, Any]:
-    """A copy of `made_for` with JSON types, equal to what a file would return."""
+    """Return a copy of `made_for` with JSON types, equal to what a file would return."""
     try:
         value = json.loads(json.dumps(made_for, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -478,7 +480,7 @@ def _json_values(made_for: Any) -> dict[str, Any]:
 
 
 def combine_presets(names: Iterable[str]) -> Plan:
-    """One plan with the rules of several presets, whose roles must differ.
+    """Return one plan with the rules of several presets, whose roles must differ.
 
     >>> [key for key, _ in combine_presets(("half", "activations8")).rules]
     ['weight', 'gradient', 'moment1', 'moment2', 'activation']

@@ -16,7 +16,7 @@ from paredown.plan.storage import FormatLike
 
 
 class ByRole(TypedDict, total=False):
-    """Role -> format, for the roles that can have one."""
+    """Formats by role, for the roles that can have one."""
 
     weight: FormatLike
     frozen: FormatLike

@@ -24,7 +24,7 @@ Products = tuple[tuple[str, str | None], ...]
 
 
 def is_product_key(key: Any) -> bool:
-    """Whether the key of a rule is about products.
+    """Return whether the key of a rule is about products.
 
     >>> is_product_key("product=head"), is_product_key("product"), is_product_key("products.0:input")
     (True, True, False)
@@ -33,7 +33,7 @@ def is_product_key(key: Any) -> bool:
 
 
 def checked_products(rules: Any) -> Products:
-    """The rules as a tuple, weakest first; PlanError for keys and elements that are none."""
+    """Return the rules as a tuple in order of precedence, the lowest first; raise PlanError for unknown keys and elements."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         if not (isinstance(rule, list | tuple) and len(rule) == 2 and is_product_key(rule[0]) and rule[0] != f"{PRODUCT}="):
@@ -52,13 +52,13 @@ def checked_products(rules: Any) -> Products:
 
 
 def _rank(key: str) -> int:
-    """0 for the whole, 1 for a pattern, 2 for a path."""
+    """Return the precedence of a key: 0 for all layers, 1 for a pattern, 2 for a path."""
     path = key.partition("=")[2]
     return 0 if not path else 1 if any(letter in WILDCARDS for letter in path) else 2
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """(element of the products of a layer, or None; whether a rule names the layer by its path)."""
+    """Return the element in which a layer's products run, or None, and whether a rule names the layer by its path."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):
@@ -67,7 +67,7 @@ def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
 
 
 def say_product(key: str, element: str | None) -> str:
-    """A rule in words: "products of layers like 'layers.*': 8-bit codes in int8, forward changes"."""
+    """Return a rule in words: "products of layers like 'layers.*': 8-bit codes in int8, forward changes"."""
     path = key.partition("=")[2]
     where = "products" if not path else f"products of layers like {path!r}" if _rank(key) == 1 else f"products of layer {path!r}"
     which = "e4m3fn or int8, as the device has them" if element == AUTO else element

@@ -21,12 +21,12 @@ SOURCE = "backward recomputes another tensor from it"
 
 
 def planned_step(step: Trace, plan: Plan) -> Trace:
-    """The step with what the plan recomputes: layers of an eager step, single tensors of a compiled one."""
+    """Return the trace of the step with what the plan recomputes: layers of an eager step, single tensors of a compiled one."""
     return recomputed_trace(step, plan) if step.is_compiled else checkpointed_trace(step, plan.checkpointed)
 
 
 def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
-    """The slots of a compiled step that backward recomputes under `plan`."""
+    """Return the slots of a compiled step that backward recomputes under `plan`."""
     chosen: dict[int, Slot] = {}
     for slot in sorted(trace.activations, key=lambda slot: slot.birth) if plan.recomputed else ():
         how = slot.recomputation
@@ -36,7 +36,7 @@ def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
 
 
 def recomputed_trace(trace: Trace, plan: Plan) -> Trace:
-    """The trace of a compiled step in which backward recomputes the slots that `plan` names."""
+    """Return the trace of a compiled step in which backward recomputes the slots that `plan` names."""
     chosen = recomputed_slots(trace, plan)
     if not chosen:
         return trace
@@ -58,7 +58,7 @@ def _source(slot: Slot, needed: dict[int, int]) -> Slot:
 
 
 def _outputs(slot: Slot) -> list[Output]:
-    """The memory of a recomputed tensor: in forward, and in backward with what is written on the way."""
+    """Return the memory of a recomputed tensor in forward and in backward, with the other tensors that recomputing it writes."""
     how = slot.recomputation
     assert how is not None
     of_slot = slot.shape, slot.dtype, slot.nbytes
@@ -74,7 +74,7 @@ def _outputs(slot: Slot) -> list[Output]:
 
 
 def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
-    """A sentence for each slot that the plan names to be recomputed and that is not."""
+    """Return a sentence for each slot that the plan names to be recomputed and that is not."""
     named = [text for text in plan.recompute if ":" in text]
     if not step.is_compiled or not plan.recomputed:
         reason = "the step is not compiled" if not step.is_compiled else "the plan has no rule for activations"

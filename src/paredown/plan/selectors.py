@@ -60,7 +60,7 @@ class Selector:
 
     @staticmethod
     def parse(text: str) -> Selector:
-        """The selector of a key; PlanError where `text` is none."""
+        """Return the selector of a key; raise PlanError if `text` is not a key."""
         if not isinstance(text, str) or not text or text != text.strip():
             raise PlanError(f"key {brief(text)} is not valid: a key is {KEY_FORMS}, without spaces around it.")
         text = text.value if isinstance(text, Role) else text
@@ -79,18 +79,18 @@ class Selector:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether its name has wildcards."""
+        """Whether the name has wildcards."""
         return self.name is not None and any(letter in WILDCARDS for letter in self.name)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Sort key among the rules of a plan: roles in their order, then patterns, then names."""
+        """The sort key among the rules of a plan: roles in their order, then patterns, then names."""
         if self.role is not None and self.name is None:
             return SelectorRank.ROLE, FORMATTED.index(self.role)
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """How specifically it matches the slot with this role whose savers have these names."""
+        """Return how specifically the key matches the slot with this role whose savers have these names."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
@@ -102,7 +102,7 @@ class Selector:
         return SelectorRank.NONE
 
     def say(self) -> str:
-        """The selector in words: "weight slots like 'layer3.*'"."""
+        """Return the selector in words: "weight slots like 'layer3.*'"."""
         if self.name is None:
             return str(self)
         role = f"{self.role.value} " if self.role else ""
@@ -110,7 +110,7 @@ class Selector:
 
 
 class SelectorIndex:
-    """The keys of a plan in order, indexed by name: plans may name a thousand slots one by one."""
+    """The keys of a plan in order, with an index by name, since plans may name a thousand slots one by one."""
 
     def __init__(self, keys: Iterable[Selector]) -> None:
         self.keys = tuple(keys)
@@ -121,7 +121,7 @@ class SelectorIndex:
         self._best_places: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
     def best(self, names: tuple[str, ...], role: Role) -> int | None:
-        """Index of the key that decides for a slot, None where no key matches; cached."""
+        """Return the index of the key that decides for a slot, None if no key matches; results are cached."""
         if (names, role) not in self._best_places:
             self._best_places[names, role] = self._best(names, role)
         return self._best_places[names, role]
@@ -136,7 +136,7 @@ class SelectorIndex:
         return index_of, (self.keys,)  # without its cache
 
     def unmatched(self, slots: Sequence[NamesAndRole]) -> list[Selector]:
-        """The names and patterns that match none of the slots."""
+        """Return the names and patterns that match none of the slots."""
         by_name: dict[str, list[NamesAndRole]] = {}
         for slot in slots:
             for name in slot[0]:
@@ -148,12 +148,12 @@ class SelectorIndex:
 
 @lru_cache(maxsize=64)
 def index_of(keys: tuple[Selector, ...]) -> SelectorIndex:
-    """The shared index of all plans with these keys: plans that are compared often differ only in formats."""
+    """Return the index that all plans with these keys share: plans that are compared often differ only in formats."""
     return SelectorIndex(keys)
 
 
 def slot_key(name: str, role: Role) -> str:
-    """The key that matches one slot only, whatever characters its name has.
+    """Return the key that matches one slot only, whatever characters its name has.
 
     >>> slot_key("fc:input", Role.ACTIVATION), slot_key("fc.weight", Role.MOMENT1), slot_key("weight", Role.WEIGHT)
     ('fc:input', 'moment1=fc.weight', 'weight=weight')
@@ -164,22 +164,22 @@ def slot_key(name: str, role: Role) -> str:
 
 
 def bare_names(names: Iterable[str], role: Role) -> tuple[str, ...]:
-    """The names of a slot without the role prefix of a key: gradient=fc.weight becomes fc.weight."""
+    """Return the names of a slot without the role prefix of a key: gradient=fc.weight becomes fc.weight."""
     return tuple(name.removeprefix(f"{role.value}=") for name in names)
 
 
 def closest_role(text: str) -> str | None:
-    """The role whose name is similar to `text`, None if there is none."""
+    """Return the role whose name is similar to `text`, None if there is none."""
     return next(iter(get_close_matches(text.lower(), [role.value for role in FORMATTED], 1, 0.75)), None)
 
 
 def closest(text: str, names: Iterable[str]) -> str:
-    """The three of `names` that are most similar to `text`, quoted."""
+    """Return the three of `names` that are most similar to `text`, quoted."""
     return ", ".join(repr(name) for name in get_close_matches(text, list(names), 3, 0.0))
 
 
 def say_closest(key: Selector, slots: Iterable[NamesAndRole]) -> str:
-    """A sentence with the slot names that are most similar to the key."""
+    """Return a sentence with the slot names that are most similar to the key."""
     names = {name: None for names, role in slots if key.role in (None, role) for name in names}  # in order, each once
     role_word = f"{key.role.value} " if key.role else ""
     if not names:

@@ -38,12 +38,12 @@ from paredown.roles import Role
 
 OVERLAP = 6  # exponent of the norm of device and host seconds
 UPDATED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.RESIDUE)  # read and written by the optimizer; gradients are read
-FORWARD = ("forward", "loss")  # phases
+FORWARD = ("forward", "loss")  # phases of operations in forward
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one step on the device and on the host; `seconds` is the larger or a little more, on a CPU the sum.
+    """The predicted seconds of one step on the device and on the host; `seconds` is the larger or a little more, on a CPU the sum.
 
     `num_untimed`: operations whose time follows from rates of the device, since they were not timed themselves.
 
@@ -58,7 +58,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """The predicted seconds of the whole step."""
         if self.is_cpu:
             return self.device_seconds + self.host_seconds
         longer, shorter = max(self.device_seconds, self.host_seconds), min(self.device_seconds, self.host_seconds)
@@ -84,7 +84,7 @@ NO_TIME = StepTime(0.0, 0.0)
 
 
 def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibration) -> StepTime:
-    """The predicted time of the traced step under `plan`, the baseline without one; CalibrationError where it cannot be predicted."""
+    """Return the predicted time of the traced step under `plan`, or of the baseline; raise CalibrationError if it cannot be predicted."""
     plan = plan or BASELINE
     step = step_under(trace, plan)
     if trace.is_compiled:
@@ -104,7 +104,7 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """What packing and activation checkpointing add to a step, beside its optimizer."""
+    """Return the time that packing and activation checkpointing add to a step, beside its optimizer."""
     checkpointed = planned_step(step, plan)
     parts = (_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), _checkpointing(step, plan, calibration))
     return sum(parts, StepTime(0.0, 0.0))
@@ -120,7 +120,7 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
 
 @cached_on_trace
 def called_modules(trace: Trace) -> list[str]:
-    """Paths of the modules whose forward runs operations, and of their parents."""
+    """Return the paths of the modules whose forward runs operations, and of their parents."""
     paths: dict[str, None] = {}
     for module in dict.fromkeys(one.module for one in trace.operations if one.phase == "forward" and one.module):
         parts = module.split(".")
@@ -144,7 +144,7 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def num_watched(trace: Trace, plan: Plan) -> int:
-    """Module calls outside of checkpointed layers and saved tensors, which a session looks at if it packs any of them."""
+    """Return how many module calls and saved tensors a session must look at if it packs any, without those in checkpointed layers."""
     layers = _checkpointed_layers(trace, plan)
     modules = sum(not any(is_of(path, layer) for layer in layers) for path in called_modules(trace))
     return modules + sum(len(slot.names) for slot in trace.activations)
@@ -174,7 +174,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
 
 
 def num_saved(trace: Trace, layers: Sequence[str]) -> int:
-    """Tensors that the layers save for backward: activations, weights, and casts of weights."""
+    """Return the number of tensors that the layers save for backward: activations, weights, and casts of weights."""
 
     def is_inside(name: str) -> bool:
         return any(is_of(name, layer) for layer in layers)
@@ -187,7 +187,7 @@ def num_saved(trace: Trace, layers: Sequence[str]) -> int:
 
 
 def product_of(slot: Slot) -> Operation:
-    """The matrix product or convolution that recomputes a slot of a compiled step."""
+    """Return the operation that recomputes a slot of a compiled step: a matrix product or convolution."""
     how = slot.recomputation
     assert how is not None
     return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)

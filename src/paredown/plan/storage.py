@@ -59,7 +59,7 @@ OVERFLOW_IN_WORDS = {
 }
 Choice = TypeVar("Choice", bound=Enum)
 PINNED = Format.parse("int8/64@bf16")  # for pins of up to 7 significant bits, the most of any 8-bit format
-PINNED_WIDE = Format.parse("bf16")  # for pins of more
+PINNED_WIDE = Format.parse("bf16")  # for pins of more significant bits
 CENTERED = "backward subtracts a mean or 1 from it: a minimum for each block keeps small differences beside a large mean"
 PRECISE_BITS = 8  # significant bits of bf16, in which the baseline may compute
 # Smallest block of formats with a minimum. Blocks of 128 would have the bytes of int4/64@bf16, but two rows of 64 values would share a
@@ -90,11 +90,11 @@ class Assignment:
 
     @staticmethod
     def parse(format: FormatLike, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None) -> Assignment:
-        """The assignment with these values, given as text; None is the default of each."""
+        """Return the assignment for a format, rounding mode and overflow rule given as text; None stands for the default."""
         return Assignment(_format(format), _choice(Rounding, rounding), _choice(Overflow, overflow))
 
     def to_json(self) -> dict[str, str | None]:
-        """The JSON value: text or null for each field."""
+        """Return the JSON value: text or null for each field."""
         return {
             "format": str(self.format) if self.format else None,
             "rounding": self.rounding.value if self.rounding else None,
@@ -106,13 +106,14 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding that encoding an activation uses, the default resolved."""
+        """The rounding mode that encoding an activation uses: `rounding`, or the default of the format."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """The rounding that encoding a slot of this role uses; sums of small changes are rounded stochastically in any format.
+        """Return the rounding mode that encoding a slot of this role uses: `rounding`, or the default of format and role.
 
-        A frozen weight is encoded once, when the plan is applied, and always to nearest.
+        Sums of small changes are rounded stochastically in any format. A frozen weight is encoded once, when the plan is applied, and
+        always to nearest.
         """
         if role is Role.FROZEN:
             return Rounding.NEAREST_EVEN
@@ -125,7 +126,7 @@ class Assignment:
         )
 
     def say(self, role: Role = Role.ACTIVATION) -> str:
-        """The assignment in words, the default rounding resolved."""
+        """Return the assignment in words, such as "int4/64@bf16, 4.25 bits a value, stochastic rounding"."""
         if self.format is None:
             return "unmodified"
         bits = f"{self.format.bits_per_value:g}"
@@ -137,7 +138,9 @@ UNMODIFIED = Assignment()
 
 
 def significant_bits(format: Format) -> int:
-    """b, where a format divides the range below its largest magnitude in 2^b steps: int8 7, e4m3 4 (for the largest values), bf16 8.
+    """Return the significant bits of a format: it divides the range below its largest magnitude in 2^bits steps.
+
+    int8 has 7, e4m3 4 (for the largest values), bf16 8.
 
     Unsigned integers with a minimum divide the range from the smallest value to the largest, twice as long as that of magnitudes.
     """
@@ -148,13 +151,13 @@ def significant_bits(format: Format) -> int:
 
 
 def resolves_differences(format: Format) -> bool:
-    """Whether values that differ little beside their mean remain distinct: the format has a minimum for each block, or bf16's precision."""
+    """Return whether values that differ little beside their mean remain distinct: in formats with a minimum, or of bf16's precision."""
     return format.minimum is not None or significant_bits(format) >= PRECISE_BITS
 
 
 @lru_cache(maxsize=256)
 def with_minimum(format: Format) -> Format:
-    """Unsigned integers of the same width with a minimum for each block; blocks have at least 64 values.
+    """Return the format of unsigned integers of the same width, with a minimum for each block of at least 64 values.
 
     >>> str(with_minimum(Format.parse("e2m1fn/32@e8m0")))
     'uint4/64@bf16+bf16'
@@ -163,18 +166,18 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Whether `other` is `format`, or what `format` becomes where backward subtracts a mean."""
+    """Return whether `other` is `format`, or the format with a minimum that replaces it where backward subtracts a mean."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 
 def keeps_enough(format: Format, needs: Needs) -> bool:
-    """Whether values stored in `format` are precise enough for an operation with these needs."""
+    """Return whether values stored in `format` are precise enough for an operation whose backward has these needs."""
     is_fine = needs.pin is None or significant_bits(format) >= needs.pin.significant_bits
     return is_fine and (not needs.is_centered or resolves_differences(format))
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """(format, reason): the format that `numel` values of `dtype` are stored in, None for unmodified; why it differs from the request."""
+    """Return the format in which `numel` values of `dtype` are stored, None for unmodified, and why it differs from the request."""
     requested = assignment.format
     if requested is None or needs.use is not Use.VALUE:
         return None, ""

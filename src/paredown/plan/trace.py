@@ -67,7 +67,7 @@ class Saver:
 
     @property
     def needs(self) -> Needs:
-        """What its backward needs of the tensor."""
+        """What the operation's backward needs of the tensor."""
         return Needs(self.use, self.pin, self.is_centered)
 
 
@@ -140,12 +140,12 @@ class Slot:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all savers; the name of the slot where there are none."""
+        """The names of all savers; the name of the slot if there are none."""
         return tuple(saver.name for saver in self.savers) or (self.name,)
 
     @property
     def pin(self) -> Pin | None:
-        """The strictest pin of its savers."""
+        """The pin of the saver that needs the most significant bits; None if no saver has one."""
         pins = [saver.pin for saver in self.savers if saver.pin is not None]
         return max(pins, key=lambda pin: pin.significant_bits, default=None)
 
@@ -231,15 +231,15 @@ class Trace:
 
     @property
     def kept_activations(self) -> tuple[Slot, ...]:
-        """Those that exist when backward begins: not what the second forward pass of a checkpointed layer saves."""
+        """The activations that exist when backward begins: not those that the second forward pass of a checkpointed layer saves."""
         return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
 
     def of(self, role: Role) -> tuple[Slot, ...]:
-        """The slots with this role."""
+        """Return the slots with this role."""
         return tuple(slot for slot in self.slots if slot.role is role)
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
-        """The slot with this name; without a role, an activation or a weight."""
+        """Return the slot with this name; without a role, an activation or a weight."""
         return slot_named(self.slots, name, role)
 
     @cached_property
@@ -259,25 +259,25 @@ class Trace:
         return "\n".join([head, f"  {roles}", f"  largest of {len(self.kept_activations)} saved tensors:", *rows, *notes])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ("slots", "outputs", "operations")}
         return {"version": VERSION, **{name: dump_dataclass(getattr(self, name)) for name in FIELDS if name not in rows}, **rows}
 
     @staticmethod
     def from_json(value: Any) -> Trace:
-        """The trace whose `to_json()` is `value`; TraceError where it is none."""
+        """Return the trace whose `to_json()` is `value`; raise TraceError, with the reason, for any other value."""
         parts = object_parts(value, "trace", FIELDS, ("version", "model", "slots"), VERSION, TraceError, oldest=VERSION)
         trace = read_dataclass(Trace, parts, "trace", TraceError)
         check_trace(trace)
         return trace
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON."""
+        """Write the JSON to a file."""
         save_json(path, self.to_json(), TraceError)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
-        """The trace that `save` wrote."""
+        """Return the trace that `save` wrote."""
         return load_json(path, "trace", TraceError, Trace.from_json, hint="Traces are written by trace.save(path).")
 
 
@@ -285,12 +285,12 @@ FIELDS = tuple(field.name for field in fields(Trace))
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
-    """The dtype in which saved integers below `bound` are stored, such as the targets of an embedding; `dtype` without a bound."""
+    """Return the dtype in which saved integers below `bound` are stored, such as the targets of an embedding; `dtype` without a bound."""
     return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Bytes of a saved integer below `bound` in its `index_dtype`; `itemsize` without a bound.
+    """Return the bytes of a saved integer below `bound` in its `index_dtype`; `itemsize` without a bound.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
@@ -299,7 +299,7 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
 
 
 def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
-    """`compute`, whose result for a trace is computed once and stored on the trace; callers do not modify it."""
+    """Return `compute` as a function whose result is stored on the trace and returned again; callers do not modify it."""
     name = f"_{compute.__name__}"
 
     @wraps(compute)
@@ -312,7 +312,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
-    """The slot with this name; without a role, an activation or a weight."""
+    """Return the slot with this name; without a role, an activation or a weight."""
     roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
     matches = [slot for slot in slots if name in slot.names and slot.role in roles]
     if not matches:
@@ -321,7 +321,7 @@ def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Sl
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """The first slot of each storage, and all slots without a storage number."""
+    """Return the first slot of each storage, and all slots without a storage number."""
     seen: set[int] = set()
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 
@@ -330,7 +330,7 @@ def _once(slots: tuple[Slot, ...]) -> list[Slot]:
 
 
 def check_trace(trace: Trace) -> None:
-    """TraceError where times, sizes or rows of a trace contradict one another."""
+    """Raise TraceError if times, sizes or slots of a trace contradict one another."""
     if trace.device not in DEVICES:
         raise TraceError(f"device of a trace is {' or '.join(DEVICES)}, not {brief(trace.device)}.")
     if trace.length > MAX_TICKS:
@@ -344,7 +344,7 @@ def check_trace(trace: Trace) -> None:
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:
-    """TraceError where a time of `row` is after the end of the step, or a lifetime ends before it begins."""
+    """Raise TraceError if a time of `row` is after the end of the step, or a lifetime ends before it begins."""
     kind = type(row).__name__.lower()
     where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
     for first, begin, last, end in _lifetimes(row):
@@ -358,7 +358,7 @@ def check_row(row: Slot | Output | Part, length: int) -> None:
 
 
 def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
-    """(word, begin, word, end) of every lifetime in a row."""
+    """Yield every lifetime in a slot, output or part, as (word, begin, word, end)."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
     if isinstance(row, Output):
@@ -373,7 +373,7 @@ def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]
 
 
 def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """TraceError where a row is impossible, or where rows contradict one another; `length` is that of the step in ticks."""
+    """Raise TraceError if a slot or output is impossible, or if two contradict one another; `length`: of the step in ticks."""
     for row in (*slots, *outputs):
         check_row(row, length)
     total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
@@ -393,12 +393,12 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
 
 
 def _copies(row: Slot | Output) -> int:
-    """Upper bound on the tensors of its size that a row accounts for: itself, its packed parts and their decoded copies."""
+    """Return an upper bound on how often the bytes of a row exist at once: the tensor, its packed parts and their decoded copies."""
     return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
 
 
 def _check_bytes(slot: Slot) -> None:
-    """TraceError unless bytes, shape and dtype of a weight, a gradient or a moment agree."""
+    """Raise TraceError unless the bytes of a weight, a gradient or a moment follow from its shape and dtype."""
     numel = prod(slot.shape)
     size = numel * FLOAT_BYTES.get(slot.dtype, 0)
     if (size and size != slot.nbytes) or slot.numel not in (0, numel):
@@ -406,7 +406,7 @@ def _check_bytes(slot: Slot) -> None:
 
 
 def _check_uses(slot: Slot) -> None:
-    """TraceError unless every part of an activation belongs to a use that an operation saved it for."""
+    """Raise TraceError unless every part of an activation belongs to a use that an operation saved it for."""
     if slot.numel * FLOAT_BYTES.get(slot.dtype, 1) > slot.nbytes:
         raise _contradiction(slot, f"{slot.numel} values of {slot.dtype} in a storage of {slot.nbytes} bytes")
     packed, saved = ({row.use for row in rows} for rows in (slot.parts, slot.savers))
@@ -420,7 +420,7 @@ def _check_uses(slot: Slot) -> None:
 
 
 def _check_names(slots: tuple[Slot, ...]) -> None:
-    """TraceError unless each (role, name) belongs to one slot, and each saver to one activation."""
+    """Raise TraceError unless each (role, name) belongs to one slot, and each saver to one activation."""
     seen: set[tuple[Role, str]] = set()
     for slot in slots:
         keys = (
@@ -432,7 +432,7 @@ def _check_names(slots: tuple[Slot, ...]) -> None:
 
 
 def _check_storages(activations: Iterable[Slot]) -> None:
-    """TraceError unless slots of one storage have the same bytes and birth."""
+    """Raise TraceError unless slots of one storage have the same bytes and birth."""
     first: dict[int, Slot] = {}
     for slot in activations:
         other = first.setdefault(slot.storage, slot)
@@ -442,7 +442,7 @@ def _check_storages(activations: Iterable[Slot]) -> None:
 
 
 def _check_owners(slots: tuple[Slot, ...]) -> None:
-    """TraceError unless every gradient, and every cast of a weight, belongs to a weight of the trace."""
+    """Raise TraceError unless every gradient, and every cast of a weight, belongs to a weight of the trace."""
     weights = {slot.name for slot in slots if slot.role is Role.WEIGHT}
     named = {slot.name for slot in slots if slot.role is Role.GRADIENT}
     named |= {slot.recomputed_from for slot in slots if slot.role is Role.TEMPORARY and slot.recomputed_from}

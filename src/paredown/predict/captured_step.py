@@ -61,7 +61,10 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """One graph of a compiled step, partitioned without packing and with it; `joint` has facts about its nodes."""
+    """A graph of a compiled step, partitioned without packing, with packing, and with packing in 4 bits.
+
+    `joint` has facts about its nodes.
+    """
 
     plain: Partition
     packed: Partition
@@ -69,14 +72,14 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Ticks of one call."""
+        """Return how many ticks of the timeline one call of the graph takes."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
 
 @dataclass
 class GraphCall:
-    """A call of a graph: ticks at which its forward and its backward begin; -1 for a backward that did not run.
+    """A call of a graph: the ticks at which its forward and its backward begin, -1 for a backward that did not run.
 
     `held`: allocations of outputs that forward returns and saves too, by the names of the nodes that it returns.
     """
@@ -89,16 +92,19 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """Partitions a joint graph without packing, as sessions do, and as they do in 4 bits; torch gets the first."""
+    """A partitioner for torch.compile that partitions each graph three times: as plain torch does, as sessions do, and as in 4 bits.
+
+    torch gets the first partition.
+    """
 
     on_graph: Callable[[CapturedGraph], None]
 
     def uuid(self) -> Any:
-        """Identifies the partitioner in keys of caches, which are off."""
+        """Return a text that identifies the partitioner in keys of caches, which are off."""
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph."""
+        """Return the forward and the backward graph."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -114,7 +120,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 class GraphCapture:
-    """Runs the forward of a `FakeStep` with the graphs of torch.compile; `calls` lists their calls, those of backward too."""
+    """Runs the forward of a `FakeStep` with torch.compile, and records the calls of its graphs, those of backward too."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -123,11 +129,11 @@ class GraphCapture:
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: Any) -> GraphCapture:
-        """The same capture: Lightning replaces torch.compile by a function that copies its arguments, fake tensors with them."""
+        """Return the same capture: Lightning replaces torch.compile by a function that copies its arguments, fake tensors with them."""
         return self
 
     def forward(self, arguments: Arguments) -> Any:
-        """The model's output."""
+        """Run the model under torch.compile, and return its output."""
         torch._dynamo.reset()
         with dynamo_config.patch(suppress_errors=False), self._evaluated_in_forms(), self._recorded_loss():
             try:
@@ -146,7 +152,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Inside the context, a loss in chunks between two graphs is recorded operation by operation, as a loss behind them is."""
+        """Record a loss in chunks between two graphs operation by operation, inside of a `with` block."""
         step = self.step
 
         @contextmanager
@@ -159,7 +165,7 @@ class GraphCapture:
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
-        """Inside the context, Dynamo finds shapes and dtypes of operations as the target device would have them."""
+        """Let Dynamo compute shapes and dtypes as on the target device, inside of a `with` block."""
         run_node = dynamo_utils.run_node
 
         def run_in_forms(*args: Any, **keywords: Any) -> Any:
@@ -170,7 +176,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """A backend of torch.compile that traces and partitions, and runs the graphs with fake tensors."""
+        """Return a function that runs a graph of torch.compile with fake tensors, after tracing and partitioning it."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -182,7 +188,10 @@ class GraphCapture:
         self._partitioned = graph
 
     def _compile(self, gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
-        """A function that records its calls and runs `gm`, which is a forward or a backward graph, or one without gradients."""
+        """Return a function that runs the graph `gm` and records its calls.
+
+        The graph is of forward, of backward, or one without gradients.
+        """
         number = options.get("graph_id")
         if options.get("is_backward"):
             return self._backward(gm, self._graphs[number])
@@ -218,14 +227,14 @@ class GraphCapture:
         return run
 
     def _begin(self, graph: CapturedGraph, *, is_backward: bool) -> int:
-        """The first tick of a call, whose ticks are passed over."""
+        """Advance the timeline by the ticks of a graph's call, and return the first of them."""
         timeline = self.step.timeline
         begin = timeline.current_tick + 1
         timeline.current_tick += graph.num_ticks(is_backward=is_backward)
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a call as allocations that began with their nodes; those that are saved too become slots of the graph."""
+        """Record the outputs of a graph's call as allocations in the timeline; saved ones are later stored as slots."""
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
         nodes: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -244,7 +253,7 @@ class GraphCapture:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`run` as a function that AOTAutograd calls with a list, which it empties so that tensors can be freed."""
+    """Return `run` as a function that empties its list of arguments, so that AOTAutograd frees tensors."""
 
     def call(args: list[Any]) -> Any:
         outputs = run(args)
@@ -256,7 +265,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """The outputs of forward, saved ones copied if the caller gets them too: a storage then ends when the caller frees it."""
+    """Return the outputs of forward, with copies of those that are both saved and returned, so that each has a lifetime of its own."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value
@@ -267,7 +276,7 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
 
 @contextmanager
 def _padding(device: str) -> Generator[None]:
-    """Inside the context, Inductor pads large matrix products of a described GPU without timing them."""
+    """Let Inductor pad large matrix products of a GPU that is not present, without timing them, inside of a `with` block."""
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, *args: Any, **keywords: Any) -> bool:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]

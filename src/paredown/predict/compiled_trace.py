@@ -50,7 +50,7 @@ MASK_USES = (
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """The memory of both graphs of a partition, and the ticks at which a call of them began; `end`: of the step."""
+    """The memory of a forward and a backward graph, with the ticks at which their calls began; `end` is the end of the step."""
 
     partition: Partition
     forward: GraphMemory
@@ -59,36 +59,39 @@ class GraphTimes:
     end: int
 
     def placeholder(self, node: fx.Node) -> fx.Node | None:
-        """The placeholder of a saved node in the backward graph."""
+        """Return the input of the backward graph that is a saved node of forward; None if there is none."""
         gm = self.partition.backward
         found = gm.graph.find_nodes(op="placeholder") if gm is not None else ()
         return next((p for p in found if p.name == node.name), None)
 
     def born(self, buffer: Buffer) -> int:
-        """The tick at which a buffer of forward is made."""
+        """Return the tick at which a buffer of forward is written."""
         return self.call.forward_at + max(buffer.birth, 0)
 
     def read_in_forward(self, buffer: Buffer) -> int:
-        """The tick of the last read in forward."""
+        """Return the tick of the last read of a buffer in forward."""
         return self.call.forward_at + max(buffer.death, 0)
 
     def returned(self) -> dict[Buffer, Allocation]:
-        """The buffers that forward returns to its caller, if plain torch.compile saves them too."""
+        """Return the buffers that forward returns to its caller, if plain torch.compile saves them too."""
         nodes = {node.name: node for node in self.partition.forward.graph.nodes}
         pairs = ((self.forward.of(nodes[name]), allocation) for name, allocation in self.call.held.items() if name in nodes)
         return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
 
     def held_until(self, buffer: Buffer) -> int:
-        """The tick until which the caller holds a buffer that forward returns; 0 for others."""
+        """Return the tick until which the caller holds a buffer that forward returns; 0 for others."""
         allocation = self.returned().get(buffer)
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
     def reads(self, node: fx.Node) -> tuple[int, int]:
-        """The ticks of the first and the last read of a saved node in backward; the end of the step if backward does not run."""
+        """Return the ticks at which backward reads a saved node first and last; the end of the step if backward does not run."""
         return self.reads_of(self.placeholder(node))
 
     def decoded(self, node: fx.Node) -> tuple[int, int]:
-        """The ticks from which and until which a packed node is decoded in backward; comparisons of it are made in forward."""
+        """Return the ticks from which and until which a packed tensor is decoded in backward.
+
+        Comparisons of it do not count, since forward computes them.
+        """
         first, last = self.reads(node)
         placeholder = self.placeholder(node)
         if self.backward is None or placeholder is None or self.call.backward_at < 0:
@@ -97,14 +100,14 @@ class GraphTimes:
         return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
 
     def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
-        """The same for a node of the backward graph."""
+        """Return the ticks at which a node of the backward graph is read first and last."""
         if self.backward is None or node is None or self.call.backward_at < 0:
             return self.end, self.end
         times = self.backward.reads(node) or [0]
         return self.call.backward_at + min(times), self.call.backward_at + max(times)
 
     def is_overwritten(self, node: fx.Node) -> bool:
-        """Whether the kernel that is the last to read a saved node writes a result of the same size over it."""
+        """Return whether the last kernel that reads a saved tensor writes a result of the same size over it."""
         placeholder = self.placeholder(node)
         source = self.backward.of(placeholder) if self.backward is not None and placeholder is not None else None
         if self.backward is None or source is None or not source.reads:
@@ -114,7 +117,7 @@ class GraphTimes:
 
 
 class StepSlots:
-    """Slots and outputs of the calls of all graphs, for one kind of partition."""
+    """The slots and outputs of a compiled step, from the calls of its graphs in one of the three partitions."""
 
     def __init__(
         self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
@@ -123,7 +126,7 @@ class StepSlots:
         self.outputs: list[Output] = []
         self._end = end
         self._num_storages = 0
-        self._numbers: dict[Buffer, int] = {}  # storage numbers, of the graph that is added
+        self._numbers: dict[Buffer, int] = {}  # storage numbers of buffers in the graph that is being added
         self._recomputable: dict[str, RecomputedTensor] = {}
         memories: dict[fx.GraphModule, GraphMemory] = {}
         for call in calls:
@@ -153,7 +156,7 @@ class StepSlots:
         self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
-        """A slot for each saved node of one buffer; those of one storage are packed all or not at all."""
+        """Yield a slot for each saved tensor in one buffer; these are packed all or not at all."""
         found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
         if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
             found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
@@ -186,7 +189,7 @@ class StepSlots:
         )
 
     def _recomputation(self, node: fx.Node, times: GraphTimes) -> Recomputation | None:
-        """How backward could recompute a saved node; None if it cannot."""
+        """Return how backward could recompute a saved node; None if it cannot."""
         tensor = self._recomputable.get(node.name)
         if tensor is None or times.call.backward_at < 0:
             return None
@@ -197,7 +200,7 @@ class StepSlots:
         return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
-        """The slots, with the comparisons of packed tensors that backward would make, which forward saves as bits."""
+        """Return the slots, with one-bit masks of comparisons that backward would compute from packed tensors."""
         slots = dict(made)
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
         extra: list[Slot] = []
@@ -216,7 +219,7 @@ class StepSlots:
         return [*slots.values(), *extra]
 
     def _mask_slot(self, mask: fx.Node, nbytes: int, birth: int, death: int) -> Slot:
-        """The slot of a mask that is stored whatever the formats of its sources are."""
+        """Return the slot of a mask that the compiled step stores in bits under any plan."""
         storage, self._num_storages = self._num_storages, self._num_storages + 1
         name = _place(mask)
         saver = Saver(name, aten_name(mask), "mask", Use.EXACT)
@@ -229,13 +232,13 @@ class StepSlots:
 
 
 def _saved(partition: Partition) -> list[fx.Node]:
-    """The tensors that forward saves for backward."""
+    """Return the tensors that forward saves for backward."""
     outputs: Any = partition.forward.graph.output_node().args[0]
     return [node for node in outputs[partition.num_outputs :] if is_tensor(node)]
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """The slots behind a saved node, and why no plan can pack it; "" where a plan can."""
+    """Return which operations saved a tensor of a graph, and why no plan can pack it, or "" if a plan can."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -256,17 +259,17 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
 
 
 def _is_gradient(node: fx.Node) -> bool:
-    """Whether a saved node is a gradient that a loss in chunks computed."""
+    """Return whether a saved node is a gradient that a loss in chunks computed."""
     return bool(node.all_input_nodes) and aten_name(node.all_input_nodes[0]) == LOSS_OPERATOR
 
 
 def _place(node: fx.Node) -> str:
-    """The name of a slot that no operation names: its module and its node."""
+    """Return the slot name of a tensor that no operation names: its module and its node."""
     return f"{module_path(node.meta.get('nn_module_stack'))[0]}:{node.name}"
 
 
 def _is_written(placeholder: fx.Node | None) -> bool:
-    """Whether a saved tensor, once decoded, is written to memory, since an operation that cannot be fused reads it."""
+    """Return whether a saved tensor, once decoded, is written to memory, since an operation that cannot be fused reads it."""
     if placeholder is None or is_boolean(placeholder):
         return False
     stack, seen = list(placeholder.users), set[fx.Node]()
@@ -283,7 +286,7 @@ def _is_written(placeholder: fx.Node | None) -> bool:
 
 
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
-    """Booleans that backward computes from tensors in `packed`, without gradients: (node, names of these tensors)."""
+    """Yield the comparisons that backward computes from tensors in `packed` alone, as (node, names of these tensors)."""
     of: dict[fx.Node, set[str]] = {}
     of_tangents: set[fx.Node] = set()
     for node in backward.graph.nodes if backward is not None else ():
@@ -301,7 +304,7 @@ def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[
 
 
 def with_unique_names(slots: list[Slot]) -> list[Slot]:
-    """The slots, each with the savers that no other slot has; where there is none, with one that no earlier slot has."""
+    """Return the slots, renamed so that no two have the same name and no saver belongs to two."""
     counts = Counter(saver.name for slot in slots for saver in slot.savers)
     taken: Counter[str] = Counter()
     named: list[Slot] = []
@@ -325,7 +328,7 @@ def with_unique_names(slots: list[Slot]) -> list[Slot]:
 
 
 def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output]:
-    """The buffers that are made and freed inside one call."""
+    """Yield the buffers that are written and freed inside one call of a graph."""
     for buffer in memory.buffers:
         if buffer.is_output or buffer.birth < 0:
             continue
@@ -338,7 +341,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """What the graph returns to its caller, if plain torch.compile saves it and this partition does not."""
+    """Yield the tensors that a graph returns and plain torch.compile saves, but this partition does not."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -350,7 +353,7 @@ def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Outpu
 
 
 def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
-    """The trace of a compiled step; `base` has its parameters, inputs, gradients, and what runs outside of the graphs."""
+    """Return the trace of a compiled step. `base` has its parameters, inputs, gradients, and what runs outside of the graphs."""
     outside = tuple(
         replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot for slot in base.slots
     )
@@ -366,7 +369,7 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Slots outside of graphs with storage numbers that those of graphs do not have: below -1."""
+    """Yield the slots of operations outside of graphs, with storage numbers below -1, which slots of graphs do not have."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

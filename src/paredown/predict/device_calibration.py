@@ -45,7 +45,7 @@ log = logging.getLogger("paredown")
 def calibrate(
     device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False, has_present_host: bool = False
 ) -> Calibration:
-    """The costs of this device: read from the cache folder if they are there, else measured and written.
+    """Return the costs of this device: read from the cache folder if they are there, else measured and written to it.
 
     `traces`: steps whose operations are timed one by one and added to the file. `is_forced`: measure again in any case.
     `has_present_host`: measure again how fast the host is, which other work on the machine changes from one minute to the next.
@@ -73,7 +73,7 @@ def calibrate(
 
 
 def measure_device(device: str) -> Calibration:
-    """The costs of this device, measured now."""
+    """Measure the costs of this device now, and return them."""
     begun = time.perf_counter()
 
     def is_late() -> bool:
@@ -101,7 +101,7 @@ def measure_device(device: str) -> Calibration:
 
 
 def checked_device(device: str | None) -> str:
-    """ "cuda" or "cpu", by default the GPU if there is one; CalibrationError for a device that is absent."""
+    """Return "cuda" or "cpu", by default "cuda" if there is a GPU; raise CalibrationError for a device that is absent."""
     kind = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     if kind not in DEVICES:
         raise CalibrationError(f"device {brief(device)} cannot be measured. Allowed: {', '.join(DEVICES)}.")
@@ -117,7 +117,10 @@ def _on(trace: Trace, device: str) -> Trace:
 
 
 def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
-    """As `find_calibration`, with the operations of a `trace` for CUDA timed where it is present; that happens once, and takes seconds."""
+    """Return this device's calibration and a reason as `find_calibration` does, after timing the operations of `trace` on a GPU.
+
+    Each operation is timed only once, which takes seconds.
+    """
     found, reason = find_calibration(trace.device)
     is_present = trace.device == "cuda" and present_device_name(trace.device) is not None
     if found is None or not is_present or not found.num_untimed(trace):

@@ -34,7 +34,7 @@ FLOAT_DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, 
 
 
 def device_seconds(call: Callable[[], object], device: str) -> float:
-    """Seconds of one call on the device, after two calls that warm up."""
+    """Return the seconds of one call on the device, after calls that warm up."""
     call()
     if device == "cpu":
         call()
@@ -44,7 +44,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def num_calls_of(seconds: float) -> int:
-    """How many calls that take `seconds` are in a group.
+    """Return how many calls, which take `seconds` each, are timed together.
 
     >>> [num_calls_of(seconds) for seconds in (1e-5, 1e-3, 0.1)]
     [6, 4, 1]
@@ -59,7 +59,7 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: float = SLEEP_SECONDS) -> float:
-    """Seconds of one call on a GPU, the mean over `num_calls` that the host issues while the device sleeps."""
+    """Return the seconds of one call on a GPU, the mean over `num_calls` that the host issues while the device sleeps."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(int(sleep_seconds * CYCLES_PER_SECOND))
@@ -72,7 +72,7 @@ def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: floa
 
 
 def empty_operation(device: str, num_calls: int) -> float:
-    """Host seconds of an addition of one value, the mean over a loop."""
+    """Return the host seconds of the smallest operation, an addition of one value, as the mean over a loop."""
     x = torch.ones(1, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def empty_operation(device: str, num_calls: int) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """Bytes per second by kind of operation, for tensors larger than the caches."""
+    """Return the bytes per second of each kind of operation, for tensors larger than the caches."""
     rows, width = ROWS[device]
     x = torch.randn(LARGE[device], device=device, dtype=torch.bfloat16)
     table = torch.randn(rows, width, device=device)
@@ -107,13 +107,16 @@ def bandwidths(device: str) -> dict[str, float]:
 
 
 def smallest_kernel(device: str) -> float:
-    """Seconds of an addition of few values."""
+    """Return the seconds of a small kernel, an addition of few values."""
     x = torch.ones(SMALL[device], device=device)
     return device_seconds(lambda: x.add_(1.0), device)
 
 
 def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
-    """(flops, flops per second) at rising sizes by kind and dtype: matrix products, 3 x 3 convolutions, attention."""
+    """Return the flops per second of matrix products, 3 x 3 convolutions and attention.
+
+    For each kind and dtype these are pairs (flops, flops per second) at rising sizes.
+    """
     rates: dict[str, tuple[tuple[float, float], ...]] = {}
     for dtype in FLOAT_DTYPES[device]:
         name = str(dtype).removeprefix("torch.")
@@ -125,7 +128,7 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
-    """Of square matrices; the second has `beyond` columns more."""
+    """Yield (flops, flops per second) of products of square matrices, of which the second has `beyond` columns more."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
         a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
         flops = 2.0 * size * size * (size + beyond)
@@ -149,7 +152,10 @@ def _attention(device: str, dtype: torch.dtype) -> Iterator[tuple[float, float]]
 
 
 def codec_seconds(text: str, device: str) -> tuple[float, float, float]:
-    """(encoded bytes per second, decoded bytes per second, seconds of one launch) of a format; bytes are those of the bf16 tensor."""
+    """Return (encoded bytes per second, decoded bytes per second, seconds of one launch) of a format.
+
+    Bytes are those of the bf16 tensor.
+    """
     small, large = (torch.randn(num, device=device, dtype=torch.bfloat16) for num in (SMALL[device], LARGE[device]))
     format = Format.parse(text)
     launch = min(_encode_decode(small, format, device))

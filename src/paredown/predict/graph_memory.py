@@ -50,12 +50,15 @@ MAX_FUSED = 64  # its max_fusion_size
 MAX_DISTANCE = 64  # kernels farther apart are not joined
 
 
-OPERATIONS = {"decode": 14, "unpack_bits": 4}  # in the kernel of one node; 1 for others
+OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one node; other nodes have 1
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of one value: made at `birth`, read last at `death`; `reads`: the times of its reads. Inputs of the graph have birth -1."""
+    """Memory that a kernel writes at time `birth` and that is read last at `death`.
+
+    `reads`: the times of its reads. Inputs of the graph have birth -1.
+    """
 
     node: fx.Node
     nbytes: int
@@ -72,13 +75,13 @@ class Buffer:
 
     @property
     def death(self) -> int:
-        """The last time at which it takes memory of its own: that of the last read, or before it."""
+        """The last time at which the buffer takes memory of its own: that of the last read, or before it."""
         return max([self.birth, *self.reads]) - self.is_reused
 
 
 @dataclass(eq=False)
 class Value:
-    """What a node is: a buffer, or operations on buffers that its readers repeat."""
+    """The value of a graph's node: a buffer in memory, or operations that each kernel that reads it repeats."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -86,12 +89,12 @@ class Value:
     operations: int = 0
 
     def read(self) -> tuple[Buffer, ...]:
-        """The buffers that a reader of this value reads."""
+        """Return the buffers that a kernel reads to get this value."""
         return (self.buffer,) if self.buffer is not None else self.sources
 
 
 class GraphMemory:
-    """The buffers of a graph. `buffers`: those that are allocated; `of`: the buffer of each node that has one, its views included."""
+    """The buffers that Inductor allocates for a graph. `of` returns the buffer of each node that has one, views included."""
 
     def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
         self._transposes = on_cuda and _keeps_layout(graph)
@@ -106,19 +109,19 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """The buffer of a node or of the tensor that it views; None for a value that is inlined."""
+        """Return the buffer in which a node's values are stored; None if the kernels that read them compute them."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, Value) else None
 
     def reads(self, node: fx.Node) -> list[int]:
-        """The times at which kernels read a node, or repeat its operations."""
+        """Return the times at which kernels read a node's buffer, or repeat its operations."""
         buffer = self.of(node)
         if buffer is not None:
             return buffer.reads
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """The times at which kernels read a node for more than a comparison."""
+        """Return the times at which kernels need a node's values, without kernels that only compare them."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -185,7 +188,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: Value, node: fx.Node) -> bool:
-        """Whether a pointwise value becomes a buffer at `node`, which makes it or views it."""
+        """Return whether Inductor writes a pointwise value to memory at `node`, which computes it or is a view of it."""
         users, num_reads = list(_users(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -195,7 +198,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: Value, at: int) -> Buffer:
-        """The buffer of a value, made at `at` unless it has one."""
+        """Return the buffer of a value; if it has none, one that is written at time `at`."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -223,7 +226,7 @@ class GraphMemory:
     # --- kernels ---
 
     def _schedule(self) -> None:
-        """Give buffers the times of their kernels, and remove those that only the kernel that makes them reads."""
+        """Set the times of buffers to those of their kernels, and remove buffers that only the kernel that writes them reads."""
         order = kernel_order(self.buffers)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
@@ -251,7 +254,7 @@ class GraphMemory:
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a value, those behind views included."""
+    """Yield the nodes that read a value, directly or through views."""
     for user in node.users:
         if user.op == "call_function" and kind_of(user) == "view":
             yield from _users(user)
@@ -260,7 +263,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_over_last_dimensions(node: fx.Node) -> bool:
-    """Whether a reduction is over the last dimensions of its input, which are adjacent in memory."""
+    """Return whether a reduction is over the last dimensions of its input, which are adjacent in memory."""
     source = node.all_input_nodes[0].meta.get("val")
     dims: Any = node.args[1] if len(node.args) > 1 else None
     if not isinstance(source, Tensor) or not isinstance(dims, list | tuple | int):
@@ -271,26 +274,26 @@ def _is_over_last_dimensions(node: fx.Node) -> bool:
 
 
 def _domain(node: fx.Node, result: Any, kind: str) -> int:
-    """How many elements the kernel of a node goes over."""
+    """Return how many elements the kernel of a node loops over."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
 
 def _flash_workspace(query: Any) -> int:
-    """Bytes of the workspace of flash attention in backward."""
+    """Return the bytes of the workspace of flash attention in backward."""
     num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
     return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
 
 
 def _loss_scratch(node: fx.Node) -> int:
-    """Bytes that an operator of a chunked loss holds beside its inputs and results."""
+    """Return the bytes that an operator of a loss in chunks holds beside its inputs and results."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
     tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
     return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
 
 
 def _keeps_layout(graph: fx.Graph) -> bool:
-    """Whether Inductor leaves the layout of convolutions on CUDA unmodified; it makes all of a graph channels_last otherwise.
+    """Return whether Inductor leaves the layout of convolutions on CUDA unmodified; otherwise it changes all to channels_last.
 
     Its rules: few convolutions among many operations, grouped ones that are not depthwise, one of 3 x 3 whose output has half of the
     channels of its input, or no convolution of more than 64 channels.
@@ -306,7 +309,7 @@ def _keeps_layout(graph: fx.Graph) -> bool:
 
 
 def _transposed_bytes(node: fx.Node) -> int:
-    """Bytes of the copies that cuDNN makes of the operands of a convolution in 16 bits that are not channels_last.
+    """Return the bytes of the copies that cuDNN makes of the operands of a convolution in 16 bits that are not channels_last.
 
     Forward: of input and output. Backward: of the output's gradient and the input, then of the output's gradient and the input's.
     Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this is 0.078.
@@ -321,7 +324,7 @@ def _transposed_bytes(node: fx.Node) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the memory of a tensor, gaps of its strides included."""
+    """Return the bytes of the memory of a tensor, gaps of its strides included."""
     if not isinstance(value, Tensor):
         return 0
     sizes = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
@@ -335,7 +338,7 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(eq=False)
 class Kernel:
-    """Buffers that one kernel makes; `first`: the place of the first of them in the order of the graph."""
+    """The buffers that one kernel writes. `first` is the place of the first of them in the order of the graph."""
 
     buffers: list[Buffer]
     first: int
@@ -343,7 +346,7 @@ class Kernel:
     axis: str
 
     def can_join(self, other: Kernel) -> bool:
-        """Whether one kernel can make the buffers of both, as far as sizes tell."""
+        """Return whether one kernel can write the buffers of both, as far as sizes tell."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
         if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
@@ -353,7 +356,7 @@ class Kernel:
 
 
 class Kernels:
-    """Kernels of a graph that are joined step by step; those that share most memory first."""
+    """The kernels of a graph, which are joined step by step as Inductor fuses them: those that share most memory first."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
@@ -366,7 +369,7 @@ class Kernels:
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
-        """Join the kernels that share memory, as far as no cycle results."""
+        """Join the kernels that share memory, unless that would give a cycle."""
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
@@ -374,12 +377,12 @@ class Kernels:
                 self.of.update(dict.fromkeys(b.buffers, a))
 
     def sources(self, kernel: Kernel) -> list[Kernel]:
-        """The kernels whose buffers a kernel reads."""
+        """Return the kernels whose buffers a kernel reads."""
         found = dict.fromkeys(self.of[s] for b in kernel.buffers for s in b.sources if s in self.of)
         return [other for other in found if other is not kernel]
 
     def _reaches(self, start: Kernel, end: Kernel) -> bool:
-        """Whether a path of more than one step leads from `start` to `end`."""
+        """Return whether kernel `end` depends on kernel `start` by way of other kernels."""
         stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
         while stack:
             kernel = stack.pop()
@@ -392,7 +395,7 @@ class Kernels:
 
 
 def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Buffers that may be made by one kernel, with the bytes that they share."""
+    """Yield pairs of buffers that one kernel may write, with the bytes that they share."""
     sources = dict.fromkeys(source for buffer in buffers for source in buffer.sources)
     for shared in sources:
         users = [b for b in (shared, *shared.readers) if b.kind in ("pointwise", "reduction")]
@@ -401,7 +404,7 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
 
 
 def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """The place of each buffer's kernel among all kernels, each right after those that it reads from."""
+    """Return the place of each buffer's kernel in the order in which kernels run: each right after those that it reads from."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
     placed: dict[Kernel, int] = {}
@@ -417,14 +420,17 @@ def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
 
 
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """The most bytes that an operator holds beside its inputs and results, from a run on fake tensors of these shapes and dtypes."""
+    """Return the most bytes that an operator holds beside its inputs and results.
+
+    They come from a run on fake tensors of these shapes and dtypes.
+    """
     device = OperatorSettings.parse(settings).device
     return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """`scratch_bytes`, once for each choice of the constants."""
+    """Return `scratch_bytes`; the cache has an entry for each choice of the constants."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", is_cuda=device == "cuda")
     with fakes.mode, torch.no_grad():

@@ -48,19 +48,19 @@ from paredown.roles import Role
 from paredown.session.session import start_session
 
 WARM_UP, STEPS = {"cuda": 4, "cpu": 2}, {"cuda": 9, "cpu": 5}
-DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
-LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
+DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # autocast's dtype
+LEAST_SECONDS = 1e-7  # the least cost, since differences of two times can be negative
 WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
 PRESENT_STEPS, SPEED_STEPS = 24, 4
-# of a step of the first network, 6.0 ms on the host of one H200: least squares over forward and backward of small steps of eight networks
-# (benchmarks/host_shares.py). Two networks do not tell them apart: they gave 0.1 us for a view, and 25 us for a module call.
+# Shares of a step of the first network, which took 6.0 ms on the host of one H200: least squares over forward and backward of small steps
+# of eight networks (benchmarks/host_shares.py). Two networks do not tell them apart: 0.1 us for a view, and 25 us for a module call.
 SHARES = {"view": 1.35e-3, "backward_view": 0.52e-3, "module_call": 2.2e-3, "gradient": 2.4e-3}
 EMPTY_CALLS = 100
 
 
 class StepSeconds(NamedTuple):
-    """Host seconds of forward (with loss), backward and the optimizer's step."""
+    """The host seconds of forward (with loss), backward and the optimizer's step."""
 
     forward: float
     backward: float
@@ -68,16 +68,16 @@ class StepSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of all three."""
+        """The seconds of all three together."""
         return sum(self)
 
     def scaled(self, factor: float) -> StepSeconds:
-        """The seconds on a host that takes `factor` times as long."""
+        """Return the seconds on a host that takes `factor` times as long."""
         return StepSeconds(*(factor * seconds for seconds in self))
 
 
 class SmallNetwork:
-    """A network of `paredown.models` on small tensors, whose steps are timed under plans. `layers`: pattern of its repeated layers."""
+    """A network of `paredown.models` on small tensors, whose steps are timed under plans. `layers` is a pattern of its repeated layers."""
 
     def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
         self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes
@@ -85,18 +85,21 @@ class SmallNetwork:
         self.empty_operations: list[float] = []  # seconds, one for each turn
 
     def build(self) -> nn.Module:
-        """The model, on the device."""
+        """Create the model on the device, and return it."""
         return MODELS[self.name](**self.sizes).to(self.device).train()
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace of its step."""
+        """The trace of the network's step."""
         batch: Any = tuple(part.cpu() for part in self.batch)
         dtype = DTYPES[self.device]
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
     def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
-        """Medians over steps under each of the plans, in turns; None is the baseline. `is_ours`: with AdamW of paredown.optim."""
+        """Return the median seconds of steps under each of the plans, which take turns; None is the baseline.
+
+        `is_ours`: with AdamW of paredown.optim.
+        """
         models = [self.build() for _ in plans]
         sessions = [start_session(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
         try:
@@ -110,12 +113,12 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Seconds of the second of two steps of each: caches have what it needs, as in a loop."""
+        """Return the seconds of one step of each model, after one that fills its caches, as in a loop."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
-        """Host seconds of forward, backward and the optimizer's step."""
+        """Run a step, and return the host seconds of forward, backward and the optimizer's step."""
         _synchronize(self.device)
         times = [time.perf_counter()]
         dtype = DTYPES[self.device]
@@ -130,27 +133,27 @@ class SmallNetwork:
         return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
     def packed(self, plan: Plan) -> list[Slot]:
-        """Saved tensors that the plan packs."""
+        """Return the saved tensors that the plan packs."""
         storages = slot_storages(self.trace, plan)
         return [slot for slot in self.trace.activations if storages[slot.name].packs]
 
     def packing_one(self, plan: Plan) -> Plan:
-        """The plan for one of the tensors that it packs."""
+        """Return a plan that packs only one of the tensors that `plan` packs."""
         slot = self.packed(plan)[0]
         return Plan(((f"activation={slot.name}", plan.find(slot.names, Role.ACTIVATION)),))
 
     @property
     def checkpointing(self) -> Plan:
-        """All layers checkpointed, nothing packed."""
+        """The plan that checkpoints all layers and packs nothing."""
         return Plan((), recompute=(self.layers,))
 
     @cached_property
     def paths(self) -> list[str]:
-        """Its layers."""
+        """The paths of the network's layers."""
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """The sum of `of` over operations of the phases; by default the number of views."""
+        """Return the sum of `of` over operations of the phases; by default the number of views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
@@ -159,7 +162,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def small_networks(device: str) -> list[SmallNetwork]:
-    """A transformer and a residual network; saved tensors have more values than the least that is packed."""
+    """Return a transformer and a residual network, whose saved tensors are just large enough to be packed."""
     ids = torch.randint(64, (1, 64), device=device)
     pictures, labels = torch.randn(1, 3, 32, 32, device=device), torch.randint(10, (1,), device=device)
     gpt = {"vocabulary": 64, "dim": 64, "num_layers": 4, "num_heads": 2, "context": 64}
@@ -167,7 +170,7 @@ def small_networks(device: str) -> list[SmallNetwork]:
 
 
 class HostMeasurement:
-    """Measures what the host takes for the steps of small networks. `draft`: rates of the device, with host costs of 0."""
+    """Measures the host's time for the steps of small networks. `draft` has rates of the device, and host costs of 0."""
 
     def __init__(self, draft: Calibration) -> None:
         self.networks, self.is_cpu = small_networks(draft.device), draft.device == "cpu"
@@ -175,7 +178,7 @@ class HostMeasurement:
         self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
-        """Costs of the host, and its seconds for one packed tensor, measured in the format `text`.
+        """Return the costs of the host, and its seconds for one packed tensor, measured in the format `text`.
 
         Packed weights, whose optimizer has kernels to compile, are not measured if `is_late`: then two packed tensors stand for a weight.
         """
@@ -207,7 +210,7 @@ class HostMeasurement:
         return cost, packed
 
     def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
-        """Seconds that the host takes for the calls of each network's operations: on the CPU they are computed there."""
+        """Return the host's seconds for the calls of operations in each network's step; on the CPU that is their computation."""
         ratios, draft = self.calls.issued, self.draft
 
         def seconds(one: Operation) -> float:
@@ -216,14 +219,14 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """The seconds that SHARES are shares of: a step of the first network, on the CPU one without what its operations compute."""
+        """Return the seconds that SHARES refer to: a step of the first network, on the CPU without the computation of its operations."""
         if not self.is_cpu:
             return rows[0].total
         rest = [row.forward + row.backward for row in rows], [-seconds for seconds in self._calls((*FORWARD, *BACKWARD), empty)]
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """What SHARES come to for the step of a network."""
+        """Return the share of SHARES that the views, module calls and gradients of a network's step have together."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -231,7 +234,7 @@ class HostMeasurement:
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
     ) -> tuple[float, float]:
-        """Seconds of a module call or saved tensor that a session looks at, and of one that it packs."""
+        """Return the host's seconds for a module call or saved tensor that a session looks at, and for a tensor that it packs."""
         computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
         num_packed = [sum(len(slot.names) for slot in one.packed(plan)) - 1 for one in self.networks]
         added = [after.total - before.total for before, after in zip(few, all_packed, strict=True)]
@@ -240,12 +243,12 @@ class HostMeasurement:
         return _share(added, [num_watched(one.trace, plan) for one in self.networks]), packed
 
     def _checkpointed(self, rows: Sequence[StepSeconds], checkpointed: Sequence[StepSeconds]) -> float:
-        """Seconds of one tensor that a checkpointed layer saves."""
+        """Return the host's seconds for one tensor that a checkpointed layer saves."""
         added: list[float] = []
         for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
             inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]
             share = sum(one.count for one in inside if one.phase in FORWARD) / network.count(FORWARD, lambda one: 1.0)
-            added.append(other.total - baseline.total - baseline.forward * share)  # on the CPU with what is computed
+            added.append(other.total - baseline.total - baseline.forward * share)  # on the CPU this includes the computation
         return _share(added, [num_saved(network.trace, network.paths) for network in self.networks])
 
     def _weight(self) -> float:
@@ -256,12 +259,12 @@ class HostMeasurement:
 
 
 def with_present_host(calibration: Calibration) -> Calibration:
-    """The calibration with the speed that the host has now, measured in a third of a second."""
+    """Return the calibration with the speed that the host has now, measured in a third of a second."""
     return calibration.with_host_speed(HostSpeed(calibration)(PRESENT_STEPS))
 
 
 class HostSpeed:
-    """How fast the host is now, called again and again: seconds of a step of a small network over those at calibration."""
+    """Measures how fast the host is now, relative to the calibration, by steps of a small network."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._network, self._seconds = small_networks(calibration.device)[0], calibration.host.step
@@ -271,7 +274,7 @@ class HostSpeed:
             self._network.step(*self._pair)
 
     def __call__(self, num_steps: int = SPEED_STEPS) -> float:
-        """The median of a few steps, relative to the calibration; 2 on a host that is half as fast."""
+        """Return the median time of a few steps divided by their time at calibration: 2 on a host that is half as fast."""
         with _without_collection():
             _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds
@@ -288,7 +291,7 @@ def _synchronize(device: str) -> None:
 
 @contextmanager
 def _without_collection() -> Generator[None]:
-    """Inside the context, Python does not collect garbage: a collection in one step would count as its cost."""
+    """Turn off Python's garbage collector inside of a `with` block: a collection in one step would count as its cost."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -42,10 +42,10 @@ from paredown.plan.trace import Operation, Trace
 from paredown.predict.device_time import cuda_seconds, device_seconds, empty_operation
 from paredown.predict.fake.device_ops import ATTENTION, ATTENTION_BACKWARD, RNN_BACKWARD
 
-MOST_OPERATIONS = 2000  # of all traces together
-DEFAULT_BOUND = 2  # of integers in calls without matrices
-FLOPS_PER_BYTE = 100  # roughly, of GPUs in 16 bits
-CONVOLUTION_SHARE = 0.5  # of the time
+MOST_OPERATIONS = 2000  # most operations that are timed, of all traces together
+DEFAULT_BOUND = 2  # exclusive bound of integers in calls without matrices
+FLOPS_PER_BYTE = 100  # roughly what GPUs compute in 16 bits while they move a byte
+CONVOLUTION_SHARE = 0.5  # most of the measuring time that convolutions may take
 RNNS: dict[str, Callable[..., nn.Module]] = {
     "lstm": nn.LSTM,
     "gru": nn.GRU,
@@ -60,9 +60,9 @@ QUEUE_SLEEP = 20e-3  # seconds in which the host issues the launches of a short 
 
 
 class CallSeconds(NamedTuple):
-    """Seconds of calls on the device by `operation_key`, 0 where a call cannot be repeated; of the host by name, in empty operations.
+    """The device seconds of calls by `operation_key`, and their host time by name, in units of an empty operation.
 
-    `launched`: host seconds of calls of cuDNN's RNNs, by `operation_key`.
+    Device seconds are 0 if a call cannot be repeated. `launched`: host seconds of calls of cuDNN's RNNs, by `operation_key`.
     """
 
     timed: dict[str, float]
@@ -71,7 +71,7 @@ class CallSeconds(NamedTuple):
 
 
 def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_seconds: float = inf) -> Calibration:
-    """The calibration with the times of the traces' operations, those that it has not yet."""
+    """Return the calibration with the times of those operations of the traces that it does not have yet."""
     found = time_operations(traces, calibration.device, known=calibration.timed, most_seconds=most_seconds)
     timed, empty = {**calibration.timed, **found.timed}, calibration.host.empty_operation
     estimated = {**calibration.estimated, **estimated_seconds(traces, timed)}
@@ -81,7 +81,7 @@ def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_s
 
 
 def time_operations(traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf) -> CallSeconds:
-    """Seconds of each distinct operation of the traces, without those `known`; no new one after `most_seconds`."""
+    """Measure the seconds of each distinct operation of the traces, without those `known`; none is begun after `most_seconds`."""
     now = begun = time.perf_counter()
     timed, ratios, launched = dict[str, float](), dict[str, list[float]](), dict[str, float]()
     convolving, is_convolution = 0.0, False
@@ -103,19 +103,24 @@ def time_operations(traces: Iterable[Trace], device: str, *, known: Container[st
 
 
 def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operation]:
-    """By the work of all calls; each name is among the first, since its host time counts for all of its operations."""
+    """Return the operations in the order in which they are timed: the largest of each name, then the others, by the work of all calls.
+
+    Each name is among the first, since its host time counts for all of its operations.
+    """
     by_work = sorted(operations, key=lambda one: one.count * _work(one), reverse=True)
     first = {one.op: one for one in reversed(by_work)}
     return sorted(by_work, key=lambda one: first[one.op] is not one)
 
 
 def _work(operation: Operation) -> float:
-    """Bytes that one call moves, or its floating point operations over those that a device does for a byte; all calls decide the order."""
+    """Return the size of a call: the bytes that it moves, or its flops divided by FLOPS_PER_BYTE if that is more."""
     return max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
 
 
 def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of operations that are not `timed`, at the rate of timed ones of the same name and dtype, between the two nearest in size.
+    """Return estimated seconds of operations that are not `timed`, by the rates of timed ones of the same name and dtype.
+
+    The rate is interpolated between the two that are nearest in size.
 
     Convolutions have rates of their own for each size of their kernels: those of 1 x 1 move bytes, those of 3 x 3 compute.
     """
@@ -135,7 +140,7 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
 
 
 def _alike(operation: Operation) -> list[tuple[str, ...]]:
-    """What operations of one rate have in common, the narrower first: name, dtype and, of convolutions, the size of the kernel."""
+    """Return keys of operations with the same rate, the narrower first: name, dtype and, of convolutions, size of the kernel."""
     name = operation.op, operation.dtype
     if kind_of(operation.op) != "conv":
         return [name]
@@ -148,12 +153,15 @@ def _is_recurrent(operation: Operation) -> bool:
 
 
 def _empty_operations(call: Callable[[], object]) -> float:
-    """Host seconds of a call, in empty operations: the median over a few groups of calls, each followed by empty operations."""
+    """Return the host time of a call as a multiple of an empty operation: the median over groups of calls."""
     return median(_host_seconds(call, ISSUED_CALLS) / empty_operation("cuda", EMPTY_CALLS) for _ in range(ISSUES))
 
 
 def _least_host_seconds(call: Callable[[], object]) -> float:
-    """The least host seconds of a call: a busy moment of a shared host makes all calls within it longer, so they are some time apart."""
+    """Return the least host seconds of a call.
+
+    Calls are some time apart, since a busy moment of a shared host makes all calls within it longer.
+    """
     least = inf
     for _ in range(LAUNCHES):
         time.sleep(LAUNCH_PAUSE)
@@ -163,7 +171,7 @@ def _least_host_seconds(call: Callable[[], object]) -> float:
 
 
 def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
-    """Host seconds of a call, the mean over some that follow each other."""
+    """Return the host seconds of a call, the mean over some that follow each other."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(num_calls):
@@ -172,7 +180,10 @@ def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
 
 
 def _recurrent_seconds(operation: Operation, device: str) -> float:
-    """Device seconds of an RNN's call, from two short sequences: of a long one, the device would wait for the host between kernels."""
+    """Return the device seconds of an RNN's call, extrapolated from two short sequences.
+
+    In a long one, the device would wait for the host between kernels.
+    """
     (x, *_, num_layers, directions), _ = json.loads(operation.arguments)
     length = x["t"][1][0]
     short = min(length, max(2, QUEUED_STEPS // (num_layers * directions)))
@@ -183,13 +194,16 @@ def _recurrent_seconds(operation: Operation, device: str) -> float:
 
 
 def _queued_seconds(call: Callable[[], object]) -> float:
-    """Device seconds of a call with many kernels, after one that warms up; the least, since a busy host may issue them too late."""
+    """Return the device seconds of a call with many kernels, after one that warms up.
+
+    It is the least of several, since a busy host may issue the kernels too late.
+    """
     call()
     return min(cuda_seconds(call, 1, QUEUE_SLEEP) for _ in range(ISSUES))
 
 
 def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[[], object]:
-    """An RNN's call for a sequence of `length` positions, dimension 0 of its input."""
+    """Return a function that calls an RNN on a sequence of `length` positions."""
     args, _ = json.loads(operation.arguments)
     dtype, shape, strides = args[0]["t"]
     x = _tensor(dtype, [length, *shape[1:]], strides, device=device, bound=1)
@@ -197,7 +211,7 @@ def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
-    """One operation of each key, of traces and of the steps that they hold."""
+    """Yield the operations of the traces, and of the steps that they hold, that have different keys."""
     seen: set[str] = set()
     for trace in traces:
         for step in (trace, trace.without_packing, trace.unmodified):
@@ -207,7 +221,10 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
-    """Device seconds of a call, and those of the host, in empty operations but of RNNs; None for the host on the CPU."""
+    """Measure a call: return its device seconds and its host time.
+
+    The host time is in empty operations, for RNNs in seconds, and None on the CPU. The result is None if the call cannot be repeated.
+    """
 
     def measured() -> tuple[float, float | None] | None:
         call = repeated_call(operation, device)
@@ -223,7 +240,7 @@ def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | 
 
 
 def _or_none(measure: Callable[[], Any]) -> Any:
-    """What `measure` returns; None where a call cannot be repeated or does not fit the memory."""
+    """Return what `measure` returns; None if a call cannot be repeated or does not fit the memory."""
     try:
         return measure()
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, KeyError):
@@ -232,7 +249,7 @@ def _or_none(measure: Callable[[], Any]) -> Any:
 
 
 def repeated_call(operation: Operation, device: str) -> Callable[[], object] | None:
-    """A function that runs the operation again on new tensors; None for what only stands for a kernel."""
+    """Return a function that runs the operation again on new tensors; None if its name is not one of aten's."""
     args, kwargs = json.loads(operation.arguments)
     bound = max(_index_bound(operation.op, args), 1)
     values, named = _values(args, device, bound), _values(kwargs, device, bound)
@@ -273,7 +290,7 @@ def _recurrent(x: Tensor, kind: str, width: int, num_layers: int, directions: in
 
 
 def _index_bound(op: str, args: list[Any]) -> int:
-    """What integers of a call are below: the size of the dimension that they index."""
+    """Return the exclusive bound of the integers that a call takes: the size of the dimension that they index."""
     name = op.removeprefix("aten.").partition(".")[0].strip("_")
     if name == "embedding_dense_backward":
         return args[2]  # rows of the table
@@ -286,7 +303,7 @@ def _index_bound(op: str, args: list[Any]) -> int:
 
 
 def _smallest_side(args: Any) -> int:
-    """The smallest dimension of float tensors with two or more dimensions."""
+    """Return the smallest size of a dimension of the float tensors with two or more dimensions."""
     sides = [side for dtype, shape, _ in _tensors(args) if len(shape) > 1 and "float" in dtype for side in shape]
     return max(min(sides, default=DEFAULT_BOUND), 1)
 
@@ -301,7 +318,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def _values(value: Any, device: str, bound: int) -> Any:
-    """The arguments that `_arguments_json` of predict/timeline.py wrote, with new tensors."""
+    """Return the arguments of a call, with new tensors, from the JSON that `_arguments_json` of predict/timeline.py wrote."""
     if isinstance(value, list):
         return [_values(part, device, bound) for part in value]
     if not isinstance(value, dict):

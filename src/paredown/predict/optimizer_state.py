@@ -39,7 +39,7 @@ PRIMES: tuple[int, ...] = (2, 3, 5, 7, 11, 13, 17, 19)
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of optimizer state: its parameter, role, shape and dtype."""
+    """A tensor of optimizer state: its parameter, role, shape and dtype."""
 
     parameter: str
     role: Role
@@ -49,14 +49,15 @@ class StateTensor:
 
     @property
     def name(self) -> str:
-        """The name of its slot."""
+        """The name of the tensor's slot in a trace."""
         return f"{self.parameter}.{self.suffix}" if self.suffix else self.parameter
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """All state of an optimizer, and the memory that its step allocates and frees: `transient_bytes` for parameters with nothing packed,
-    `matrix_bytes` under every plan.
+    """The state tensors of an optimizer, and the memory that its step allocates and frees.
+
+    `transient_bytes`: for parameters with nothing packed; `matrix_bytes`: under every plan.
     """
 
     name: str
@@ -68,7 +69,7 @@ class OptimizerState:
 
 
 def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str, model: nn.Module) -> OptimizerState:
-    """The state that `optimizer`, a name or an instance, stores for the trainable ones of `parameters` (name -> parameter)."""
+    """Return the state that `optimizer`, a name or an instance, stores for the trainable ones of `parameters` (name -> parameter)."""
     if optimizer is None:
         return OptimizerState("", (), 0)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -89,7 +90,10 @@ def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], devi
 
 
 def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
-    """The name in `NAMES` for each parameter: under "muon", "adamw" for parameters that are not matrices of hidden layers."""
+    """Return the update rule of each parameter by its name in NAMES.
+
+    Under "muon", parameters that are not matrices of hidden layers have "adamw".
+    """
     if optimizer != "muon":
         return dict.fromkeys(trained, optimizer)
     others = {id(p) for p in embeddings_and_head(model)}
@@ -97,7 +101,7 @@ def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.M
 
 
 def _matrix_bytes(matrices: Iterable[Tensor]) -> int:
-    """What orthogonalizing the largest of these takes: two bfloat16 copies, and two squares of its shorter side."""
+    """Return the bytes that Muon needs to orthogonalize the largest of `matrices`: two bfloat16 copies, two squares of the shorter side."""
     return max((4 * p.numel() + 4 * min(p.shape) ** 2 for p in matrices), default=0)
 
 
@@ -120,7 +124,10 @@ def _state_of_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.P
 
 
 def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> OptimizerState:
-    """The unpacked state of an optimizer of `paredown.optim`: in torch.optim's dtypes where torch has that optimizer, else float32."""
+    """Return the unpacked state of an optimizer of `paredown.optim`.
+
+    It has torch.optim's dtypes if torch has that optimizer, else float32.
+    """
     releases = bool(getattr(getattr(optimizer, "memory", None), "release", False))
     uses_torch = bool(getattr(optimizer, "has_torch", False)) and not releases
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -139,7 +146,7 @@ def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, n
 
 
 def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
-    """State name -> tensor after one step of a copy of the optimizer on a tiny parameter of `rank` dimensions."""
+    """Return the state tensors, by name, after one step of a copy of the optimizer on a tiny parameter of `rank` dimensions."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     options = {name: value for name, value in optimizer.param_groups[0].items() if name in accepted and name not in NOT_COPIED}
@@ -151,7 +158,7 @@ def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dic
 
 
 def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterator[StateTensor]:
-    """The states of `p`: those of the tiny parameter, with each of its sizes replaced by the size of `p` in that dimension."""
+    """Yield the state tensors of `p`, with its sizes in place of those of the tiny parameter."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     seen_roles: set[Role] = set()
     for name, value in tiny_state.items():
@@ -162,7 +169,7 @@ def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterato
 
 
 def _transient(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], device: str) -> int:
-    """Workspace of one step: all parameters once for a foreach optimizer, the largest one for a loop over parameters."""
+    """Return the workspace bytes of one optimizer step: all parameters with foreach, the largest one in a loop over parameters."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return 0

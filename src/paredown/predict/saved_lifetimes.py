@@ -38,7 +38,7 @@ OUTSIDE = "it is outside of the model"
 
 @dataclass(eq=False)
 class StoredPart:
-    """What is stored of a `SavedStorage` for one use, with the number of handles that autograd holds on it."""
+    """The packed form of a `SavedStorage` for one use of it in backward, with the number of handles that autograd holds on it."""
 
     use: Use
     packed: int
@@ -50,7 +50,7 @@ class StoredPart:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage, or a small view of one (`is_whole` False), that operations saved; it becomes one slot."""
+    """A storage that operations saved for backward, or a small view of one; it becomes one slot of the trace."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -66,17 +66,17 @@ class SavedStorage:
 
     @property
     def packable_bytes(self) -> int:
-        """Bytes of the values that are packed."""
+        """The bytes of the values that are packed."""
         return self.numel * self.dtype.itemsize
 
     @property
     def becomes_result(self) -> bool:
-        """Whether its decoded copy becomes the result of the operation that reads it: sessions then multiply in place."""
+        """Whether the decoded copy becomes the result of the operation that reads it: sessions then multiply in place."""
         return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
-        """Index of the saver that the slot is named after: the first that needs values, else 0."""
+        """The index of the saver that the slot is named after: the first that needs values, else 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
@@ -92,7 +92,7 @@ class SavedHandle:
         part.handles += 1
 
     def tensor(self) -> Tensor:
-        """The unpacked tensor; the last decoded copy if that is still live."""
+        """Return the unpacked tensor that stands for the saved one; the last decoded copy if it is still live."""
         return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
@@ -114,8 +114,9 @@ class Recorder:
         self._sources: dict[int, tuple[Any, SavedStorage, torch.Size, tuple[int, ...]]] = {}
 
     def saved(self, saved: Saved, *, outside: str = "") -> None:
-        """Record one saved tensor and replace it by a handle. `outside` is a name prefix for tensors saved outside of the model, as by
-        the loss; those are never packed.
+        """Record a saved tensor, and make autograd hold a handle in its place.
+
+        `outside` is a name prefix for tensors saved outside of the model, as by the loss; those are never packed.
         """
         if saved.tensor is None:
             self.hooked[saved.module] += 1
@@ -137,7 +138,7 @@ class Recorder:
             self._pack(saved, saved.tensor, use, unit)
 
     def second_pass(self) -> Store:
-        """The function that records what the second forward pass of a checkpointed layer saves."""
+        """Return the function that records what the second forward pass of a checkpointed layer saves."""
         return self._saved_again
 
     def _saved_again(self, saved: Saved) -> SavedHandle | None:
@@ -149,7 +150,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module: if it is checkpointed, they are stored until its backward."""
+        """Record the arguments of a module as its inputs, which would be stored until backward if the module were checkpointed."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -169,12 +170,12 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """The part of a weight, or of the cast of one, that backward needs; empty where it needs none."""
+        """Return when backward needs a weight, or the cast of one, decoded; empty if it does not need it."""
         saved = self.weights.get(allocation) if allocation is not None else None
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark saved tensors that are still live at the end of the model's forward pass as not packable: other code holds them."""
+        """Mark saved tensors that are still live after the model's forward as not packable, since other code holds them."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
@@ -199,12 +200,12 @@ class Recorder:
         return unit
 
     def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
-        """Whether the node, that of a ReLU, saved this unit."""
+        """Return whether a ReLU, by its autograd node, saved this storage."""
         entry = self._sources.get(node._sequence_nr()) if node is not None else None
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """The unit from whose values `saved` can be recomputed, under the same conditions as in a session; else None."""
+        """Return the saved storage from which `saved` can be recomputed, under the same conditions as in a session; else None."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -230,7 +231,7 @@ class Recorder:
         return origin
 
     def _source_of(self, node: Any) -> tuple[Any, SavedStorage, torch.Size, tuple[int, ...]] | None:
-        """The node, and the unit, size and strides of the operand that it saved."""
+        """Return the node with the storage, size and strides of its saved operand; None if that is not stored."""
         handle = stored_operand(node)
         return (node, handle.unit, *handle.layout) if handle is not None else self._sources.get(node._sequence_nr())
 
@@ -244,7 +245,10 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """A flat tensor for the decoded part. Values are decoded once while a copy is live; bits and integers each time."""
+        """Return a flat tensor that stands for the decoded values.
+
+        Values are decoded once while a copy is live; bits and integers each time.
+        """
         last = part.decoded[-1] if part.decoded else None
         if last is not None and last.death is None and part.use is Use.VALUE:
             live_copy = last.tensor()
@@ -257,12 +261,12 @@ class Recorder:
 
 
 def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
-    """Whether this is the mask of dropout on the CPU: random bits stored as floats, without a gradient."""
+    """Return whether a saved tensor is the mask of dropout on the CPU: random bits stored as floats, without a gradient."""
     return saved.op == "mul" and allocation.op == RANDOM_BITS and saved.tensor is not None and not saved.tensor.requires_grad
 
 
 def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
-    """Why no plan can pack a saved tensor; "" where a plan can."""
+    """Return why no plan can pack a saved tensor, or "" if a plan can."""
     itemsize = unit.dtype.itemsize
     if unit.numel < MIN_PACKED_NUMEL:
         return f"it has fewer than {MIN_PACKED_NUMEL} values"
@@ -279,7 +283,7 @@ def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
 
 
 def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list[Slot]:
-    """A slot for each saved storage and for each cast of a weight that backward needs; `names` maps weights to their names."""
+    """Return a slot for each saved storage and for each cast of a weight that backward needs. `names` maps weights to their names."""
     numbers: dict[Allocation, int] = {}
     slots = [_slot(unit, numbers.setdefault(unit.allocation, len(numbers)), end) for unit in recorder.units]
     for allocation, name in recorder.weight_casts.items():
@@ -305,7 +309,7 @@ def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list
 
 
 def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
-    """A slot for each allocation that is live when backward begins and that autograd's graph does not hold."""
+    """Return a slot for each allocation that is live when backward begins and that autograd's graph does not hold."""
     counts: Counter[str] = Counter()
     slots: list[Slot] = []
     for number, allocation in enumerate(held):
@@ -358,7 +362,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 
 
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
-    """Tick at which the tensor is freed in the baseline: when the original and all that autograd holds in its place are gone."""
+    """Return the tick at which a saved tensor is freed in the baseline, where nothing is packed."""
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 

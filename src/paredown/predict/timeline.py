@@ -41,7 +41,7 @@ BERNOULLI, RANDOM_BITS = (
     torch.ops.aten.bernoulli_.float,
     "bernoulli_",
 )  # dropout on the CPU: the mask is allocated empty, then filled
-# beside views
+# operations beside views that run no kernel
 ALLOCATES = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 WITHOUT_KERNEL = ALLOCATES | {"_unsafe_view"}
 MOST_ARGUMENTS = 4096  # characters of JSON
@@ -50,7 +50,7 @@ OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
 @dataclass(eq=False)
 class Allocation:
-    """One storage: its bytes, its lifetime, and the operation, module and phase that allocated it.
+    """A storage: its bytes, its lifetime, and the operation, module and phase that allocated it.
 
     `merges`: the two gradients that autograd added, where this is their sum. `cast_of`: the allocation that this one is a copy of in
     another dtype, as autocast makes of weights.
@@ -72,14 +72,17 @@ class Allocation:
         default_factory=list[weakref.ref[Tensor]]
     )  # tensors on this storage, if it has an owner
     uses: list[int] = field(default_factory=list[int])  # of a weight: ticks of the operations that read it
-    inputs: list[str] = field(default_factory=list[str])  # its slots as the input of modules, if those were checkpointed
+    inputs: list[str] = field(default_factory=list[str])  # slot names as the input of modules, if those were checkpointed
 
     def tensor(self) -> Tensor | None:
-        """A live tensor on this storage, None if there is none."""
+        """Return a live tensor on this storage, None if there is none."""
         return next((tensor for view in self.views if (tensor := view()) is not None), None)
 
     def happens_in_place(self) -> bool:
-        """Whether real autograd adds in place here: one of the two gradients has no other owner. Fake tensors never add in place."""
+        """Return whether real autograd would add in place here, as it does if one of the two gradients has no other owner.
+
+        Fake tensors never add in place.
+        """
         return any(part.death == self.birth for part in self.merges)
 
 
@@ -167,7 +170,7 @@ class Timeline(TorchDispatchMode):
         self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record one kernel of CUDA that CPU operations stand for; `arguments`: those that it can be repeated with."""
+        """Record one CUDA kernel that a fake tensor's operations stand for; `arguments`: those that it can be repeated with."""
         self._count_kernel(name, tensors, flops, _arguments_json(arguments, {}), self.module())
 
     def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:
@@ -179,11 +182,14 @@ class Timeline(TorchDispatchMode):
         self._operations[operation] = self._operations.get(operation, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:
-        """What ran so far, equal calls as one row."""
+        """Return the operations that ran so far, with equal calls counted in one row."""
         return tuple(replace(operation, count=count) for operation, count in self._operations.items())
 
     def module(self) -> str:
-        """Path of the module that the current operation belongs to; in backward, the module whose forward created the running node."""
+        """Return the path of the module that the current operation belongs to.
+
+        In backward, it is the module whose forward created the running node.
+        """
         if self.phase != "backward":
             path = self._where()
             if path != self._modules[-1][1]:
@@ -194,12 +200,12 @@ class Timeline(TorchDispatchMode):
         return self._modules[bisect_right(self._modules, number, key=lambda pair: pair[0]) - 1][1]
 
     def tick(self) -> int:
-        """The next tick, taken by an event that is no operation, such as packing."""
+        """Advance to the next tick, for an event that is no operation, such as packing, and return it."""
         self.current_tick += 1
         return self.current_tick
 
     def add(self, tensor: Tensor, *, op: str, module: str, owner: Any = None) -> Allocation:
-        """Record the storage of `tensor`, which is not recorded yet."""
+        """Record the storage of `tensor`, which is not recorded yet, and return its allocation."""
         storage = tensor.untyped_storage()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         allocation = Allocation(
@@ -211,12 +217,12 @@ class Timeline(TorchDispatchMode):
         return allocation
 
     def find(self, tensor: Tensor) -> Allocation | None:
-        """The live allocation of the storage of `tensor`, None if it was not recorded."""
+        """Return the live allocation of the storage of `tensor`, None if it was not recorded."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
     @contextmanager
     def owned_by(self, owner: Any) -> Generator[None]:
-        """Inside the context, new allocations get `owner`."""
+        """Set `owner` as the owner of storages that are allocated inside of a `with` block."""
         before, self._owner = self._owner, owner
         try:
             yield
@@ -225,7 +231,7 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Inside the context, operations are not recorded."""
+        """Do not record operations inside of a `with` block."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -233,7 +239,7 @@ class Timeline(TorchDispatchMode):
             self._is_paused = before
 
     def live(self) -> list[Allocation]:
-        """The allocations that are live at the current tick."""
+        """Return the allocations that are live at the current tick."""
         return list(self._live.values())
 
     def record_free(self, cdata: int) -> None:
@@ -248,7 +254,10 @@ def _record_free(reference: weakref.ref[Timeline], cdata: int) -> None:
 
 
 def _arguments_json(args: Any, kwargs: Any) -> str:
-    """Arguments of an operation as JSON; "" where they hold other values than tensors, numbers, texts and dtypes, or are long."""
+    """Return the arguments of an operation as JSON.
+
+    It is "" if they hold other values than tensors, numbers, texts and dtypes, or are long.
+    """
     try:
         text = json.dumps([_json_value(args), {name: _json_value(value) for name, value in kwargs.items()}], separators=(",", ":"))
     except TypeError:

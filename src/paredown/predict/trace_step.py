@@ -35,7 +35,7 @@ from paredown.sizes import say_bytes
 
 __all__ = ["Slot", "Trace", "trace_step"]
 
-CROSS_ENTROPY = ("log_softmax", "nll_loss")  # operations
+CROSS_ENTROPY = ("log_softmax", "nll_loss")  # names of operations
 ALL_LOGITS, NO_CROSS_ENTROPY = "the loss is not in chunks, and all logits of {} are counted: {}", "no cross entropy reads them"
 
 
@@ -50,7 +50,7 @@ def trace_step(
     compiled: bool = False,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Trace:
-    """Every tensor that one step of `model` on `batch` stores on `device`; this machine need not have that device.
+    """Return every tensor that one step of `model` on `batch` stores on `device`; this machine need not have that device.
 
     `batch`: a tuple holds the model's positional arguments, and with `loss` the target as its last item; a mapping holds keyword
     arguments; a tensor is the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself if it is one
@@ -84,13 +84,16 @@ def trace_step(
 
 
 def _is_of_loss(slot: Slot) -> bool:
-    """Whether a cross entropy saved it."""
+    """Return whether a cross entropy saved the slot."""
     return any(saver.op.strip("_").startswith(CROSS_ENTROPY) for saver in slot.savers)
 
 
 @dataclass(frozen=True, eq=False)
 class StepTracer:
-    """Traces one step: unmodified, and as sessions run it where that differs. `options`: the dtype of autocast, whether it is compiled."""
+    """Traces one step: unmodified, and as sessions run it if that differs.
+
+    `options`: the dtype of autocast, and whether the model is compiled.
+    """
 
     model: nn.Module
     loss_module: nn.Module
@@ -101,12 +104,15 @@ class StepTracer:
     options: tuple[torch.dtype | None, bool]
 
     def trace(self, head: Any = None) -> Trace:
-        """The trace, with `without_packing` where that differs; `head`: the output head whose loss is computed in chunks."""
+        """Return the trace, with `without_packing` if that differs. `head`: the output head whose loss is computed in chunks."""
         trace, has_hidden = self._trace(head, in_session=False)
         return replace(self._trace(head, in_session=True)[0], without_packing=trace) if has_hidden else trace
 
     def _trace(self, head: Any, *, in_session: bool) -> tuple[Trace, bool]:
-        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs."""
+        """Return the trace, and whether in-place operations hide what they save.
+
+        `in_session`: as sessions run the step, if that differs.
+        """
         fakes = FakeTensors()
         with with_fake_tensors(self.model, fakes), with_fake_tensors(self.loss_module, fakes):
             step = FakeStep(self.model, self.loss_module, fakes, self.device)
@@ -120,7 +126,7 @@ class StepTracer:
 def _run(
     step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
 ) -> Callable[[Trace], Trace]:
-    """Run the step; the result turns its trace into that of the compiled step, if it is compiled."""
+    """Run the step on fake tensors; return a function that turns its trace into that of a compiled step, if it is compiled."""
     if not compiled:
         step.run(arguments, loss, autocast)
         return lambda trace: trace
@@ -141,7 +147,7 @@ def _device(device: Any) -> str:
 
 
 def _as_dict(batch: Any) -> Any:
-    """A mapping of any type as a dict, which torch's pytree functions descend into; other batches unchanged."""
+    """Return a mapping of any type as a dict, which torch's pytree functions descend into; other batches unchanged."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
@@ -153,7 +159,7 @@ class TraceBuilder:
         self._parameter_ids = {id(p) for p in step.model.parameters()}
 
     def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None) -> Trace:
-        """The trace of the step that ran."""
+        """Return the trace of the step that ran."""
         end = self.step.timeline.tick()
         slots = [self._persistent_slot(name, role, tensor, end) for name, role, tensor in self.step.initial_tensors]
         slots += [self._gradient_slot(name, p, end, is_released=name in state.released) for name, p in self.step.trained()]
@@ -168,7 +174,7 @@ class TraceBuilder:
         if state.transient_bytes:
             size = state.transient_bytes
             outputs.append(Output("optimizer.step", "", "step", (size,), "uint8", size, end, end))
-        if state.matrix_bytes:  # of phase "step" is what parameters with packed state do not need
+        if state.matrix_bytes:  # phase "step" has only what parameters with packed state do not need, so this is of another phase
             size = state.matrix_bytes
             outputs.append(Output("newton_schulz", "", "backward", (size,), "uint8", size, end, end))
         return Trace(
@@ -187,7 +193,7 @@ class TraceBuilder:
         )
 
     def _persistent_slot(self, name: str, role: Role, tensor: Tensor, end: int) -> Slot:
-        """The slot of a tensor that exists for the whole step."""
+        """Return the slot of a tensor that exists for the whole step."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = tensor.numel() * tensor.element_size()
         slot = Slot(name, role, name.rpartition(".")[0], tuple(tensor.shape), dtype, nbytes, 0, end, numel=tensor.numel())
@@ -199,7 +205,10 @@ class TraceBuilder:
         return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)
 
     def _gradient_slot(self, name: str, parameter: Tensor, end: int, *, is_released: bool) -> Slot:
-        """The slot of the gradient of `parameter`; added to an accumulator, or released, it is freed after `dropped`."""
+        """Return the slot of the gradient of `parameter`.
+
+        If it is added to an accumulator, or released in backward, it is freed after `dropped`.
+        """
         assert parameter.grad is not None
         allocation = self.step.timeline.find(parameter.grad)
         birth = allocation.birth if allocation is not None else 0
@@ -208,17 +217,17 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """When `weight` is decoded if it is stored packed: while its modules run and while operations outside of them read it."""
+        """Return the spans of ticks in which a packed `weight` is decoded: its modules run, or other operations read it."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
 
     def _constants(self) -> list[Allocation]:
-        """Tensors that the model uses and that no module registers as parameter or buffer."""
+        """Return tensors that the model uses and that are registered neither as parameters nor as buffers."""
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:
-        """Every allocation of an operation, with the slot that it belongs to."""
+        """Return every allocation of an operation, with the slot that it belongs to."""
         slot_of: dict[Allocation, str] = {**self.step.recorder.weight_casts, **dict.fromkeys(self.step.held, "held")}
         slot_of.update({unit.allocation: unit.savers[unit.first].name for unit in reversed(self.step.recorder.units)})
         outputs: list[Output] = []
@@ -266,7 +275,7 @@ def _state_slot(state: StateTensor, end: int) -> Slot:
 
 
 def _describe(batch: Any) -> tuple[str, ...]:
-    """Name, shape and dtype of each tensor of a batch, as text."""
+    """Return name, shape and dtype of each tensor of a batch, as text."""
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, tuple | list) else (batch,))
     return tuple(
         f"{name}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, value in items for t in tensors_in(value)
@@ -274,7 +283,7 @@ def _describe(batch: Any) -> tuple[str, ...]:
 
 
 def _main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most parameter values; float32 for a model without parameters."""
+    """Return the dtype of most parameter values; float32 for a model without parameters."""
     sizes: dict[torch.dtype, int] = {}
     for p in model.parameters():
         sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()

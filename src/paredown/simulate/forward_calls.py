@@ -82,7 +82,7 @@ class Operation:
     num_unknown: int = 0  # float inputs that are neither values nor weights
 
     def output_name(self, number: int) -> str:
-        """The slot name of an output; those after the first are numbered."""
+        """Return the slot name of an output; those after the first are numbered."""
         return f"{self.name}output{number if number > 1 else ''}"
 
 
@@ -91,18 +91,18 @@ class OperationListener(ABC):
 
     @abstractmethod
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """The tensor that an operation computes with in place of a parameter."""
+        """Return the tensor to compute with where an operation takes a parameter."""
 
     @abstractmethod
     def begins(self, operation: Operation) -> None:
-        """Called before an operation runs."""
+        """Receive an operation that is about to run."""
 
     @abstractmethod
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
-        """Called when an operation computed `out`, which may be changed in place; returns the value to mark it with."""
+        """Receive the output `out` of an operation, which may be changed in place, and return what later operations know it by."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """An operation made a view or a copy of `value`; returns the value that marks it, and the tensor that later operations use.
+        """Receive a view or a copy of a value, and return the value it counts as, and the tensor that later operations use.
 
         `name` is not empty if it is a part of the value, such as half of the channels.
         """
@@ -110,18 +110,18 @@ class OperationListener(ABC):
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Mark `tensor` with a value of `listener`."""
+    """Attach `value` to `tensor` as the value that `listener` knows it by."""
     setattr(tensor, MARK, (listener, value))
 
 
 def mark_of(tensor: Tensor, listener: OperationListener) -> Any:
-    """The value with which `listener` marked a tensor; None if it did not."""
+    """Return what `mark` attached to a tensor for `listener`; None if it attached nothing."""
     marked = getattr(tensor, MARK, None)
     return marked[1] if marked is not None and marked[0] is listener else None
 
 
 def tensors_in_nest(values: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
@@ -132,12 +132,12 @@ def tensors_in_nest(values: Any) -> Iterator[Tensor]:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter; comparing types first takes a tenth of the time of isinstance."""
+    """Return whether a tensor is a parameter. Comparing types first takes a tenth of the time of isinstance."""
     return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
 
 
 def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
-    """The same nested containers with `by(tensor)` for each parameter, or with `kind=Tensor` for each tensor."""
+    """Return the same nested containers with `by(tensor)` for each parameter, or with `kind=Tensor` for each tensor."""
     if isinstance(values, Tensor):
         return by(values) if kind is Tensor or is_weight(values) else values
     if isinstance(values, dict):
@@ -147,7 +147,7 @@ def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor]
 
 @cache
 def op_of(func: Any) -> str:
-    """The name of an operation, the same for its variants: conv2d and conv1d are conv; `+`, add and add_ are add.
+    """Return the name of an operation, the same for its variants: conv2d and conv1d are conv; `+`, add and add_ are add.
 
     >>> [op_of(f) for f in (nn.functional.conv2d, Tensor.__iadd__, Tensor.relu_, nn.functional.avg_pool2d)]
     ['conv', 'add', 'relu', 'avg_pool']
@@ -162,7 +162,7 @@ def op_of(func: Any) -> str:
 
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
-    """A Python function of torch without its check for `__torch_function__`: its body runs, and the mode sees the calls inside."""
+    """Return a Python function of torch with its check for `__torch_function__` left out, so that the mode sees the calls inside."""
     checks = {name: _always_false for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
@@ -178,14 +178,14 @@ def _always_false(*args: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """A module whose forward is running."""
+    """A module whose forward is running, and counts of the operations in it."""
 
     path: str
     is_plain_leaf: bool
     counts: dict[str, int] = field(default_factory=dict)
 
     def prefix(self, op: str) -> str:
-        """The part of a slot name before the operand, for the next operation `op` of this call."""
+        """Count an operation, and return the part of its slot name before the operand, such as "encoder.3:add#2."."""
         self.counts[op] = count = self.counts.get(op, 0) + 1
         if self.is_plain_leaf and len(self.counts) == 1 and count == 1:
             return f"{self.path}:"
@@ -194,7 +194,7 @@ class Frame:
 
 @final
 class ForwardCalls(TorchFunctionMode):
-    """Follows operations while it is entered, and names them by the path of the running module."""
+    """A function mode that reports the operations of a forward pass to a listener, named by the path of the running module."""
 
     def __init__(self, model: nn.Module, listener: OperationListener) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class ForwardCalls(TorchFunctionMode):
     # --- the running module ---------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Register hooks on all modules but the model itself, which track the running module."""
+        """Register hooks that keep track of which module is running, on all modules but the model itself."""
         for module in self._paths:
             if module is not self._model and not isinstance(module, torch.jit.ScriptModule):
                 self._handles.append(module.register_forward_pre_hook(Hook(self._enter)))
@@ -220,7 +220,7 @@ class ForwardCalls(TorchFunctionMode):
 
     @contextmanager
     def following(self, path: str = "") -> Generator[None]:
-        """A context in which operations are followed; `path` is used where no module runs."""
+        """Follow operations inside of a `with` block, under the module path `path`."""
         self.start(path)
         try:
             yield
@@ -228,7 +228,7 @@ class ForwardCalls(TorchFunctionMode):
             self.stop()
 
     def start(self, path: str = "") -> None:
-        """Start of a forward pass, which may be inside another one."""
+        """Begin to follow a forward pass, which may be inside another one."""
         outer = self._running.frames if self.is_running else None
         if outer is None:
             self.__enter__()
@@ -238,14 +238,14 @@ class ForwardCalls(TorchFunctionMode):
         self._running.times = dict[str, int]()
 
     def stop(self) -> None:
-        """End of the forward pass."""
+        """End to follow the innermost forward pass."""
         self._running.frames, self._running.times = self._running.outer.pop()
         if not self.is_running:
             self.__exit__(None, None, None)
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """A context in which operations are not followed."""
+        """Do not follow operations inside of a `with` block."""
         frames, self._running.frames = getattr(self._running, "frames", None), None
         try:
             yield
@@ -322,7 +322,7 @@ class ForwardCalls(TorchFunctionMode):
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """`out`, marked with the value that it is a view or copy of, or with a part of that value."""
+        """Return `out`, a view or copy, marked with the value of the tensor that it comes from, or with a part of that."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 
@@ -349,7 +349,10 @@ def _split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """Cross entropy as log_softmax and nll_loss, as torch computes it; None for probabilities as targets and for label smoothing."""
+    """Return a function that computes cross entropy as log_softmax and nll_loss, as torch does.
+
+    It is None for probabilities as targets and for label smoothing.
+    """
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]
@@ -359,12 +362,12 @@ def _split_cross_entropy(
 
 
 def _version(tensor: Tensor) -> int:
-    """The version counter of a tensor; -1 for inference tensors, which have none."""
+    """Return the version counter of a tensor; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument in place: relu_, __iadd__."""
+    """Return whether a function of this name changes its first argument in place: relu_, __iadd__."""
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 

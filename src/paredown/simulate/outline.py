@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor: the operation that computes it, its source values (indices in the outline), its weights, and its number of elements."""
+    """An input of the model or the output of an operation, with the values and weights that it is computed from."""
 
     name: str
     op: str
@@ -46,12 +46,12 @@ class Value:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its own name, and those under which operations save it."""
+        """The value's own name, and those under which operations save it."""
         return (self.name, *(name for name in self.saved_as if name != self.name))
 
     @property
     def is_product(self) -> bool:
-        """Whether it is the output of a convolution or a matrix product."""
+        """Whether the value is the output of a convolution or a matrix product."""
         return self.op in PRODUCTS
 
 
@@ -64,7 +64,7 @@ class Outline:
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """Index of a value -> indices of the values that are computed from it."""
+        """The indices of the values that are computed from each value, by its index."""
         users: dict[int, list[int]] = {index: [] for index in range(len(self.values))}
         for index, value in enumerate(self.values):
             for source in value.sources:
@@ -72,7 +72,7 @@ class Outline:
         return users
 
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Names and role of every slot, for `Plan.check`."""
+        """Return the names and the role of every slot, in the form that `Plan.check` takes."""
         pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
         roles = (Role.WEIGHT, Role.FROZEN, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
         return [*pairs, *(((name,), role) for name in self.weights for role in roles)]
@@ -84,7 +84,7 @@ class Outline:
 
 
 def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Outline:
-    """The values of one step of `model` on `batch`, a tuple of its arguments, the last one the target when `loss` is given."""
+    """Return the values of one step of `model` on `batch`, a tuple of its arguments, the last one the target if `loss` is given."""
     check_model(model)
     parts = batch if isinstance(batch, tuple) else (batch,)
     args, targets = (parts[:-1], parts[-1:]) if loss is not None else (parts, ())
@@ -94,7 +94,7 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """The outline of one call of `model`, and of `after(output, fakes)`; always of a training pass, also inside no_grad."""
+    """Return the outline of one call of `model` in training, and of `after(output, fakes)` if it is given."""
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():
@@ -127,33 +127,33 @@ class OutlineListener(OperationListener):
         self._by_storage: dict[int, int] = {}  # storage address -> index of the value written there last
 
     def inputs(self, values: Any) -> Any:
-        """`values`, after recording each float tensor in them as an input."""
+        """Record each float tensor in `values` as an input, and return `values`."""
         for number, tensor in enumerate(tensors_in(values), 1):
             if tensor.is_floating_point():
                 self._add(tensor, name=f"{INPUT}{number}", op=INPUT, sources=(), weights=())
         return values
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """The parameter itself."""
+        """Return the parameter itself, since an outline changes no values."""
         return weight
 
     def begins(self, operation: Operation) -> None:
-        """Does nothing."""
+        """Do nothing, since only outputs are recorded."""
 
     def made(self, operation: Operation, out: Tensor, number: int) -> int:
-        """Record an output; returns its index."""
+        """Record an output, and return its index."""
         sources = tuple(dict.fromkeys(source.value for source in operation.sources))
         weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Record a view or copy of a value, so that saving it counts as saving the value; a part of it is a new value, as in the paper."""
+        """Record a view or a copy as the same value; a part of a value is a new value, as in the paper."""
         self._kept.append(out)
         self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
 
     def saved(self, saved: Saved) -> None:
-        """Record a saved tensor: its value has this name too."""
+        """Record the name under which an operation saves a value."""
         tensor = saved.tensor
         if tensor is None or saved.kind not in ("activation", "input") or not tensor.is_floating_point():
             return
@@ -162,7 +162,7 @@ class OutlineListener(OperationListener):
             self._rows[index]["saved_as"].append(saved.name)
 
     def outline(self, weights: dict[str, int]) -> Outline:
-        """The outline of all recorded values."""
+        """Return the outline of all recorded values."""
         uses = [0] * len(self._rows)
         for row in self._rows:
             for source in row["sources"]:

@@ -42,7 +42,7 @@ HIGH_FORMATS = ("e6m7", "e6m9", "e6m11", "e7m7", "e7m9", "e7m11", "e8m7", "e8m9"
 
 
 def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
-    """A float of PEPPP: exponents from -(2^(e-1) - 1) to 2^(e-1) - 1, every code a number, no subnormals.
+    """Return the text of a float format of PEPPP: exponents from -(2^(e-1) - 1) to 2^(e-1) - 1, no subnormals, infinities or NaN.
 
     With 8 exponent bits the smallest exponent is -126 instead of -127, as float32's is.
     """
@@ -51,7 +51,7 @@ def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
 
 
 def parse_peppp(text: str) -> tuple[int, int]:
-    """Exponent bits and mantissa bits of PEPPP's short spelling.
+    """Return the exponent bits and mantissa bits of PEPPP's short spelling.
 
     >>> parse_peppp("e4m3")
     (4, 3)
@@ -63,7 +63,7 @@ def parse_peppp(text: str) -> tuple[int, int]:
 
 
 def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
-    """The plan of PEPPP's configuration `low`, `high` for `models/resnet.py`, each (exponent bits, mantissa bits).
+    """Return the plan of PEPPP's configuration `low`, `high` for `models/resnet.py`, each (exponent bits, mantissa bits).
 
     Weights, gradients and activations are low; input, logits, master weights and momentum high. The stem's convolution is not rounded.
     Apply it with `apply(plan, model, mode="peppp")`, which rounds the sums of gradients.
@@ -83,12 +83,16 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 
 def num_outputs(outline: Outline) -> int:
-    """T: elements in the outputs of all modules of PEPPP's network, counted as often as PEPPP does."""
+    """Return how many numbers all modules of PEPPP's network return, counted as often as PEPPP does."""
+
+    def is_shortcut(term: Value) -> bool:
+        return term.op == SUM or term.name == "relu:output"  # the output of a layer, or of the stem
+
     modules = sum(value.numel for value in outline.values if value.op not in (INPUT, SUM))
     quantizers = sum(value.numel for value in outline.values if _is_rounded(value))
     sums = [value for value in outline.values if value.op == SUM]
     layers = sum(value.numel for value in sums)
-    shortcuts = sum(value.numel for value in sums if outline.values[value.sources[1]].op == SUM or _is_first(outline, value))
+    shortcuts = sum(value.numel for value in sums if is_shortcut(outline.values[value.sources[1]]))
     return modules + quantizers + layers + shortcuts + outline.values[-1].numel
 
 
@@ -97,13 +101,11 @@ def _is_rounded(value: Value) -> bool:
     return value.name != "conv1:output" and any(fnmatchcase(value.name, pattern) for pattern in patterns)
 
 
-def _is_first(outline: Outline, value: Value) -> bool:
-    """Whether a sum adds the stem's output."""
-    return outline.values[value.sources[1]].name == "relu:output"
-
-
 def memory_bytes(outline: Outline, low: str, high: str) -> float:
-    """Bytes of one step as PEPPP counts them: `outline` is of the model only, without a loss; `low` and `high` are elements."""
+    """Return the bytes that PEPPP counts for one training step with the elements `low` and `high`.
+
+    `outline` is of the model only, without a loss.
+    """
     parameters, logits = sum(outline.weights.values()), outline.values[-1].numel
     inputs = sum(value.numel for value in outline.values if value.op == INPUT)
     low_numbers = parameters + 2 * (num_outputs(outline) - logits)
@@ -112,7 +114,10 @@ def memory_bytes(outline: Outline, low: str, high: str) -> float:
 
 
 def plan_bytes(outline: Outline, plan: Plan) -> float:
-    """`memory_bytes` of a plan that `peppp_plan` made; low is the format of its weights and high that of masters, fp32 if it has none."""
+    """Return `memory_bytes` of a plan that `peppp_plan` made.
+
+    Low is the format of its weights and high that of masters, fp32 if it has none.
+    """
     formats = [plan.find(("*",), role).format for role in (Role.WEIGHT, Role.MASTER)]
     low, high = (str(format.element) if format is not None else "fp32" for format in formats)
     return memory_bytes(outline, low, high)

@@ -37,7 +37,7 @@ GRADIENTS = (Role.ERROR, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """What rounding did to the values of one slot, in the counted passes."""
+    """The numbers of values of one slot that rounding changed, by kind of change, in the counted passes."""
 
     slot: str
     role: Role
@@ -51,7 +51,7 @@ class SlotCounts:
     kept: float
 
     def share(self, count: int) -> float:
-        """`count` as a share of the values that are not 0."""
+        """Return `count` as a share of the values that are not 0."""
         return count / self.num_nonzero if self.num_nonzero else 0.0
 
 
@@ -63,14 +63,14 @@ class RangeCounts(TableRows[SlotCounts]):
     if_empty = "no value was rounded in a counted forward pass"
 
     def cells(self, row: SlotCounts) -> tuple[str, ...]:
-        """Counts as shares of the values that are not 0."""
+        """Return the texts of one row, with counts as shares of the values that are not 0."""
         counts = (row.num_underflows, row.num_flushed, row.num_saturated, row.num_nonfinite)
         shares = [f"{row.share(count):.2%}" for count in counts]
         return row.slot, row.role.value, _brief(row.format), str(row.num_values), *shares, f"{row.kept:.1%}"
 
 
 class RangeCounter:
-    """Adds up the counts of slots on their device. Slots are known by number; `is_on`: whether the current forward pass is counted."""
+    """Adds up the counts of slots, known by number, on their device. `is_on`: whether the current forward pass is counted."""
 
     def __init__(self) -> None:
         self.is_on = self.has_new = False  # has_new: a pass was counted after `new_warnings` read the counts
@@ -79,23 +79,23 @@ class RangeCounter:
         self._warned: set[Role] = set()
 
     def begin(self, *, is_captured: bool) -> None:
-        """Start of a forward pass, which is not counted if a CUDA graph captures it."""
+        """Begin a forward pass, which is not counted if a CUDA graph captures it."""
         self.num_passes += 1
         self.is_on = not is_captured and (self.num_passes <= ALWAYS or self.num_passes % EVERY == 0)
         self.num_counted += self.is_on
         self.has_new |= self.is_on
 
     def reset(self) -> None:
-        """Count from zero: the formats changed."""
+        """Set all counts to zero, because the formats changed."""
         self.__init__()
 
     def add(self, number: int, format: Format, before: Tensor, after: Tensor) -> None:
-        """Count the values of a slot that were `before` and are `after` rounding."""
+        """Count the values of a slot by their values `before` and `after` rounding."""
         sums, key = _sums(before.detach().float(), after.detach().float(), format), (number, format)
         self._rows[key] = sums if key not in self._rows else self._rows[key].to(sums.device) + sums
 
     def counts(self, slots: Iterable[tuple[int, str, Role]]) -> RangeCounts:
-        """The counts of (number, key, role); synchronizes with the device."""
+        """Return the counts of slots, each given as (number, key, role); synchronizes with the device."""
         named = {number: (key, role) for number, key, role in slots}
         rows: list[SlotCounts] = []
         for (number, format), sums in self._rows.items():
@@ -105,7 +105,7 @@ class RangeCounter:
         return RangeCounts(sorted(rows, key=lambda row: row.kept))
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
-        """A sentence for each role of gradients whose slots lose most of their magnitude, once; read after a counted pass."""
+        """Return a sentence for each role of gradients whose slots lose most of their magnitude, once; read after a counted pass."""
         if not self.has_new or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
             return []
         self.has_new = False
@@ -115,7 +115,7 @@ class RangeCounter:
 
 
 def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
-    """The five counts, and the sums of magnitudes before and after, as float64 in one tensor."""
+    """Return the counts of `SlotCounts`, and the sums of magnitudes before and after rounding, as one tensor, (8,) float64."""
     low, high, smallest = _range(format)
     magnitude, is_finite = x.abs(), x.isfinite()
     stays_finite = is_finite & y.isfinite()
@@ -129,7 +129,9 @@ def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
 
 
 def _range(format: Format) -> tuple[float, float, float]:
-    """(low, high, smallest): values up to `low` and from `high` on saturate unless they stay equal; the smallest normal magnitude.
+    """Return (low, high, smallest): values up to `low` and from `high` on saturate unless they stay equal.
+
+    `smallest` is the smallest normal magnitude.
 
     >>> _range(Format.parse("e4m3fn")), _range(Format.parse("uint8"))
     ((-464.0, 464.0, 0.015625), (-0.5, 255.5, 1.0))
@@ -145,7 +147,7 @@ def _range(format: Format) -> tuple[float, float, float]:
 
 
 def _brief(format: Format) -> str:
-    """The text of a format; a table of many values is shown by their number, the smallest and the largest.
+    """Return the text of a format; a table of many values is shown by their number, the smallest and the largest.
 
     >>> _brief(Format.parse("[-1 0 1]")), _brief(Format.parse("[" + " ".join(str(k) for k in range(-99, 100)) + "]/64@bf16"))
     ('[-1 0 1]', '[199 values from -99 to 99]/64@bf16')
@@ -156,7 +158,7 @@ def _brief(format: Format) -> str:
 
 
 def _sentence(rows: list[SlotCounts]) -> str:
-    """A warning about slots of one role, `rows`, that keep little of their magnitude."""
+    """Return a warning about slots of one role, `rows`, that keep little of their magnitude."""
     worst, role = rows[0], rows[0].role.value
     who = f"1 {role} slot loses most of its" if len(rows) == 1 else f"{len(rows)} {role} slots lose most of their"
     element = worst.format.element

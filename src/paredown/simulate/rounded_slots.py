@@ -57,7 +57,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """One slot: its number, the format that it is rounded to, and the format after promotion."""
+    """A slot of a simulated session: its number, the format that it is rounded to, and the format after promotion."""
 
     number: int
     names: tuple[str, ...]
@@ -78,12 +78,12 @@ class RoundedSlot:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no format, neither now nor after promotion."""
+        """Whether the slot is never rounded: it has no format, neither now nor after promotion."""
         return self.assignment.format is None and self.raised.format is None
 
     @property
     def is_live(self) -> bool:
-        """Whether its formats can be rows of a table in memory."""
+        """Whether the slot's formats can be read from a table in device memory."""
         return is_live(self.assignment.format) and is_live(self.raised.format)
 
 
@@ -98,7 +98,7 @@ class Capture:
         self.launches: list[BatchedRoundTrip] = []
 
     def take(self, jobs: Sequence[Job]) -> Tensor:
-        """Memory for one launch."""
+        """Return the part of the memory for the next launch."""
         first, self._used = self._used, self._used + words_for(x for x, *_ in jobs)
         if self._used > self._memory.numel():
             raise ApplyError(
@@ -108,7 +108,7 @@ class Capture:
 
 
 class RoundedSlots:
-    """All slots of one session."""
+    """All slots of one simulated session, which round their tensors."""
 
     def __init__(self, plan: Plan, seed: int, *, raised: Plan | None = None, share: float = 0.01, all_live: bool = False) -> None:
         self.plan, self.seed, self.raised, self.share, self.all_live = plan, seed, raised, share, all_live
@@ -127,7 +127,7 @@ class RoundedSlots:
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
-        """The slot with these names, of which the first identifies it; None if it is never rounded."""
+        """Return the slot of a tensor by its names, the first of which identifies it; None if it is never rounded."""
         key = (names[0], role)
         if key not in self._by_name:
             slot = self._new_slot(tuple(names), role)
@@ -165,7 +165,7 @@ class RoundedSlots:
                 self._next_rows.set_seeds(seeds)
 
     def _allocate(self, capacity: int) -> None:
-        """Allocate the table and the vectors with a number for each slot on the device; contents are copied."""
+        """Allocate the table of formats and the vectors with an entry for each slot on the device, and copy the old contents."""
         if self._captured:
             raise ApplyError(
                 "new slots appeared after a CUDA graph was captured, which reads the previous table. Run a step before capturing, or "
@@ -192,7 +192,7 @@ class RoundedSlots:
             self._allocate(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
     def set_plan(self, plan: Plan, seed: int) -> None:
-        """Use other formats and random bits for the same slots, in the memory that a captured graph reads; roundings cannot change."""
+        """Use other formats and random bits for the same slots, in the memory that a captured graph reads. Roundings cannot change."""
         for slot in self._all:
             asked = plan.find(slot.names, slot.role)
             if self._table is not None and not (is_live(asked.format) and slot.is_live):
@@ -221,7 +221,7 @@ class RoundedSlots:
 
     @property
     def forwards(self) -> int:
-        """Number of forward passes so far."""
+        """The number of forward passes so far."""
         return int(self._counter.item())
 
     @forwards.setter
@@ -229,16 +229,16 @@ class RoundedSlots:
         self._counter.fill_(count)
 
     def begin(self) -> None:
-        """Start of a forward pass."""
+        """Begin a forward pass."""
         self._counter.add_(1)
         self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Round `x` in place to the format of `slot`, unrecorded by autograd; `counts_overflow`: overflowing values are counted first."""
+        """Round `x` in place to the format of `slot`, unrecorded by autograd. `counts_overflow`: overflowing values are counted first."""
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """A rounded copy of `x`."""
+        """Return a rounded copy of `x`."""
         x = x.detach()
         if self._table is not None and x.device == self.device and slot.is_live:
             return self._round(x, torch.empty_like(x), slot, counts_overflow=counts_overflow)
@@ -263,7 +263,7 @@ class RoundedSlots:
             self._shares[slot.number].copy_(torch.maximum(self._shares[slot.number], share))
         if self._table is not None and is_on_device and slot.is_live:
             return self._table.round_into(x, out, slot.number, slot.rounding, self._counter)
-        seed = Seed(self.seed, slot.tensor_id, self._step())
+        seed = Seed(self.seed, slot.tensor_id, self._counter if self._table is not None else self.forwards)
         current = slot.raised if self.is_raised(slot) else slot.assignment
         return x if current.format is None else round_trip_(x, current.format, slot.rounding, current.overflow, seed)
 
@@ -282,7 +282,7 @@ class RoundedSlots:
             capture.launches.append(self._table.round_many(rows, rounding, self._counter, memory, is_captured=is_captured))
 
     def _can_batch(self, x: Tensor, out: Tensor, slot: RoundedSlot) -> bool:
-        """Whether a launch for many tensors can include this one."""
+        """Return whether a launch for many tensors can include this one."""
         is_on_device = self._table is not None and x.device == self.device and slot.is_live and x.numel() > 0
         return is_on_device and x.dtype is torch.float32 and x.stride() == out.stride() and flat(x) is not None
 
@@ -293,7 +293,10 @@ class RoundedSlots:
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """A context for capturing a graph; the addresses of its tensors are copied to the device when it ends."""
+        """Round many tensors in one launch while a `with` block captures a CUDA graph.
+
+        The addresses of its tensors are copied to the device when the block ends.
+        """
         if self._table is None:
             yield
             return
@@ -309,22 +312,25 @@ class RoundedSlots:
 
     @property
     def counts(self) -> RangeCounts:
-        """How many values of each slot left the range of its format."""
+        """The number of values of each slot that left the range of its format, by kind."""
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """A sentence for each role whose gradients vanish, once; none while a CUDA graph is captured, since reading counts synchronizes."""
+        """Return a sentence for each role whose gradients vanish, once.
+
+        None while a CUDA graph is captured, since that would synchronize.
+        """
         if is_capturing():
             return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
 
-    def _step(self) -> Any:
-        return self._counter if self._table is not None else self.forwards
-
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Whether this slot was promoted; synchronizes with the device, unless promotion is off or the role cannot be promoted."""
+        """Return whether this slot was promoted.
+
+        Synchronizes with the device, unless promotion is off or the role cannot be promoted.
+        """
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
@@ -342,13 +348,13 @@ class RoundedSlots:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The promotions so far, in order."""
+        """The promotions so far, in order of the forward passes."""
         at, shares = self._promoted.tolist(), self._promoted_share.tolist()
         promotions = [Promotion(p.key, at[p.number], shares[p.number]) for p in self._all if at[p.number] >= 0]
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Restore the value of `promotions`; those of slots that are not added yet are applied when they are."""
+        """Set the promotions to those of a saved state. Slots that do not exist yet are promoted when they are added."""
         self._pending = {str(key): (int(forward), float(share)) for key, forward, share in promotions}
         for slot in self._all:
             self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key, (NEVER, 0.0))

@@ -71,7 +71,7 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value: the slots of the activation and of its gradient, and how many operations use it."""
+    """A value of the forward pass: the slots of the activation and of its gradient, and how many operations use it."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -80,7 +80,7 @@ class TrackedValue:
 
 @final
 class RoundedValues(OperationListener):
-    """Rounds the weights, outputs and gradients of operations. `names`: id of a parameter -> name."""
+    """Rounds the weights, outputs and gradients of operations. `names` maps the id of a parameter to its name."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.slots, self.how, self._names = slots, how, names
@@ -92,23 +92,23 @@ class RoundedValues(OperationListener):
         self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, rounded in one launch
 
     def set_outline(self, outline: Outline) -> None:
-        """Use the names of all values in `outline`; slots are numbered in this order."""
+        """Take the names of all values from `outline`; slots are numbered in this order."""
         self._outline = outline
         self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
     def refresh(self) -> None:
-        """Look up all slots again after the plan changed."""
+        """Find the slots of all values again after the plan changed."""
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
-        """Start a forward pass; returns its arguments with rounded copies of float tensors."""
+        """Begin a forward pass, and return its arguments with rounded copies of float tensors."""
         self.counts_overflow = counts_overflow
         self._weights.clear()
         numbers = {id(tensor): number for number, tensor in enumerate(tensors_in((args, kwargs)), 1)}
         return tree_map_only(Tensor, lambda tensor: self._input(tensor, numbers.get(id(tensor), 0)), (args, kwargs))
 
     def end(self, output: Any) -> None:
-        """End of a forward pass: gradients that arrive at the model's outputs from outside are rounded too."""
+        """End a forward pass, and round gradients that arrive at the model's outputs from outside."""
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
@@ -131,7 +131,7 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """The rounded copy of a parameter, the same for all operations of a forward pass."""
+        """Return the rounded copy of a parameter, the same for all operations of a forward pass."""
         name = self._names.get(id(weight))
         slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
         if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):
@@ -153,7 +153,7 @@ class RoundedValues(OperationListener):
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: Operation) -> None:
-        """Set TF32 for the product that is about to run."""
+        """Allow or forbid TF32 for the product that is about to run."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
@@ -169,7 +169,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Round a part of a value like the value, unless the plan has another assignment for the part."""
+        """Round a part of a value as the plan has it for the part; without a rule of its own, it is rounded like the whole value."""
         if not name:
             return value, out
         part = self._value(name)
@@ -190,18 +190,21 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
-        """The slots of the operands of a matrix product or convolution; a bias is not among them, since it is added in float32."""
+        """Return the slots of the operands of a matrix product or convolution.
+
+        The bias is not among them, since it is added in float32.
+        """
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
     def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
-        """Whether TF32 is exact for these slots, whatever formats they may get later."""
+        """Return whether TF32 is exact for these slots, whatever formats they may get later."""
         return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: Operation, out: Tensor, value: TrackedValue) -> None:
-        """Round the gradients of an operation's inputs where its nodes return them, or the summed gradient of its output."""
+        """Register hooks that round gradients: of an operation's inputs where backward returns them, or summed, of its output."""
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -232,7 +235,10 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Index of an edge of `node` -> slot, for the edges listed in `edges` as (target node, number of its output, slot)."""
+    """Return which slots the gradients on the edges of `node` belong to, by the index of the edge.
+
+    `edges` are (target node, number of its output, slot).
+    """
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:
@@ -242,7 +248,7 @@ def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]])
 
 
 def _nodes(last: Any, first: int) -> list[Any]:
-    """The nodes behind `last` with a sequence number from `first` on."""
+    """Return the autograd nodes with sequence number `first` or later that lead to `last`."""
     nodes, pending = list[Any](), [last]
     while pending:
         node = pending.pop()
@@ -253,18 +259,18 @@ def _nodes(last: Any, first: int) -> list[Any]:
 
 
 class StraightThroughRounding(torch.autograd.Function):
-    """A rounded copy of a tensor; the gradient passes straight through."""
+    """Rounds a copy of a tensor; the gradient passes straight through."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """`x` rounded; `rounded` if the copy exists already."""
+        """Return `x` rounded, or `rounded` if that copy exists already."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """The gradient, unmodified."""
+        """Return the gradient, unmodified."""
         return grad, None, None, None, None
 
 
@@ -272,20 +278,20 @@ class StraightThroughRounding(torch.autograd.Function):
 
 
 def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
-    """Whether all slots have formats of at most 10 mantissa bits, also after promotion."""
+    """Return whether all slots have formats of at most 10 mantissa bits, also after promotion."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
     )
 
 
 class Precision:
-    """Sets torch's switches of TF32 for a product; `restore` resets them."""
+    """Switches TF32 on or off for single matrix products and convolutions."""
 
     def __init__(self) -> None:
         self._before: tuple[str, ...] | None = None
 
     def set(self, is_narrow: bool) -> None:
-        """Allow TF32 (`is_narrow`) or not, for kernels that are launched from now on."""
+        """Allow TF32 (`is_narrow`) or forbid it, for kernels that are launched from now on."""
         if self._before is None:
             self._before = tuple(switch.fp32_precision for switch in SWITCHES)
         for switch in SWITCHES:
@@ -298,7 +304,7 @@ class Precision:
         self._before = None
 
     def around(self, node: Any, is_narrow: bool) -> None:
-        """Set the switches in backward while `node` runs."""
+        """Switch TF32 on or off while backward runs `node`."""
         node.register_prehook(_call(lambda: self.set(is_narrow)))
         node.register_hook(_call(self.restore))
 

@@ -54,7 +54,7 @@ NO_FROZEN = "simulate mode rounds all weights by the rules of the role weight"
 
 @final
 class SimulatedSession:
-    """A plan that is applied to a model in simulate mode, until `close`. `how`: the settings."""
+    """A plan that is applied to a model in simulate mode, until `close`. `how` has the settings."""
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, how: Simulate, on_close: Callable[..., None]) -> None:
         self.how, self._model, self._on_close = how, weakref.ref(model), on_close
@@ -79,7 +79,7 @@ class SimulatedSession:
 
     @property
     def plan(self) -> Plan:
-        """The plan, without promotions."""
+        """The plan of the session, without promotions."""
         return self._slots.plan
 
     @property
@@ -89,7 +89,7 @@ class SimulatedSession:
 
     @property
     def forwards(self) -> int:
-        """Number of forward passes so far: the step in the random bits of stochastic rounding."""
+        """The number of forward passes so far: the step in the random bits of stochastic rounding."""
         return self._slots.forwards
 
     @property
@@ -99,7 +99,7 @@ class SimulatedSession:
 
     @property
     def counts(self) -> RangeCounts:
-        """Underflows, flushed, saturated and nonfinite values of each slot, in the forward passes that were counted.
+        """The underflows, flushed, saturated and nonfinite values of each slot, in the forward passes that were counted.
 
         The first passes are counted, and then every 16th, with their backward and optimizer step; none in captured CUDA graphs.
         """
@@ -111,7 +111,10 @@ class SimulatedSession:
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """A context in which operations outside the model, such as a loss, are rounded too; `path` is their module path in slot names."""
+        """Return a context in which operations outside the model, such as a loss, are rounded too.
+
+        `path`: their module path in slot names.
+        """
         return self._calls.following(path)
 
     def promote(self) -> None:
@@ -119,7 +122,9 @@ class SimulatedSession:
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
-        """Use the formats of `plan` for the same slots, also in a captured CUDA graph; `Simulate(all_live=True)` includes every slot.
+        """Change to the formats of `plan`, also in a captured CUDA graph.
+
+        Only slots that are rounded now change; with `Simulate(all_live=True)` all do.
 
         `forwards`: the number of forward passes to continue from; None to keep it. `seed`: a new seed; None to keep it.
         """
@@ -133,7 +138,7 @@ class SimulatedSession:
             self._slots.forwards = forwards
 
     def capturing(self) -> AbstractContextManager[None]:
-        """A context for capturing a CUDA graph in which parameters and optimizer state are rounded by few kernel launches.
+        """Return a context for capturing a CUDA graph in which parameters and optimizer state are rounded by few kernel launches.
 
         The graph may have at most one training step, and can be replayed after the context ends. Capturing without this context works too,
         with more launches.
@@ -159,7 +164,7 @@ class SimulatedSession:
         return Changes(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan, seed, numbers of passes and steps, and promotions: with these, training continues with the same bits."""
+        """Return plan, seed, numbers of passes and steps, and promotions: with these, training continues with the same bits."""
         self._slots.promote()
         head = {"version": VERSION, "mode": "simulate", "plan": self.plan.to_json(), "seed": self.seed}
         promotions = [list(promotion) for promotion in self.promotions]
@@ -249,7 +254,7 @@ class SimulatedSession:
                 self._values.end(output)
 
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Find the names of all slots by a forward pass on fake tensors; if that fails, slots have the names of outputs only."""
+        """Find the names of all slots by a forward pass on fake tensors; if it fails, slots have only the names of outputs."""
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # a user's model may do anything with fake tensors
@@ -260,7 +265,7 @@ class SimulatedSession:
         self._values.set_outline(self._outline)
 
     def _slots_of_loss(self) -> list[tuple[tuple[str, ...], Role]]:
-        """The slots of a loss for which the plan has rules; they are not in the model's forward pass."""
+        """Return the slots of a loss for which the plan has rules; they are not in the model's forward pass."""
         names = [key.partition("=")[2] or key for key, _ in self.plan.rules]
         return [((name,), role) for name in names if name.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
 
@@ -321,7 +326,7 @@ class Updates:
         self._round(tensors)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of the model that `optimizer` updates, with their names."""
+        """Yield the parameters of the model that `optimizer` updates, with their names."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))

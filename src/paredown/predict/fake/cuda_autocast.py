@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 @contextmanager
 def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> Generator[None]:
-    """Autocast for CUDA with `dtype`, off for None. `free_casts` is called wherever torch frees its cached casts of parameters.
+    """Enter autocast for CUDA with `dtype`, off for None. `free_casts` is called wherever torch frees its cached casts of parameters.
 
     torch frees them at the end of the outermost autocast context: of this one, or in backward of the one around a recomputation.
     """
@@ -40,7 +40,7 @@ def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> 
 
 @contextmanager
 def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[None]:
-    """Inside the context, torch.autocast(x.device.type), torch.autocast("cuda") and checkpoints set autocast for CUDA."""
+    """Let torch.autocast(x.device.type), torch.autocast("cuda") and checkpoints set autocast for CUDA inside of a `with` block."""
     kind, common = torch.amp.autocast_mode.autocast, torch.cuda.amp.common
     before = kind.__init__, kind.__exit__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
     checkpoint_before = checkpoint._get_autocast_kwargs
@@ -65,6 +65,6 @@ def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[Non
 
 
 def _nesting() -> int:
-    """How many autocast contexts are open."""
+    """Return how many autocast contexts are open."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

@@ -54,19 +54,19 @@ TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its function
 
 @runtime_checkable
 class HasKernels(Protocol):
-    """What records kernels: a `Timeline`."""
+    """A protocol of objects that record kernels, as a `Timeline` does."""
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
         """Record one kernel."""
 
 
 def round_up(number: int, step: int) -> int:
-    """`number` rounded up to a multiple of `step`."""
+    """Return `number` rounded up to a multiple of `step`."""
     return -(-number // step) * step
 
 
 def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
-    """Tell the timeline that records this step (predict/timeline.py) about one kernel, which no operation on fake tensors is."""
+    """Report one kernel of CUDA to the timeline that records this step (predict/timeline.py)."""
     tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, HasKernels):
@@ -74,26 +74,28 @@ def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: i
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
-    """Floating point operations of the two matrix products of attention in forward; half of them where a causal mask is known."""
+    """Return the flops of the two matrix products of attention in forward; half of them if the mask is known to be causal."""
     num, heads, length, width = query.shape
     return 2 * num * heads * length * key.shape[2] * (width + value.shape[-1]) // (2 if causal else 1)
 
 
 def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None = None) -> Tensor:
-    """An empty (num, heads, length, width) tensor in which the heads of a position are adjacent, as attention kernels write it."""
+    """Return an empty tensor (num, heads, length, width) with the memory layout that attention kernels write."""
     num, like_heads, length, like_width = like.shape
     return like.new_empty(num, length, heads or like_heads, width or like_width).transpose(1, 2)
 
 
 class Flash(Function):
-    """Flash attention: no tensor of length x length is allocated. Outputs and gradients have the layout of what they belong to.
+    """The flash attention kernel of CUDA, which allocates no tensor of length x length.
+
+    Outputs and gradients have the layout of what they belong to.
 
     So the output of nn.MultiheadAttention, whose queries are in the order (length, num, heads, width), is not copied for the next product.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """The output, (num, heads, length, width of value)."""
+        """Return an empty tensor in place of the output, (num, heads, length, width of value)."""
         out, ctx.causal = torch.empty_like(query), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, flops=flops)
@@ -105,7 +107,10 @@ class Flash(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value; workspace: the query gradient in float32, and one value for each position."""
+        """Return empty tensors in place of the gradients of query, key and value.
+
+        Workspace: the query gradient in float32, and one value for each position.
+        """
         key, _, _, query, value = ctx.saved_tensors
         flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
         record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, flops=flops)
@@ -121,11 +126,11 @@ class Flash(Function):
 
 
 class Efficient(Function):
-    """Memory-efficient attention, which takes float32 and masks too."""
+    """The kernel of memory-efficient attention of CUDA, which takes float32 and masks too."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-        """The output, (num, heads, length, width of value)."""
+        """Return an empty tensor in place of the output, (num, heads, length, width of value)."""
         out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, *(() if bias is None else (bias,)), flops=flops)
@@ -140,7 +145,7 @@ class Efficient(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key, value, and of the mask if it requires one."""
+        """Return empty tensors in place of the gradients of query, key, value, and of the mask if it requires one."""
         *bias, key, logsumexp, _, query, value = ctx.saved_tensors
         flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
         record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, *bias, flops=flops)
@@ -156,11 +161,11 @@ class Efficient(Function):
 
 
 class Softmax(Function):
-    """softmax and log_softmax from float16 to float32 in one kernel; torch casts bfloat16 before."""
+    """The CUDA kernel of softmax and log_softmax from float16 to float32; torch casts bfloat16 before it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
-        """A float32 tensor of the shape of `x`."""
+        """Return an empty float32 tensor of the shape of `x`."""
         out = torch.empty_like(x, dtype=torch.float32)
         record_kernel("softmax", (out,), x)
         ctx.stands_for, ctx.dtype = (node, ("result",)), x.dtype
@@ -170,7 +175,7 @@ class Softmax(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient, in the dtype of the input."""
+        """Return an empty tensor in place of the gradient, in the dtype of the input."""
         record_kernel("softmax_backward", (grad,), *ctx.saved_tensors)
         return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None
 
@@ -180,7 +185,7 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        """`x` normalised over its last `num_dims` dimensions."""
+        """Return an empty tensor in place of `x` normalized over its last `num_dims` dimensions."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
         record_kernel("rms_norm", (out,), x)
@@ -191,18 +196,18 @@ class RMSNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input and weight."""
+        """Return empty tensors in place of the gradients of input and weight."""
         x, _, *weight = ctx.saved_tensors
         record_kernel("rms_norm_backward", (grad, x), x)
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
 
 
 class Recurrent(Function):
-    """All layers, positions and directions of an LSTM, GRU or RNN in one cuDNN call; dimension 0 is time."""
+    """The cuDNN call that runs all layers, positions and directions of an LSTM, GRU or RNN; dimension 0 is time."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, sizes: tuple[int, int], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
-        """(output, hy, cy); `sizes` is (number of layers, width of a gate)."""
+        """Return empty tensors in place of (output, hy, cy). `sizes`: (number of layers, width of a gate)."""
         num_layers, width = sizes
         length, num, _ = x.shape
         directions = 2 if hx.shape[0] == 2 * num_layers else 1
@@ -223,7 +228,7 @@ class Recurrent(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Gradients of input, states and weights; those of the weights are views of one tensor."""
+        """Return empty tensors in place of the gradients of input, states and weights; those of the weights are views of one tensor."""
         saved = ctx.saved_tensors
         weights = saved[len(saved) - ctx.num_weights :]
         cx, hx, x = saved[:3] if ctx.has_cell else (None, *saved[:2])
@@ -235,7 +240,7 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Output of the fused attention kernel that CUDA selects; None where it runs the unfused one, which writes the logits."""
+    """Return an empty tensor in place of the output of CUDA's fused attention kernel; None if CUDA has none for this call."""
     kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
     if kernel is Flash:
         return Flash.apply(query, key, value, causal)
@@ -247,7 +252,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
 ) -> type[Flash] | type[Efficient] | None:
-    """The fused attention kernel that CUDA selects; None where it runs the unfused one."""
+    """Return which fused attention kernel CUDA selects; None if it runs the unfused operations, which write the logits."""
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
         return None
     if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None):  # images as (num, channels, pixels), transposed
@@ -262,7 +267,7 @@ def attention_kernel(
 
 
 def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the kernel takes it: floats, the last dimension padded, expanded as a view."""
+    """Return an attention mask in the form that the kernel takes: floats, the last dimension padded, expanded as a view."""
     if mask.dtype is torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype)
     length = key.shape[2]
@@ -272,7 +277,10 @@ def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], num_layers: int, batch_first: bool) -> Any:
-    """(output, *states) of a recurrent layer; with `batch_first` the input is copied, since cuDNN needs time as dimension 0."""
+    """Return empty tensors in place of (output, *states) of a recurrent layer on CUDA.
+
+    With `batch_first` the input is copied, since cuDNN needs time as dimension 0.
+    """
     time_first = x.transpose(0, 1).contiguous() if batch_first else x
     width = weights[0].shape[0] // RNN_GATES[kind]
     hx, cx = states[0], states[1] if len(states) > 1 else None
@@ -282,7 +290,7 @@ def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Te
 
 @contextmanager
 def trl_kernels() -> Generator[None]:
-    """Inside the context, TRL's loss allocates what it does on CUDA: its kernels change a tile in place, and autocast is that of CUDA.
+    """Let TRL's loss allocate the memory that it does on CUDA, inside of a `with` block.
 
     On CUDA it scores the tokens that have a label; a trace, which has no values, scores all.
     """
@@ -316,7 +324,7 @@ def _set_cpu_autocast(is_enabled: bool, dtype: torch.dtype) -> None:
 
 
 def onednn_workspace(args: Any, outputs: Any) -> Any:
-    """The outputs of an LSTM layer on the CPU, with a tensor as large as oneDNN's workspace in place of the fake one, which is empty.
+    """Return the outputs of an LSTM layer on the CPU, with a tensor of the size of oneDNN's workspace, which is empty in fake outputs.
 
     The workspace for T positions of a sequence: 2 T gates, T outputs and 3 (T + 1) pairs of states; measured within 2 % of oneDNN 3.
     """
@@ -328,7 +336,7 @@ def onednn_workspace(args: Any, outputs: Any) -> Any:
 
 
 def _row(width: int) -> int:
-    """Floats of a row of oneDNN."""
+    """Return how many floats a row of `width` values takes in oneDNN's workspace."""
     rounded = round_up(width, ONEDNN_ALIGN)
     return rounded + ONEDNN_ALIGN if rounded % ONEDNN_AVOIDED == 0 else rounded
 
@@ -341,7 +349,7 @@ UNKNOWN_SIZES = {torch.ops.aten.mkldnn_rnn_layer.default: onednn_workspace}
 
 
 def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of partial sums when each of `num_outputs` adjacent values is the sum of `num_inputs` values."""
+    """Return the bytes that a sum on CUDA needs for partial sums, of `num_inputs` values for each of `num_outputs` adjacent results."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > MAX_REDUCED_BYTES:
         num_inputs = -(-num_inputs // 2)
     sum_bytes = 4 if dtype.is_floating_point and dtype.itemsize <= 4 else 8
@@ -361,12 +369,12 @@ def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.
 
 
 def _power_of_two(number: int) -> int:
-    """The largest power of two up to `number`."""
+    """Return the largest power of two up to `number`."""
     return 1 << (number.bit_length() - 1)
 
 
 def _sum_op_workspace(args: Any, _: Any) -> int:
-    """Workspace of aten::sum; 0 unless it sums over the leading dimensions of a contiguous tensor."""
+    """Return the workspace bytes of aten::sum; 0 unless it sums over the leading dimensions of a contiguous tensor."""
     x, dims = args[0], args[1]
     if not isinstance(x, Tensor) or not dims or not x.dim() or not x.numel() or not x.is_contiguous():
         return 0
@@ -376,7 +384,7 @@ def _sum_op_workspace(args: Any, _: Any) -> int:
 
 
 def transposed_bytes(*operands: Tensor) -> int:
-    """Bytes of channels_last copies of those operands of a convolution that have another layout.
+    """Return the bytes of the channels_last copies of a convolution's operands that have another layout.
 
     Where one operand or the weight is channels_last, torch copies the others; otherwise cuDNN does, whose kernels for tensor cores read and
     write channels_last, with channels in multiples of 16 bytes.
@@ -387,7 +395,7 @@ def transposed_bytes(*operands: Tensor) -> int:
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    """Whether each channel has a filter of its own: torch's own kernels, without workspace."""
+    """Return whether a convolution is depthwise, which torch computes in kernels of its own, without workspace."""
     return groups > 1 and weight.shape[1] == 1
 
 
@@ -396,7 +404,10 @@ def _convolution_workspace(args: Any, out: Tensor) -> int:
 
 
 def _convolution_backward_workspace(args: Any, _: Any) -> int:
-    """Copies of the output's gradient and of the input or its gradient: the two gradients are computed one after the other."""
+    """Return the bytes of copies of the output's gradient and of the input or its gradient.
+
+    The two gradients are computed one after the other.
+    """
     return 0 if _is_depthwise(args[2], args[9]) else transposed_bytes(args[0], args[1])
 
 

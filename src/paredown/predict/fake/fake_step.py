@@ -51,7 +51,7 @@ class Arguments:
 
     @staticmethod
     def of(batch: Any, *, has_loss: bool) -> Arguments:
-        """The arguments in `batch`; with a loss, the last item of a tuple is the target."""
+        """Return the arguments in `batch`; with a loss, the last item of a tuple is the target."""
         if isinstance(batch, dict):
             return Arguments((), batch, ())
         if not isinstance(batch, tuple | list):
@@ -73,12 +73,12 @@ class Loss(nn.Module):
         self._function = (function,)
 
     def forward(self, *args: Any) -> Tensor:
-        """The loss that the function computes."""
+        """Return the loss that the function computes."""
         return self._function[0](*args)
 
 
 class ModuleRunTimes:
-    """Records when modules that own parameters run, in ticks; `current_tick` returns the tick."""
+    """Records when modules that own parameters run, in ticks. `current_tick` returns the tick."""
 
     def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
         self._current_tick = current_tick
@@ -92,7 +92,7 @@ class ModuleRunTimes:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Inside the context, record calls; those in backward too, since a checkpoint calls its modules again."""
+        """Record calls inside of a `with` block; those in backward too, since a checkpoint calls its modules again."""
         handles: list[Any] = []
         for module in self._modules:
             handles += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
@@ -103,7 +103,7 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """Spans of ticks, both ends included, in which a module that owns `parameter` runs."""
+        """Return the spans of ticks, both ends included, in which a module that owns `parameter` runs."""
         return merged(span for module in self._owners.get(id(parameter), ()) for span in self._spans[module])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -115,7 +115,7 @@ class ModuleRunTimes:
 
 
 class FakeStep:
-    """Runs the step once and holds its records.
+    """Runs one training step on fake tensors, and holds the records of it.
 
     `initial_tensors`: (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at`: id of a parameter -> tick at which
     its gradient is complete. `held`: allocations that are live when backward begins and that autograd's graph does not hold.
@@ -152,7 +152,7 @@ class FakeStep:
         autocast: torch.dtype | None,
         compiled: Callable[[Arguments], Any] | None = None,
     ) -> None:
-        """Run forward, loss and backward; `compiled` runs forward in place of the model, without the modes that record operations."""
+        """Run forward, loss and backward on fake tensors. `compiled`: a function that runs forward with torch.compile."""
         self._record_initial_tensors(arguments)
         with ExitStack() as stack:
             stack.callback(self.fakes.mode.forget)
@@ -186,7 +186,10 @@ class FakeStep:
 
     @contextmanager
     def _recording_gradients(self) -> Generator[None]:
-        """Record when the gradient of each parameter is complete: then it can be added to an accumulator, or used for an update."""
+        """Record the ticks at which gradients of parameters are complete, inside of a `with` block.
+
+        From then on they can be added to an accumulator, or used for an update.
+        """
         complete_at, timeline = self.gradient_complete_at, self.timeline
 
         def record(parameter: Tensor) -> None:
@@ -202,7 +205,10 @@ class FakeStep:
 
     @contextmanager
     def _square_masks_are_causal(self) -> Generator[None]:
-        """Assume that a square attention mask is causal: nn.Transformer compares its values, which fake tensors do not have."""
+        """Assume inside of a `with` block that a square attention mask is causal.
+
+        nn.Transformer compares its values, which fake tensors do not have.
+        """
         before = transformer._detect_is_causal_mask
 
         def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -218,7 +224,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record what is live before backward and not in autograd's graph: inputs of a checkpoint, tensors that the model caches."""
+        """Record tensors that are live before backward and not in autograd's graph: inputs of checkpoints, and cached tensors."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -245,7 +251,10 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Record what `module` saves; hooks stay until `backward` ends where that runs layers of reentrant checkpoints again."""
+        """Record the tensors that `module` saves inside of a `with` block.
+
+        Hooks stay until `backward` ends if that runs layers of reentrant checkpoints again.
+        """
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         watch.checkpoints.store_by(self.recorder.second_pass)
         self.watches.append(watch)
@@ -282,7 +291,7 @@ class FakeStep:
 
     @contextmanager
     def _explained(self, phase: str) -> Generator[None]:
-        """Add the module, phase and operation to errors of the model."""
+        """Add the module, the phase and the operation to errors that the model raises inside of a `with` block."""
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -318,13 +327,13 @@ class FakeStep:
         self.held = [allocation for allocation in self.held if allocation.owner is not Role.GRADIENT]  # made before backward
 
     def trained(self) -> list[tuple[str, Tensor]]:
-        """(name, parameter) of each parameter that has a gradient."""
+        """Return (name, parameter) of each parameter that has a gradient."""
         return [(name, p) for name, role, p in self.initial_tensors if role is Role.WEIGHT and p.grad is not None]
 
 
 @contextmanager
 def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
-    """A context in which a call of the model raises TraceError, not TypeError, if its forward does not take the arguments."""
+    """Raise TraceError instead of TypeError, inside of a `with` block, if the model's forward does not take the arguments."""
     try:
         yield
     except TypeError as error:
@@ -337,7 +346,7 @@ def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> G
 
 
 def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
-    """A sentence if the forward of the model does not take the arguments; else ""."""
+    """Return a sentence if the forward of the model does not take the arguments; else ""."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:  # of a function without a signature
@@ -352,12 +361,15 @@ def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
 
 
 def missing_loss(count: int, advice: str) -> str:
-    """A sentence on a step without a loss whose batch of `count` parts may end with the target; `advice` says how to give the loss."""
+    """Return a sentence on a step without a loss whose batch of `count` parts may end with the target.
+
+    `advice` says how to give the loss.
+    """
     return f"{NO_LOSS}, so the model is called with all {count} parts of the batch; if the last one is the target, {advice}."
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans in order; those that overlap or are adjacent are joined.
+    """Return spans in order; those that overlap or are adjacent are joined.
 
     >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
     ((1, 5), (7, 9))
@@ -372,7 +384,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """The loss in the output of a model that is called without a loss function."""
+    """Return the loss in the output of a model that is called without a loss function."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor):
         loss = output
@@ -391,7 +403,7 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def _masks_by_values() -> Generator[None]:
-    """Hugging Face models look at the values of masks and positions, as in a real step, and drop masks that hide nothing.
+    """Let Hugging Face models read values of masks and positions inside of a `with` block, and drop masks that hide nothing.
 
     With fake tensors they would keep each mask, make one of positions that they count themselves, and repeat keys and values for them.
     Here the values are known (tensor_values.py). torch.compile has none either: compiled models do make these masks.
@@ -409,7 +421,7 @@ def _masks_by_values() -> Generator[None]:
 
 @contextmanager
 def _without_fake_tensor_log() -> Generator[None]:
-    """Inside the context, torch does not log errors of fake operations: they are raised, with the same text."""
+    """Turn off torch's log of errors of fake operations inside of a `with` block, since these errors are raised too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True

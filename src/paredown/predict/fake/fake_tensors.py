@@ -56,7 +56,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def casts_on_cuda(op: str) -> bool:
-    """Whether autocast for CUDA handles `op` in this version of torch; needs no CUDA."""
+    """Return whether autocast for CUDA handles `op` in this version of torch; needs no CUDA."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
 
 
@@ -99,7 +99,7 @@ class FakeTensors:
         self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake CPU tensor for `tensor`; `tensor` itself if it is a fake of this mode."""
+        """Return the fake CPU tensor that stands for `tensor`; a fake of this mode is returned itself."""
         if (isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode) or id(tensor) in self._wrappers:
             return tensor
         pair = self._made.get(id(tensor))
@@ -132,7 +132,7 @@ class FakeTensors:
             return fake.requires_grad_(tensor.requires_grad)
 
     def _wrapped(self, tensor: Any) -> Tensor:
-        """A tensor of the class of `tensor` with fakes for its inner tensors."""
+        """Return a tensor of the class of `tensor`, a class of torchao, whose inner tensors are fake."""
         names, context = tensor.__tensor_flatten__()
         inner = {name: self.of(getattr(tensor, name)) for name in names}
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
@@ -141,17 +141,17 @@ class FakeTensors:
         return made
 
     def batch(self, batch: Any) -> Any:
-        """`batch` with fake tensors in the same nested containers."""
+        """Return `batch` with its tensors replaced by fake ones."""
         return tree_map_only(Tensor, self.of, batch)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor is one of torchao, made of inner tensors."""
+    """Return whether a tensor is of a class of torchao, which wraps inner tensors."""
     return type(tensor).__module__.partition(".")[0] in WRAPPER_LIBRARIES and is_traceable_wrapper_subclass(tensor)
 
 
 def inner_tensors(tensor: Any) -> dict[str, Tensor]:
-    """The tensors that a tensor of torchao is made of, by attribute; empty for other tensors."""
+    """Return the tensors that a tensor of torchao wraps, by attribute; empty for other tensors."""
     if not is_wrapper(tensor):
         return {}
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -164,7 +164,7 @@ def _flat(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """TraceError unless `model` is a module whose parameters and buffers are plain tensors."""
+    """Raise TraceError unless `model` is a module whose parameters and buffers are plain tensors."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"the model is a torch.nn.Module, not {type(model).__name__}: trace_step(model, batch, ...).")
     if type(model).__name__ in WRAPPERS:
@@ -188,7 +188,10 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
-    """Inside the context, `model` has fake parameters and buffers, and of paredown's hooks only those that `is_traced`."""
+    """Give `model` fake parameters and buffers inside of a `with` block, and restore it afterwards.
+
+    Of paredown's hooks only those that are `is_traced` stay.
+    """
     modules = list(model.modules())
     states = [_state_of(module) for module in modules]
     rng_states = torch.get_rng_state(), random.getstate()
@@ -209,13 +212,13 @@ def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
 
 
 def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes of a module, and copies of those that are containers."""
+    """Return the attributes of a module, and copies of those that are containers."""
     attributes = dict(vars(module))
     return attributes, {name: value.copy() for name, value in attributes.items() if isinstance(value, dict | list | set)}
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Set the attributes of a module, and the contents of those that are containers, back to a state of `_state_of`."""
+    """Set the attributes of a module back to those that `_state_of` returned, with the contents of containers."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
@@ -230,7 +233,7 @@ def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, An
 
 
 def _same(container: Any, copy: Any) -> bool:
-    """Whether a dict or set still holds the same objects, in the same order."""
+    """Return whether a dict or set still holds the same objects in the same order as its earlier copy."""
     if isinstance(container, set):
         return container == copy
     return len(container) == len(copy) and all(a == b and container[a] is copy[b] for a, b in zip(container, copy, strict=True))
@@ -282,7 +285,10 @@ class DeviceForms(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _body(self, func: FunctionType) -> Callable[..., Any] | None:
-        """A copy of `func` whose has_torch_function checks return False; None where it has no such check."""
+        """Return a copy of `func` that this mode sees inside of: its has_torch_function checks return False.
+
+        It is None if `func` has no such check.
+        """
         if func not in self._bodies:
             checks = [check for check in CHECKS if check in func.__code__.co_names]
             body = None
@@ -294,7 +300,7 @@ class DeviceForms(TorchFunctionMode):
         return self._bodies[func]
 
     def _on_fake_cpu_tensors(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with fakes in place of real tensors, and the CPU in place of any device."""
+        """Return the arguments with fakes in place of real tensors, and the CPU in place of any device."""
         if any(type(arg) is not FakeTensor and isinstance(arg, Tensor | list | tuple) for arg in (*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fakes.of, (args, kwargs))
         if name == "to" or "device" in kwargs:
@@ -304,7 +310,7 @@ class DeviceForms(TorchFunctionMode):
     # --- autocast ---
 
     def _autocast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as autocast on CUDA would cast them for the operation `name`."""
+        """Return the arguments as autocast on CUDA would cast them for the operation `name`."""
         if not torch.is_autocast_enabled("cuda"):
             return args, kwargs
         if name in BANNED:
@@ -323,7 +329,7 @@ class DeviceForms(TorchFunctionMode):
         return args, kwargs
 
     def _cast(self, args: Any, kwargs: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
-        """The arguments with tensors of `dtypes` cast to `to`; casts of parameters are cached."""
+        """Return the arguments with tensors of `dtypes` cast to `to`; casts of parameters are cached."""
 
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype not in dtypes or tensor.dtype is to:
@@ -341,7 +347,7 @@ class DeviceForms(TorchFunctionMode):
 
     @contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
-        """Autocast of the target device with `dtype`, off for None; cached casts of parameters are freed at its end.
+        """Enter autocast of the target device with `dtype`, off for None; cached casts of parameters are freed at its end.
 
         Off around backward: there checkpoints enter the autocast state of their forward pass.
         """
@@ -356,7 +362,7 @@ class DeviceForms(TorchFunctionMode):
 
 
 def _on_cpu(value: Any) -> Any:
-    """The CPU if `value` is a device or the name of one, else `value`."""
+    """Return the CPU if `value` is a device or the name of one, else `value`."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, str):
@@ -383,12 +389,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """As `device_ops` takes them."""
+        """The arguments as positional and keyword arguments of functions of `device_ops`."""
         return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 
 def _attention(fused: Callable[[AttentionCall], Any]) -> Callable[..., Any]:
-    """The form of scaled_dot_product_attention; `fused` returns None where CUDA has no kernel for a call."""
+    """Return a function that runs scaled_dot_product_attention as CUDA does. `fused` returns None if CUDA has no kernel for a call."""
 
     def form(
         query: Tensor,
@@ -415,7 +421,7 @@ def _described_attention(call: AttentionCall) -> Any:
 
 
 def _aten_attention(call: AttentionCall) -> Any:
-    """The operation of aten that CUDA runs, for graphs."""
+    """Return the output of the attention operation that CUDA runs in a graph; None if CUDA has no fused kernel for the call."""
     tensors, facts = call.facts
     kernel = device_ops.attention_kernel(*tensors, **facts)
     query, key, value, mask = tensors

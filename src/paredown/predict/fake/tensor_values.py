@@ -38,7 +38,7 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 @final
 class Value:
-    """The value of one tensor: known, or an operation and the values of its arguments."""
+    """The value of one fake tensor: known, or an operation and the values of its arguments."""
 
     __slots__ = ("_arguments", "_function", "_inputs", "_result", "is_assumed")
 
@@ -56,11 +56,11 @@ class Value:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is computed, or part of what is."""
+        """Whether the value was computed, or is part of one that was."""
         return self._result is not None or (self._function is getitem and self._inputs[0].is_known)
 
     def tensor(self) -> Tensor:
-        """The value, computed at the first call."""
+        """Return the value, computed at the first call."""
         pending = [self]
         while pending:
             value = pending[-1]
@@ -86,7 +86,7 @@ def _is_value(leaf: Any) -> bool:
 
 @final
 class ValuedFakeMode(FakeTensorMode):
-    """The mode of fake tensors, which also runs operations that need values. `place` names the module that runs."""
+    """A mode of fake tensors that also runs operations that need values. `place` returns the path of the running module."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -95,7 +95,7 @@ class ValuedFakeMode(FakeTensorMode):
         self.places: Counter[str] = Counter()  # modules in which assumed values were needed
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The fake result of an operation."""
+        """Return the fake result of an operation, and record how its value follows from the arguments."""
         kwargs = kwargs or {}
         inputs = self._inputs(args, kwargs) if func._schema.is_mutable else None  # before they are written to
         try:
@@ -109,16 +109,16 @@ class ValuedFakeMode(FakeTensorMode):
         return out
 
     def know(self, fake: Tensor, tensor: Tensor) -> None:
-        """Note the value of a fake tensor."""
+        """Record the value of a fake tensor."""
         if tensor.numel() <= MAX_ASSUMED and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
     def forget(self) -> None:
-        """Let go of all values, and of the step that runs."""
+        """Drop all values, and the reference to the step that runs."""
         self._values, self.place = WeakTensorKeyDictionary(), str
 
     def array(self, fake: Tensor) -> Any:
-        """The value of a fake tensor as a NumPy array."""
+        """Return the value of a fake tensor as a NumPy array."""
         value = self._value(fake)
         self._count(value)
         with _computing():
@@ -129,7 +129,7 @@ class ValuedFakeMode(FakeTensorMode):
             self.places[self.place()] += 1
 
     def _number(self, value: Value) -> Any:
-        """The number in a tensor of one: `tolist` asks for many, most of which are parts of one value."""
+        """Return the number in a tensor of one element. `tolist` calls this for many parts of one value."""
         self._count(value)
         if not value.is_known:
             with _computing():
@@ -138,7 +138,7 @@ class ValuedFakeMode(FakeTensorMode):
             return value.tensor().item()
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation on values: a number, or fake tensors of the sizes that follow."""
+        """Run an operation that needs values, and return a number, or fake tensors of the resulting sizes."""
         if func is NUMBER:
             return self._number(self._value(args[0]))
         value = Value(_runs(func), self._inputs(args, kwargs))
@@ -154,18 +154,18 @@ class ValuedFakeMode(FakeTensorMode):
         return fake
 
     def _grouped_product(self, args: Any, kwargs: Any) -> Tensor:
-        """The fake result of a product that torch implements for every dtype, but for fake tensors in bfloat16 alone."""
+        """Return the fake result of a grouped matrix product, which torch implements for fake tensors only in bfloat16."""
         with self:
             halves = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in args[:2])
             out = GROUPED_PRODUCT(*halves, *args[2:], **kwargs)
             return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: Any) -> None:
-        """Note how the outputs were computed, if they are small."""
+        """Record how the outputs were computed, if they are small."""
         if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
             return
         outputs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
-        whole: Value | None = None  # of all outputs: what several share is computed once
+        whole: Value | None = None  # the value of all outputs together, which is computed once
         for place, tensor in enumerate(outputs):
             if not isinstance(tensor, FakeTensor) or tensor.numel() > (MAX_FLOATS if tensor.is_floating_point() else MAX_INTEGERS):
                 continue
@@ -197,7 +197,7 @@ def _assumed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _runs(func: Any) -> Callable[..., Any]:
-    """A function that runs an operation on copies where it writes to its arguments."""
+    """Return a function that runs an operation, on copies of its arguments if it writes to them."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if func._schema.is_mutable:
@@ -211,7 +211,7 @@ def _runs(func: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _computing() -> Generator[None]:
-    """A context without modes and gradients, in which random operations draw the same numbers each time."""
+    """Run operations on real values inside of a `with` block, without modes and gradients, and with the same random numbers each time."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         yield
