@@ -159,7 +159,7 @@ def depends_on_values(saved: Saved) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return whether a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
