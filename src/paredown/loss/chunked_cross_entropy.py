@@ -68,7 +68,6 @@ class Elementwise:
     """Casts, products with numbers and tanh, as a transform of logits.
 
     Its gradient is computed without autograd, which is not available inside operators.
-
     `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
 
     >>> Elementwise((("div", 5.0), ("tanh", None), ("mul", 5.0)))(torch.tensor([1.0, 100.0]))
@@ -133,10 +132,7 @@ def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, A
 
 
 def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
-    """Return the calls without the casts to float32 at the end, which the loss makes itself; None if no calls are left.
-
-    `dtype`: of the logits.
-    """
+    """Return `calls` without the casts to float32 at the end, which the loss makes itself; None if none are left."""
     wide = [dtype is torch.float64]  # before each call
     for name, value in calls:
         wide.append(value == "float64" if name == "to" else wide[-1])
@@ -215,10 +211,7 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
 
 
 def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
-    """Return the dtype of a matrix product of `hidden` on a type of device.
-
-    It is that of autocast if that is enabled, but never for float64.
-    """
+    """Return the dtype of a matrix product of `hidden` on a type of device: that of autocast if enabled, but never for float64."""
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
@@ -316,19 +309,13 @@ class Rows:
 
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the weight in the dtype of matrix products.
-
-    A packed weight is decoded in that dtype, so that no copy in its own dtype exists beside it.
-    """
+    """Return the weight in the dtype of products; a packed one is decoded in it, so that no copy in its own dtype exists."""
     packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
 
 class Linear:
-    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks.
-
-    `adapter`: a layer whose output is added.
-    """
+    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks. `adapter`: a layer added to it."""
 
     adapter: Linear | None = None
 
@@ -354,10 +341,7 @@ class Linear:
 
     @staticmethod
     def of(tensors: Sequence[Any], problem: Problem, needs: Sequence[bool]) -> Linear:
-        """Return the layer of (hidden, weight, bias, rows of the adapter or None, weight of the adapter or None).
-
-        `needs`: which of these need a gradient.
-        """
+        """Return the layer of (hidden, weight, bias, rows and weight of the adapter or None); `needs`: which of these need a gradient."""
         hidden, weight, bias, rows, adapter_weight = tensors
         linear = Linear(hidden, weight, bias, problem, tuple(needs[:3]))
         if rows is not None:
@@ -414,9 +398,9 @@ class Linear:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The autograd function of the loss of rows (num_rows, size), weight (num_classes, size), bias, and an adapter's rows and weight.
+    """The autograd function of the loss; forward computes the gradients unless reduction is none.
 
-    forward computes the gradients unless reduction is none.
+    Tensors: rows (num_rows, size), weight (num_classes, size), bias, and an adapter's rows and weight, or None.
     """
 
     @staticmethod
