@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _load() -> Any:
-    """The typer application with all subcommands."""
+    """Return the typer application with all subcommands."""
     from paredown.cli.application import load
 
     return load()
