@@ -264,5 +264,4 @@ class GuardState:
 
 
 def _mixed(average: float, value: float) -> float:
-    """Return the moving average after one more value."""
     return DECAY * average + (1 - DECAY) * value

@@ -205,7 +205,7 @@ class VerificationRuns:
     def __init__(
         self, session: Session, model: nn.Module, step: Callable[[], Tensor], originals: Mapping[str, Tensor] | None = None
     ) -> None:
-        """`originals`: values of packed weights before they were packed, by name; those of an open session are gone."""
+        """Prepare runs; `originals` has the values of packed weights before they were packed (unknown for an open session)."""
         self.session, self.model, self.step = session, model, step
         self.originals = {name: values for name, values in (originals or {}).items() if name in session.runs.packed_weights}
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -219,7 +219,7 @@ class VerificationRuns:
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """Return the comparison of the baseline with runs under the exact plan (float32) and under the plan, and the slots at fault."""
+        """Measure the baseline, a run with all slots stored in float32 (the exact plan) and a run under the plan; return the result."""
         with self.session.runs.restored() as self._rewind:
             self._measure_baseline()
             noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
@@ -303,9 +303,9 @@ class VerificationRuns:
         return found
 
     def _unmodified(self, values: Callable[[str, Tensor], Tensor] | None = None, names: Collection[str] = ()) -> Gradients:
-        """Return the gradients without the plan; packed weights have the decoded values of their formats.
+        """Return the gradients of a step without the plan; packed weights have the decoded values of their formats.
 
-        With `values`, products have the model's dtype, and each weight `name` of `names` has the value `values(name, weight)`.
+        With `values`, each weight in `names` is replaced by `values(name, weight)`, and products have the model's dtype.
         """
         products = self.products.paused() if values is not None and self.products is not None else nullcontext()
         with self.session.runs.unmodified(), products, self._having(values, names) if values is not None else nullcontext():

@@ -100,7 +100,6 @@ def calibrate_verb(
 
 
 def _version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
     if find_spec(name) is None:
         return None
     try:
@@ -162,7 +161,6 @@ def _advice(value: dict[str, Any]) -> list[str]:
 
 
 def _lines(value: dict[str, Any]) -> list[str]:
-    """Return the environment as text."""
     memory = f", {value['memory_bytes'] / GIB:.1f} GiB of memory" if value["memory_bytes"] else ""
     lines = [
         heading(f"paredown {value['paredown']}"),

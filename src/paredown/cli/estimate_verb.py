@@ -278,7 +278,6 @@ def _check_offload(feet: Mapping[str, Footprint]) -> None:
 
 
 def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> Estimate:
-    """Return the answer for these footprints."""
     subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
     grouping = _grouping(next(iter(feet.values())), depth)
     rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]

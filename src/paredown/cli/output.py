@@ -71,8 +71,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
 
     Columns of numbers are aligned right, all others and the first `left` columns left.
 
-    >>> print(*table(("plan", "peak", "note"), [("baseline", "1.25 MiB", ""), ("lpmm", "612 KiB", "of 8 bits")]), sep="
-    ")
+    >>> print(*table(("plan", "peak", "note"), [("baseline", "1.25 MiB", ""), ("lpmm", "612 KiB", "of 8 bits")]), sep="\\n")
     plan          peak  note
     baseline  1.25 MiB
     lpmm       612 KiB  of 8 bits

@@ -98,7 +98,6 @@ def pick(request: PickRequest) -> None:
 
 
 def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
-    """Return the task of the request, and the pick for it."""
     with spinner("reading the task"):
         from paredown.cli.subject import find_any_task
         from paredown.study.pick.pick import pick as pick_plan

@@ -100,7 +100,6 @@ def make_plan(request: PlanRequest) -> None:
 
 
 def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
-    """Return the plan that `assign` makes for a step within a budget."""
     return subject.plan_within(
         within.size,
         method=request.method,

@@ -296,7 +296,6 @@ def _write_safetensors(model: nn.Module, path: Path) -> None:
 
 
 def _available() -> int | None:
-    """Return the total memory of the GPU in bytes; None without a GPU."""
     import torch
 
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None

@@ -149,7 +149,6 @@ class PareCallback(AppliedPlan, Callback):
 
 
 def _loss_of_step(output: Any) -> Tensor:
-    """Return the loss in the output of a training_step."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise ApplyError(f"training_step returned no loss for the first batch, but {type(output).__name__}: verify=True needs one.")

@@ -173,7 +173,6 @@ def _dataset(trainer: Any) -> Any:
 
 
 def _num_tokens(row: Any) -> int:
-    """Return the number of values in an example, which orders examples by length."""
     values = row.values() if isinstance(row, Mapping) else row if isinstance(row, list | tuple) else ()
     return sum(value.numel() if isinstance(value, Tensor) else len(value) if hasattr(value, "__len__") else 1 for value in values)
 

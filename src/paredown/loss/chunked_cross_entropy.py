@@ -236,7 +236,7 @@ class Problem:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The `Elementwise.scales` of the transform, (1,) without a transform; None if a kernel cannot compute it."""
+        """The factors around each tanh of the transform, (1,) without a transform; None if a kernel cannot compute it."""
         transform = self.settings.transform
         if transform is None:
             return (1.0,)

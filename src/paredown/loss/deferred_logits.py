@@ -224,7 +224,7 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def call_eagerly() -> Any:
-    """Return `call_deferred`, excluded from torch.compile, for compiled loss functions."""
+    """Return `call_deferred`, wrapped so that compiled loss functions call it without compiling it."""
     return _disabled() if "torch._dynamo" in sys.modules else call_deferred
 
 

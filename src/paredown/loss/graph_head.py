@@ -94,9 +94,10 @@ class DeferredOutputs:
 
 
 def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, use: HeadUse) -> DeferredOutputs | None:
-    """Let a graph of Dynamo compute the loss of `module`'s logits in chunks; return what makes the outputs of its calls.
+    """Compute the loss of `module`'s logits in chunks in this graph of Dynamo.
 
-    `inputs`: the examples of its placeholders. None if the graph does not have the module, or is left unmodified.
+    `inputs`: the examples of its placeholders. Returns an object that restores the graph's original outputs at each call; None if the
+    graph does not have the module, or is left unmodified.
     """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
     heads = [node for node in gm.graph.nodes if is_head(node, examples, module)]

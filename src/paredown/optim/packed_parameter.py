@@ -309,7 +309,7 @@ class DecodedValues:
     """The decoded values of the packed tensors in the arguments of one call."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        """`writes`: by its name the function works in place, and continues from deferred values."""
+        """Begin a call; `writes` says that the function works in place by its name, so that it continues from deferred values."""
         self._tracks, self._writes = tracks_gradients, writes
         self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
         # id -> packed tensor, its values, their grad_fn and `_version`

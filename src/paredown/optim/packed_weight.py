@@ -437,7 +437,6 @@ def _num_sampled_rows(shape: torch.Size) -> int:
 
 
 def _distance(values: Tensor, packed: PackedTensor) -> float:
-    """Return the norm of the difference between float32 values and packed ones."""
     return float(torch.linalg.vector_norm(packed.decode().float() - values))
 
 

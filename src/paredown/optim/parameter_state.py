@@ -350,7 +350,7 @@ def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
 
 
 def parts_in(state: dict[str, Any], name: str) -> PackedParts:
-    """Return the packed tensor that `put` added to `state` under `name`."""
+    """Return codes, scales and minimums that `put` has added to `state` under `name`."""
     return PackedParts(state[f"{name}.codes"], state.get(f"{name}.scales"), state.get(f"{name}.minimums"))
 
 

@@ -283,7 +283,6 @@ class _Piece:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
 
     def slot(self, slot: UpdateSlot) -> UpdateSlot:
-        """Return the part of a slot that these rows have."""
         return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:

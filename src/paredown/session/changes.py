@@ -201,7 +201,10 @@ def activation_changes(
 
 
 def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bool) -> list[Change]:
-    """Return what is saved although the plan recomputes it: modules inside a compiled model, and single slots in eager mode."""
+    """Return rows for tensors that are saved although the plan recomputes them.
+
+    These are the modules inside a compiled model, and single slots in eager mode.
+    """
     rows = [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in compiled_paths]
     slots = [text for text in plan.recompute if ":" in text] if is_eager else []
     return [*rows, *(Change(text, "recomputed", "saved", EAGER_SLOTS) for text in slots)]
@@ -272,7 +275,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a session stored against the baseline, and what is not stored as requested; prints in at most ten lines."""
+    """The table of stored bytes against the baseline, and of slots that are not stored as requested; prints in at most ten lines."""
 
     model: str
     state: str

@@ -132,7 +132,6 @@ class Session:
         self._is_open = True
 
     def _attach(self, model: nn.Module, chunked_loss: bool) -> None:
-        """Register the hooks of all parts."""
         self._watch.attach(follows=self._packs_activations)
         try:
             self._weights.attach()

@@ -51,7 +51,7 @@ class Check:
 
 
 def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]) -> Check | None:
-    """Return what to measure for an operation whose operands are packed; None if nothing needs to be measured."""
+    """Return the numbers to measure for an operation whose operands are packed; None if nothing needs to be measured."""
     if not users:
         return None
     if operation.row.op == ATTENTION:

@@ -68,7 +68,7 @@ class ValueCheck:
 
 @dataclass
 class GraphReport:
-    """What one compiled graph packs: the decision of each saved tensor, the bytes of masks, and what it measures."""
+    """The report on one compiled graph: the decision of each saved tensor, the bytes of masks, and the numbers that it measures."""
 
     decisions: list[GraphDecision]
     mask_bytes: int = 0

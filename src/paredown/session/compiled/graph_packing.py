@@ -120,7 +120,7 @@ class PlanPartitioner(CustomPartitionerFn):
     )  # paths of the modules that are variables of the compiled function
 
     def uuid(self) -> Any:
-        """Return what identifies plan and code in the keys of Inductor's caches."""
+        """Return values that identify plan and code in the keys of Inductor's caches."""
         return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept), self.has_guard)
 
     def __reduce__(self) -> Any:
@@ -226,7 +226,6 @@ class PlanPartitioner(CustomPartitionerFn):
         return GraphDecision(slot, assignment.format, format, rounding, reason, numel * value.element_size(), 0)
 
     def _codec(self, decision: GraphDecision, node: fx.Node) -> GraphCodec:
-        """Return the codec of a saved tensor that is packed."""
         assert decision.format is not None
         tensor_id = crc32(decision.slot.names[0].encode()) if decision.slot.names else 0
         has_kernel = node.meta["val"].device.type in KERNEL_DEVICES and backend.find_kernels() is not None

@@ -1,4 +1,4 @@
-"""What compiled graphs measure of packed slots for a guard: two numbers for each slot, in every call of a graph.
+"""Measurements of packed slots that compiled graphs make for a guard: two numbers for each slot, in every call of a graph.
 
 error       |x - decoded|^2 / |x|^2 of at most SAMPLE values, which are encoded again: whole blocks, evenly spaced in memory. Where
             backward subtracts a mean, the denominator is |x - mean of each 64 values|^2, as in eager sessions (session/signals.py)

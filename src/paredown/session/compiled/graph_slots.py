@@ -111,10 +111,10 @@ class Operation:
 def read_joint_graph(
     graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set[str], roots: Mapping[str, str] | None = None
 ) -> JointGraph:
-    """Return the operations of a joint graph; `parameters`: the placeholders of parameters and buffers.
+    """Read the operations of a joint graph; `parameters` are its placeholders of parameters and buffers.
 
-    `unique`: names of the nodes that the partitioner does not replace by an equal one. Operations have the nodes that replace theirs.
-    `roots`: paths in the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
+    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations are given these. `roots`: paths in
+    the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
     joint, constant = JointGraph(), set(parameters)
     counts: dict[tuple[str, str], int] = {}

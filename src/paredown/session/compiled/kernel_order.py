@@ -29,11 +29,11 @@ class ByLastOperation(SchedulerPass):
     """A pass over fused kernels, for `torch._inductor.config._post_fusion_custom_pass`."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Return kernels of a backward graph in the order of their last operations; those of a forward graph are unchanged."""
+        """Return the kernels of a backward graph in the order of their last operations, and those of a forward graph unchanged."""
         return by_last_operation(nodes) if V.graph.is_backward else nodes
 
     def uuid(self) -> Any:
-        """Return what identifies the pass in the keys of Inductor's caches."""
+        """Return a text that identifies the pass in the keys of Inductor's caches."""
         return "paredown kernel order 1"
 
     def __reduce__(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a session knows of its forward passes: what each one stores, how many there were, and the time that packing took.
+"""The forward passes of a session: the forms that each one stores, their number, and the time that packing took.
 
 ForwardStorage      the stored forms of a running forward pass, and the storages that it leaves unmodified
 PassOutputs         what passes through modules stored of their outputs, which arguments of later ones may be
@@ -96,7 +96,10 @@ class ForwardStorage:
                 mask.pack(pack_mask)
 
     def pack_again(self, count: ForwardCount, pack_mask: PackMask) -> None:
-        """Pack the forms of earlier passes again that referred to the original while the caller held it."""
+        """Pack again the outputs of earlier passes that this pass got as arguments.
+
+        While the caller held such an output, its form referred to the original in place of packed data.
+        """
         for form in self.forms.values():
             if type(form) is StoredMask:
                 form.pack_again(pack_mask)

@@ -41,7 +41,7 @@ class StoragePiece:
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
-        """`known`: whether the piece is the whole storage, and its number of values, of an earlier tensor with the same layout."""
+        """Choose the piece; `known` is (is_whole, numel) of an earlier tensor with the same layout, which saves computing them."""
         self.tensor = tensor
         self.storage = storage = tensor.untyped_storage()
         self.address = address = storage._cdata
@@ -174,7 +174,7 @@ class StoredValues(StoredForm):
     __slots__ = ("_copies", "_copy", "codec", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
-        """`stored`: what `codec` encoded."""
+        """Hold `stored`, which is what `codec.encode` returned for the piece."""
         super().__init__(piece)
         self.codec, self.stored, self._copies = codec, stored, copies
         self._copy: DecodedCopy | None = None  # of values that several saved tensors share
@@ -185,7 +185,7 @@ class StoredValues(StoredForm):
         return self.codec.packed(self.stored) if self.stored is not None else None
 
     def replace(self, codec: FlatCodec, stored: Any) -> None:
-        """Store the same values in another format, and drop the original after `restore_original`."""
+        """Store the same values in another format, and refer to the original no longer."""
         self.codec, self.stored, self.plain_values = codec, stored, None
 
     def _packed_bytes(self) -> int:
@@ -300,7 +300,7 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """`bits`: of the values between `bounds`, which are decoded as `values[0]`."""
+        """Hold `bits`: 1 for values between `bounds`, which are decoded as `values[0]`, and 0 for others, decoded as `values[1]`."""
         super().__init__(piece)
         self.bits, self.delayed, self.bounds = bits, delayed, bounds
         self.inside, self.outside = values

@@ -78,7 +78,7 @@ class Weights:
     def __init__(
         self, plan: Plan, model: nn.Module, *, is_compiled: bool, checkpointed: frozenset[nn.Module] = frozenset()
     ) -> None:
-        """`checkpointed`: the modules in plan.recompute, whose own hooks end before those here."""
+        """Prepare packing; the hooks of the `checkpointed` modules, those in plan.recompute, end before the hooks registered here."""
         self.weights: dict[str, Weight] = {}  # those of `shards` too
         self.shards: dict[str, PackedShard] = {}  # the packed weights that fully_shard manages
         self.small: dict[str, Format] = {}

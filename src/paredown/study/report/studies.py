@@ -57,7 +57,7 @@ class PlanMark:
 
 
 class BudgetPick(NamedTuple):
-    """The best plan for budgets from `nbytes` up to the next row."""
+    """The best plan for a range of budgets, which begins at `nbytes` and ends at the `nbytes` of the next row."""
 
     nbytes: int
     label: str
@@ -351,7 +351,6 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
 
 
 def _prior_note(picked: Picked) -> list[str]:
-    """Return a note on the prior and its most similar tasks; none without a prior."""
     if not picked.prior:
         return []
     most = ", ".join(f"{name} ({weight:.0%})" for name, weight in picked.used[:3])

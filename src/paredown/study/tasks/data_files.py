@@ -121,7 +121,6 @@ def split(x: Array, y: Array) -> Arrays:
 
 
 def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, file: str) -> Arrays:
-    """Return the examples of superclass `number`."""
     if not {"coarse_train", "coarse_test"} <= arrays.keys():
         raise TaskError(
             f"{file} has no superclasses: these are the arrays coarse_train and coarse_test, and it has {', '.join(arrays)}."

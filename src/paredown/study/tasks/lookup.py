@@ -455,7 +455,6 @@ def is_inside(path: Path, root: Path) -> bool:
 
 
 def _user_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Task:
-    """Return the Task that a function of a file returns."""
     file, _, function = text.rpartition(":")
     path = (folder or Path()) / file
     if folder is not None and not is_inside(path, folder):
@@ -492,6 +491,5 @@ def _cached_task(text: str, folder: Path, stamp: Stamp | None) -> Task:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Return the modification time and size of a file."""
     stat = path.stat()
     return stat.st_mtime_ns, stat.st_size

@@ -130,7 +130,6 @@ class LossCurve:
         return Verdict(Status.STOPPED, f"hopeless: the mean training loss of {means}, and {reference} {guessing_loss:.4g}")
 
     def _mean(self, since: int) -> float:
-        """Return the mean loss of the points after step `since`."""
         late = [loss for step, loss in self.points if step > since]
         return sum(late) / len(late)
 
