@@ -241,7 +241,7 @@ class PlannedStep:
         return largest
 
     def peak_bytes(self, name: str, batch_size: int) -> int:
-        """The predicted peak under the plan of that name with another batch size."""
+        """Return the predicted peak under the plan of this name with another batch size."""
         return self.footprint(name, self.plans[name], batch_size).peak_bytes
 
     def peak_of_length(self, name: str, length: int) -> int:
