@@ -135,7 +135,10 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add the errors in `formats`: that in format `known` times the ratio of the squared rounding errors of the values."""
+        """Add estimated errors in `formats`, in which no backward pass ran.
+
+        Each is the error in format `known` times the ratio of the squared rounding errors of the values in both formats.
+        """
         for name, row in errors.items() if formats else ():
             held = self.board.slots[name]
             base = self._rounding_error(held, known)

@@ -261,7 +261,7 @@ def name_of(func: Any) -> str:
 
 
 def real_of(logits: DeferredLogits, name: str) -> Tensor:
-    """Return the real logits, and count that the function `name` needs them."""
+    """Return the real logits, and record that the function `name` needed them."""
     logits.family.use.requests[name] += 1
     return logits.logits()
 

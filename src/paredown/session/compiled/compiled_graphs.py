@@ -131,7 +131,7 @@ class CompiledGraphs:
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def _called(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
-        """Count a call with gradients, the graph's `num_calls`-th; `numbers`: what the graph measured in it."""
+        """Count a call with gradients, which is this graph's call number `num_calls`; `numbers`: the measurements of that call."""
         self.calls += 1
         if self._signals is not None and report.signals and self._signals.is_due(num_calls):
             first = report.signals[0].first

@@ -292,7 +292,7 @@ class PlanBackend:
         return self
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any], partitioner: PlanPartitioner) -> Callable[..., Any]:
-        """Return `gm` compiled by Inductor; the last two of `inputs` are the added ones."""
+        """Return `gm` compiled by Inductor; `inputs` end with the step counter and the tensor for measured numbers."""
         patches = {**self._patches(inputs[-1].device.type), **self.inductor.config, "custom_partitioner_fn": partitioner}
         # a hit in the cache of AOTAutograd would skip the partitioner, whose report the session needs; Inductor's own cache stays
         with functorch_config.patch(enable_autograd_cache=False), _more_inputs(gm.graph, inputs[-2:]), collection_paused():

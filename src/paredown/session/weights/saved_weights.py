@@ -245,7 +245,7 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
 
 
 def _weight_behind(tensor: Tensor) -> Weight | None:
-    """Return the packed weight whose decoded values, or a cast of them, a saved tensor is; None if it is neither."""
+    """Return the packed weight from which a saved tensor was decoded, or decoded and cast; None if there is none."""
     name, node, names = _source(tensor)
     weight: Weight | None = None
     if name == DECODED:
