@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from paredown import apply
 from paredown.codec.recompute import pack_mask
-from paredown.session.eager import activations as stored
+from paredown.session.eager import slot_decisions as stored
 from paredown.session.eager.stored_tensors import StoredMask
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, both, error_of, pictures, relative_error, rows
 

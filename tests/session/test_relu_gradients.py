@@ -131,6 +131,7 @@ class Run:
             emulate_gpu(monkeypatch)
         monkeypatch.setattr(slot_decisions, "IN_ONE_PASS", devices)
         monkeypatch.setattr(activations, "pack_mask", self._pack)
+        monkeypatch.setattr(slot_decisions, "pack_mask", self._pack)
         torch.manual_seed(0)
         self.model = Layers().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.x = torch.randn(6, 4, 11, 11, device=device).to(memory_format=torch.channels_last)

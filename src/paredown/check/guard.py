@@ -41,8 +41,10 @@ DECAY = 0.9  # weight of the previous value in the usual norm and the usual erro
 
 @dataclass(frozen=True)
 class Limits:
-    """When a guard acts. Errors are squared and relative: |x - decoded|^2 / |x|^2. To raise a slot is to give it the next more precise
-    format, to lower it the next less precise one.
+    """The limits at which a guard acts.
+
+    Errors are squared and relative: |x - decoded|^2 / |x|^2. To raise a slot is to give it the next more precise format, to lower it
+    the next less precise one.
 
     `every`: a slot is measured in one of this many forward passes.
     `error`: a slot with a larger error is raised.
@@ -105,7 +107,7 @@ class Guard:
             parse_bytes(self.budget, whole=1)  # raises here for what is no size, rather than in apply
 
     def budget_for(self, plan: Plan) -> int:
-        """The budget in bytes; BudgetError if the predicted peak of `plan` exceeds it."""
+        """Return the budget in bytes; BudgetError if the predicted peak of `plan` exceeds it."""
         peak = footprint(self.trace, plan).peak_bytes
         if self.budget is None:
             return peak
@@ -120,7 +122,7 @@ class Guard:
 
 
 def checked_guard(guard: Any, plan: Plan) -> Guard | None:
-    """`guard`, if it is a Guard whose budget `plan` keeps, or None; ApplyError or BudgetError otherwise."""
+    """Return `guard`, which is None or a Guard whose budget `plan` keeps; ApplyError or BudgetError otherwise."""
     if isinstance(guard, Guard):
         guard.budget_for(plan)
     if guard is None or isinstance(guard, Guard):
@@ -132,7 +134,7 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
 
 
 def check_model(trace: Trace, model: nn.Module) -> None:
-    """ApplyError if `trace` is of another model, whose slots would never be measured."""
+    """Raise ApplyError if `trace` is of another model, whose slots would never be measured."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for slot in trace.of(Role.WEIGHT):
         if not slot.stays and shapes.get(slot.name) != slot.shape:
@@ -144,7 +146,7 @@ def check_model(trace: Trace, model: nn.Module) -> None:
 
 
 def probe_steps() -> Iterator[int]:
-    """The steps after which sensitivities are measured: 10, 30, 100, 300, ...
+    """Yield the steps after which sensitivities are measured: 10, 30, 100, 300, ...
 
     >>> from itertools import islice
     >>> list(islice(probe_steps(), 6))
@@ -158,7 +160,7 @@ def probe_steps() -> Iterator[int]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    """The norm of all gradients together, on the device; infinity or NaN if any value is."""
+    """Return the norm of all gradients together, on their device; infinity or NaN if a value is."""
     if not gradients:
         return None
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -170,9 +172,10 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass
 class OptimizerSteps:
-    """Statistics of one optimizer's steps: a moving average of `num_norms` gradient norms, and how many steps in a row were skipped.
+    """Statistics of one optimizer's steps.
 
-    `suspicions`: how often slots were raised on suspicion since the last step that was taken.
+    `norm`: moving average of `num_norms` gradient norms. `left_out`: how many steps in a row were skipped. `suspicions`: how often slots
+    were raised on suspicion since the last step that was taken.
     """
 
     norm: float = 0.0
@@ -181,7 +184,7 @@ class OptimizerSteps:
     suspicions: int = 0
 
     def usual_norm(self) -> float | None:
-        """The moving average of gradient norms; None before MIN_NORMS of them."""
+        """Return the moving average of gradient norms; None before MIN_NORMS of them."""
         return self.norm if self.num_norms >= MIN_NORMS else None
 
     def update(self, norm: float | None, *, is_taken: bool) -> None:
@@ -211,22 +214,25 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Whether `optimizer` begins a new step: of several optimizers, the first that has run in this step already does."""
+        """Return whether `optimizer` begins a new training step.
+
+        Of several optimizers, that is the first which has run in the current step already.
+        """
         is_new = not self.done or optimizer in self.done
         self.steps += is_new
         self.done = [optimizer] if is_new else [*self.done, optimizer]
         return is_new
 
     def is_held(self, name: str) -> bool:
-        """Whether a slot was raised at most `Limits.hold` steps ago, and is not lowered."""
+        """Return whether a slot must not be lowered, since it was raised at most `Limits.hold` steps ago."""
         return self.held_until.get(name, -1) > self.steps
 
     def is_refused(self, name: str) -> bool:
-        """Whether raising a slot was found to exceed the budget at most `Limits.hold` steps ago."""
+        """Return whether raising a slot exceeded the budget at most `Limits.hold` steps ago."""
         return self.refused_until.get(name, -1) > self.steps
 
     def is_probe_due(self) -> bool:
-        """Whether sensitivities are measured after this step."""
+        """Return whether sensitivities are measured after this step."""
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
     def update(self, measured: Mapping[str, SlotSignal]) -> None:
@@ -243,13 +249,13 @@ class GuardState:
             self.held_until[name] = held_until
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         looks = {name: [look.error, look.largest] for name, look in self.looks.items()}
         return {**asdict(self), "looks": looks}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> GuardState:
-        """The state whose `to_json` is `value`."""
+        """Return the state whose `to_json` is `value`."""
         looks = {name: SlotSignal(*pair) for name, pair in value["looks"].items()}
         taken = {name: OptimizerSteps(**row) for name, row in value["taken"].items()}
         until = {name: dict(value[name]) for name in ("held_until", "refused_until")}
@@ -258,5 +264,4 @@ class GuardState:
 
 
 def _mixed(average: float, value: float) -> float:
-    """The moving average after `value`."""
     return DECAY * average + (1 - DECAY) * value

@@ -69,7 +69,7 @@ OVER_BUDGET = "no other slot can be lowered enough to keep the budget"
 
 @final
 class GuardRunner(SessionGuard):
-    """The guard of one session. `change(plan)` is called with each repaired plan."""
+    """The guard of one session at work; it calls `change(plan)` with each repaired plan."""
 
     def __init__(
         self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
@@ -96,7 +96,10 @@ class GuardRunner(SessionGuard):
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Whether the forward pass that begins is part of a probe, and is not packed; ApplyError while a CUDA graph is captured."""
+        """Return whether the forward pass that begins is part of a probe, so that nothing is packed in it.
+
+        ApplyError while a CUDA graph is captured.
+        """
         if is_capturing():
             raise ApplyError(
                 "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "
@@ -105,7 +108,7 @@ class GuardRunner(SessionGuard):
         return self.is_probing
 
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Read the current format of a slot from `format_of`."""
+        """Use `format_of` for the current format of each slot."""
         self.format_of = format_of
 
     def close(self) -> None:
@@ -134,7 +137,10 @@ class GuardRunner(SessionGuard):
             self._probe_within_budget()
 
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
-        """Whether the step is taken; repairs the plan. `taken`: statistics of the optimizer's previous steps."""
+        """Return whether the optimizer step is taken; repair the plan if measurements require it.
+
+        `taken`: statistics of the optimizer's previous steps.
+        """
         memory, signals = self.memory, self.signals
         alarm = self._alarm(taken, norm)
         wrong = self._wrong(measured)
@@ -153,7 +159,7 @@ class GuardRunner(SessionGuard):
         return not alarm
 
     def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
-        """Why the step is to be skipped; "" if gradients are as usual."""
+        """Return why the step must be skipped; "" if the gradient norm is as usual."""
         if not isfinite(norm):
             return NOT_FINITE
         usual = taken.usual_norm()
@@ -163,7 +169,7 @@ class GuardRunner(SessionGuard):
         return ""
 
     def _wrong(self, measured: Mapping[str, SlotSignal]) -> dict[str, str]:
-        """The slots whose rounding error is too large, and the reason, the largest error first."""
+        """Return the slots whose rounding error is too large with the reasons, the largest error first."""
         wrong: dict[str, tuple[float, str]] = {}
         limits = self.guard.limits
         for name, signal in measured.items():
@@ -184,7 +190,10 @@ class GuardRunner(SessionGuard):
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
-        """The factor by which the largest value may grow: infinite for formats with scales, smaller where backward is not linear."""
+        """Return the factor by which the largest value of a slot may grow.
+
+        It is infinite for formats with scales, and smaller where backward is not linear.
+        """
         if self.slots[name].pin is not None:
             return sqrt(self.guard.limits.jump)  # query and key, which are multiplied with each other in an exponent
         format = self.format_of(name)
@@ -192,7 +201,10 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Slots to raise if gradients are wrong but all errors small: pinned ones, then by falling error; twice as many each time."""
+        """Return the slots to raise if gradients are wrong although all errors are small.
+
+        Pinned slots come first, then those with the largest errors; each time twice as many as the time before.
+        """
 
         def rank(name: str) -> tuple[bool, float, str]:
             error, format = measured[name].error, self.format_of(name)
@@ -209,14 +221,17 @@ class GuardRunner(SessionGuard):
         return decision.format if decision is not None else None
 
     def _is_tight(self, name: str) -> bool:
-        """Whether the error of a slot is too large for lowering it: more than a quarter of the limit above which it is raised."""
+        """Return whether a slot must not be lowered: its error is more than a quarter of the limit above which it is raised."""
         signal = self.memory.looks.get(name)
         return signal is not None and signal.error > self.guard.limits.error / 4
 
     # --- plans ------------------------------------------------------------------------------------------------------------
 
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
-        """Use a repaired plan; add an action for each slot that has a new format or could not get one. `why`: by slot; `whole`: of all."""
+        """Use a repaired plan, and record an action for each slot that has a new format or could not get one.
+
+        `why`: reasons by slot; `whole`: one reason for all.
+        """
         steps = self.memory.steps
         for move in repaired.moves:
             is_raised = move.slot in repaired.raised
@@ -235,7 +250,7 @@ class GuardRunner(SessionGuard):
             self._change(repaired.plan)
 
     def _probe_within_budget(self) -> None:
-        """Probe with as many examples of the guard's batch as fit into the budget; an action says so if none fits."""
+        """Probe with as many examples of the guard's batch as fit into the budget; if none fits, record that as an action."""
         trace, batch = self.guard.trace, self.guard.batch
         part = examples_within(batch, trace, self.plan, self.budget_bytes)
         if part is not None:
@@ -268,7 +283,7 @@ class GuardRunner(SessionGuard):
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the guard, as JSON values."""
+        """Return the state of the guard, as JSON values."""
         return {
             "memory": self.memory.to_json(),
             "actions": [action.to_json() for action in self.actions],
@@ -294,7 +309,7 @@ class GuardRunner(SessionGuard):
 
 
 def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -> dict[str, dict[str, float]]:
-    """The mean of `errors` over all processes, which have the same slots."""
+    """Return the mean of `errors` over all processes, which must have the same slots."""
     rows = [(name, text) for name in sorted(errors) for text in sorted(errors[name])]
     values = torch.tensor([errors[name][text] for name, text in rows], dtype=torch.float32, device=device)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -310,26 +325,26 @@ def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -
 
 
 def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | None = None) -> int:
-    """The predicted peak of a probe of `batch`, or of its first examples, between two steps of training under `plan`."""
+    """Return the predicted peak of a probe of `batch` (or of its first `num_examples`) between two steps of training under `plan`."""
     fixed, each = _costs(trace, plan, batch)
     return int(fixed + each * (count_examples(batch) if num_examples is None else num_examples))
 
 
 def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
-    """The first examples of `batch`, as many as can be probed within the budget; None if not even one can."""
+    """Return the first examples of `batch`, as many as a probe within the budget can take; None if not even one fits."""
     fixed, each = _costs(trace, plan, batch)
     num = int((budget_bytes - fixed) // each) if each else 1 << 62
     return first_examples(batch, num) if num > 0 else None
 
 
 def first_examples(batch: Any, num: int) -> Any:
-    """The first `num` examples of `batch`, or all where it has no more."""
+    """Return the first `num` examples of `batch`; the batch itself if it has no more."""
     total = count_examples(batch)
     return tree_map(lambda leaf: leaf[:num] if _has_examples(leaf, total) else leaf, batch) if num < total else batch
 
 
 def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
-    """Bytes of a probe that do not depend on the number of examples, and bytes for each example."""
+    """Return the bytes that a probe takes whatever the number of examples, and its bytes for each example."""
     baseline, current = footprint(trace), footprint(trace, plan)
     held = sum(nbytes for role, nbytes in current.by_role.items() if role not in WITHIN_STEP) + current.workspace_bytes
     share = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) / max(
@@ -340,7 +355,7 @@ def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
 
 
 def count_examples(batch: Any) -> int:
-    """The length of the first tensor of `batch` that has a first dimension; 1 if none has."""
+    """Return the length of the first tensor of `batch` that has a first dimension; 1 if none has."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf)), 1)
 
 

@@ -71,7 +71,10 @@ SMALL_RATE_TIERS = ("fine_tune",)  # in place of TIERS at small learning rates, 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Which role grew most at the peak of a plan, and the next smaller plan; `next_bytes` None: no known plan is smaller."""
+    """The role that grew most at the peak of a plan, and the next smaller plan.
+
+    `next_bytes` is None if no known plan is smaller.
+    """
 
     role: Role
     role_bytes: int
@@ -103,10 +106,10 @@ def explain_shortage(
     available_bytes: int | None = None,
     learning_rate: float | None = None,
 ) -> Shortage:
-    """Return the role that grew most under `plan`, and the next smaller plan of `candidates`, predicted peaks by name: by default, presets.
+    """Return the role that grew most at the peak of `plan`, and the next smaller plan.
 
-    `available_bytes`: memory of the device, if known; the next plan has to fit it. `learning_rate`, if known: at a small one, presets
-    store weights with a residue.
+    `candidates`: predicted peaks of plans by name, by default those of the presets. `available_bytes`: memory of the device, if known,
+    into which the next plan must fit. `learning_rate`, if known: at a small one, presets store weights with a residue.
     """
     foot = footprint(trace, plan)
     limit = min(int(CLEARLY * foot.peak_bytes), available_bytes or foot.peak_bytes)
@@ -124,12 +127,12 @@ def explain_shortage(
 
 
 def _named_places(foot: Footprint) -> Iterator[tuple[tuple[str, Role], int]]:
-    """Modules and roles at the peak, the largest first; bytes that belong to no module have no place."""
+    """Yield ((module, role), bytes) at the peak, the largest first; bytes that belong to no module are left out."""
     return ((place, size) for place, size in foot.places_at_peak().items() if place[0])
 
 
 def grown_role(foot: Footprint) -> Role:
-    """The role with the most bytes at the peak, among those that do not exist when the step begins."""
+    """Return the role with the most bytes at the peak, among those that do not exist when the step begins."""
     new = {role: size for role, size in foot.at_peak.items() if role not in STORED_BEFORE} or foot.at_peak
     return max(new, key=lambda role: new[role], default=Role.WEIGHT)
 
@@ -166,7 +169,7 @@ def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, le
 
 
 def allocator_advice(message: str) -> str:
-    """A sentence if torch's message says that much of the device's memory is reserved and not allocated; "" otherwise.
+    """Return advice if torch's message says that much of the device's memory is reserved but not allocated; "" otherwise.
 
     >>> allocator_advice("GPU 0 has a total capacity of 24.00 GiB ... and 3.10 GiB is reserved by PyTorch but unallocated.")[:61]
     '3.10 GiB of 24.00 GiB is reserved by torch and not allocated:'
@@ -181,7 +184,7 @@ def allocator_advice(message: str) -> str:
 
 
 class LastCall:
-    """Shapes and dtypes of the arguments of a model's last call with gradients, from which a step is traced if memory runs out.
+    """Records shapes and dtypes of a model's last call with gradients, from which a step is traced if memory runs out.
 
     `traced_as`: arguments of `trace_step`; device and autocast are those of the call where it does not name them. `learning_rate`: that
     of the training, if known.
@@ -194,7 +197,7 @@ class LastCall:
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
-        """Add an explanation to an out-of-memory error, with a trace of the call; any other error is left unchanged."""
+        """Add an explanation to an out-of-memory error, from a trace of the call; any other error is left unchanged."""
         args, named = self._arguments
         if not is_out_of_memory(error):
             return
@@ -216,7 +219,10 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """The batch of `trace_step`: a mapping of all arguments if any has a name, else a tuple, with a place for the target of a loss."""
+        """Return the batch for `trace_step`: a mapping if the call had keyword arguments, otherwise a tuple.
+
+        If a loss is given, the tuple ends with a place for its target.
+        """
         if named:
             return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
         return ((*args, None) if "loss" in self.traced_as else args,)
@@ -236,7 +242,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float | None = None) -> Generator[None]:
-    """Add to an out-of-memory error, inside the context, what the peak was made of and the next plan that takes less memory.
+    """Return a context that adds to an out-of-memory error what the peak was made of, and the next plan that takes less memory.
 
     The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is what
     `trace_step` takes: a name, or the instance. A loss that the model does not return is taken to be a mean, which stores nothing.
@@ -254,7 +260,7 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
 
 
 def _loss_of(output: Any, *_: Any) -> Tensor:
-    """Return the loss that a model returned, else the sum of the means of what needs a gradient."""
+    """Return the loss that a model returned; without one, the sum of the means of all outputs that require a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

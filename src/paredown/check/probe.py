@@ -51,7 +51,7 @@ def probe(
     backwards: int = BACKWARDS,
     seed: int = 0,
 ) -> Sensitivities:
-    """The squared relative gradient error of each activation of `trace` in each of `formats`, each slot rounded alone.
+    """Return the squared relative gradient error of each activation of `trace` in each of `formats`, each slot rounded alone.
 
     `batch` and `loss` are those of `trace_step`; the batch may be smaller than the traced one, and should be where memory is short, since
     a probe packs nothing. Gradients, buffers, mode and random states of the model are afterwards what they were before.
@@ -71,7 +71,7 @@ def probe(
 
 
 class ProbeMeasurement:
-    """The backward passes of one probe."""
+    """The forward pass of one probe, and its backward passes."""
 
     def __init__(self, board: HeldForward, slots: Mapping[str, Slot], loss: Tensor, parameters: Sequence[Tensor]) -> None:
         self.board, self.slots, self.loss, self.parameters = board, slots, loss, parameters
@@ -79,7 +79,7 @@ class ProbeMeasurement:
         self.energies: list[float] = []  # sums of squares of those gradients
 
     def errors(self, formats: Sequence[Format], backwards: int) -> dict[str, dict[str, float]]:
-        """Squared relative gradient errors by slot and format."""
+        """Return the squared relative gradient error by slot and format."""
         called = formats if len(formats) <= min(MAX_FORMATS, backwards - 1) else [_middle(formats)]
         noise = NoiseMeasurement(self._trials(called))
         exact = noise.backward(self.loss, self.parameters)
@@ -103,7 +103,7 @@ class ProbeMeasurement:
         return {name: {text: inf if isnan(error) else error for text, error in row.items()} for name, row in errors.items()}
 
     def _trials(self, formats: Sequence[Format]) -> dict[Any, list[SlotRounding]]:
-        """Autograd node -> the slots that it saved, once for each format in which the node will run."""
+        """Return for each autograd node the slots that it saved, once for each format in which the node will run."""
         trials: dict[Any, list[SlotRounding]] = defaultdict(list)
         for name in self.slots:
             held = self.board.slots[name]
@@ -116,7 +116,7 @@ class ProbeMeasurement:
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
-        """Slot -> factor that corrects its estimated error, measured by backward passes in which whole groups of slots are rounded."""
+        """Return for each slot a factor that corrects its estimated error, from backward passes with groups of slots rounded."""
         estimates = [name for name, (direct, rest) in parts.items() if rest > MIN_ESTIMATED * (direct + rest)]
         scales: dict[str, float] = {}
         alone = sorted(estimates, key=lambda name: -sum(parts[name]))[: backwards // 3]
@@ -127,7 +127,7 @@ class ProbeMeasurement:
         return scales
 
     def error_of(self, names: Iterable[str], format: Format) -> float:
-        """The squared relative gradient error with these slots rounded together, by a backward pass."""
+        """Return the squared relative gradient error, measured by a backward pass, when these slots are rounded together."""
         self.board.round(dict.fromkeys(names, format), turn=1)
         gradients = torch.autograd.grad(self.loss, [p for p, _ in self.trained], retain_graph=True)
         self.board.restore()
@@ -135,7 +135,10 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add other formats: the error in format `known`, times the ratio of the squared rounding errors of the values."""
+        """Add estimated errors in `formats`, in which no backward pass ran.
+
+        Each is the error in format `known` times the ratio of the squared rounding errors of the values in both formats.
+        """
         for name, row in errors.items() if formats else ():
             held = self.board.slots[name]
             base = self._rounding_error(held, known)
@@ -151,7 +154,7 @@ class ProbeMeasurement:
 
 
 def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
-    """Slots of one operation, next to each other in the order of the forward pass; at most `count` groups, of about equal size.
+    """Return at most `count` groups, of about equal size, of slots of one operation that are next to each other in the forward pass.
 
     >>> groups({"a": "norm", "b": "gelu", "c": "norm", "d": "norm", "e": "gelu"}, 3)
     [['a'], ['c', 'd'], ['b', 'e']]
@@ -174,7 +177,7 @@ def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
 
 @contextmanager
 def restored_state(model: nn.Module) -> Generator[None]:
-    """A context that restores buffers and random states when it ends."""
+    """Return a context that restores the model's buffers and the random states when it ends."""
     named = ((module._buffers, name, b) for module in model.modules() for name, b in module._buffers.items())
     saved = [(buffers, name, b, b.clone()) for buffers, name, b in named if b is not None]
     with torch.random.fork_rng():
@@ -200,7 +203,7 @@ def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor
 
 
 def _checked_formats(formats: Sequence[str | Format] | None, backwards: int, trace: Any) -> list[Format]:
-    """The formats to measure; ApplyError for arguments of `probe` that cannot be used."""
+    """Return the formats to measure; ApplyError for arguments of `probe` that cannot be used."""
     if not isinstance(trace, Trace):
         raise ApplyError(
             f"probe takes a model, a batch and a Trace, not {type(trace).__name__}: probe(model, batch, trace_step(model, batch))."

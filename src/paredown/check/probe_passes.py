@@ -48,7 +48,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @dataclass(eq=False)
 class HeldSlot:
-    """A slot: its stored form, its exact values, and the nodes that saved it."""
+    """A slot that a probe rounds: its stored form, its exact values, and the autograd nodes that saved it."""
 
     name: str
     op: str
@@ -62,7 +62,7 @@ class HeldSlot:
     )  # for several nodes that use the slot one by one
 
     def resolved(self, format: Format) -> Format | None:
-        """The format that a session would use where a plan requests `format`; None for unmodified."""
+        """Return the format that a session would use if a plan requests `format`; None for unmodified."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
         return resolve_format(
             Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()
@@ -73,7 +73,7 @@ class HeldSlot:
         self.form.plain_values, self.form.version = self.exact, self.exact._version
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Let backward read values rounded to `format`; `keeps`: the packed values are kept for the next call."""
+        """Let backward read values rounded to `format`; `keeps` stores the packed values for the next call."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
@@ -81,13 +81,13 @@ class HeldSlot:
         self.form.plain_values, self.form.version = values, values._version
 
     def encode(self, format: Format, seed: Seed) -> PackedTensor:
-        """The exact values encoded in `format`, as a session would."""
+        """Return the exact values encoded in `format`, as a session would."""
         return encode_flat(self.exact, format, Assignment(format).resolved_rounding, None, seed)
 
 
 @final
 class HeldForward:
-    """Holds the tensors that one forward pass of `model` saves; `slots`: by name, in the order in which they were saved."""
+    """Holds the tensors that one forward pass of `model` saves; `slots` has them by name, in the order in which they were saved."""
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self.slots: dict[str, HeldSlot] = {}
@@ -100,7 +100,7 @@ class HeldForward:
         self._watch.checkpoints.reports_inputs = False  # nodes are called one by one, and no node reads them
 
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
-        """The loss that `run()` returns, which calls the model; afterwards all slots are exact."""
+        """Call `run()`, which calls the model, and return its loss; all slots are exact then."""
         self._watch.attach()
         try:
             loss = run()
@@ -118,7 +118,7 @@ class HeldForward:
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Let backward read rounded values of these slots and exact values of all others; `turn` selects the random bits."""
+        """Let backward read rounded values of the slots in `formats`, and exact ones of others; `turn` selects the random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)
@@ -126,14 +126,14 @@ class HeldForward:
                 self.slots[name].round(resolved, self.seed_of(name, turn))
 
     def close(self) -> None:
-        """Release the graph and its tensors at once: a weight that a graph holds cannot be packed."""
+        """Release the graph and its tensors at once, since a weight that a graph holds cannot be packed."""
         for held in self._by_form.values():
             held.nodes.clear()
         self.slots.clear()
         self._by_form.clear()
 
     def seed_of(self, name: str, turn: int) -> Seed:
-        """The seed of a slot's stochastic rounding."""
+        """Return the seed of a slot's stochastic rounding."""
         return Seed(self._seed, crc32(name.encode()), turn)
 
     def _begin(self) -> bool:
@@ -160,7 +160,7 @@ Energies = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class SlotRounding:
-    """A slot in a format: after `round` backward gets its rounded values, after `restore` the exact ones."""
+    """Two functions for a slot and a format: after `round` backward reads its rounded values, after `restore` the exact ones."""
 
     slot: str
     format: str
@@ -170,7 +170,10 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """A node that ran: energies of incoming and outgoing gradients, and of their differences by (slot, format)."""
+    """Sums of squares of the gradients that went into and came out of an autograd node.
+
+    `differences`: those of the changes of outgoing gradients, by (slot, format) that was rounded.
+    """
 
     node: Any
     incoming: Tensor
@@ -179,14 +182,17 @@ class NodeEnergies:
 
 
 class NoiseMeasurement:
-    """Measures one exact backward pass. `trials`: by node, the slots that it saved, in each format."""
+    """Measures in one exact backward pass how much rounding each slot changes the gradients.
+
+    `trials`: the slots that a node saved, once for each format, by node.
+    """
 
     def __init__(self, trials: Mapping[Any, Sequence[SlotRounding]]) -> None:
         self._trials = trials
         self._measured: list[NodeEnergies] = []
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The exact gradients of `parameters`; the graph is kept."""
+        """Return the exact gradients of `parameters`; the graph stays usable."""
         handles = [node.register_hook(self._hook(node)) for node in nodes_behind(loss)]
         try:
             return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -195,7 +201,10 @@ class NoiseMeasurement:
                 handle.remove()
 
     def errors(self, parameters: Sequence[Tensor], energies: Sequence[float]) -> dict[tuple[str, str], tuple[float, float]]:
-        """(slot, format) -> squared errors: of parameters that an edge of its node leads to directly, and an estimate for all others."""
+        """Return two squared errors for each (slot, format).
+
+        The first is that of parameters to which an edge of the slot's node leads directly, the second an estimate for all others.
+        """
         of_parameters = {id(p): 1 / energy for p, energy in zip(parameters, energies, strict=True) if energy > 0}
         numbers = iter(_numbers(tensor for measured in self._measured for tensor in _tensors(measured)))
         rows = [_NodeNumbers.of(measured, numbers) for measured in self._measured]
@@ -244,7 +253,7 @@ class _NodeNumbers:
 
     @staticmethod
     def of(measured: NodeEnergies, numbers: Any) -> _NodeNumbers:
-        """The next of `numbers`, in the order of `_tensors`."""
+        """Return the numbers of a node, taken from the iterator `numbers` in the order of `_tensors`."""
         incoming = next(numbers)
         outgoing = [0.0 if tensor is None else next(numbers) for tensor in measured.outgoing]
         rows = {key: [0.0 if t is None else next(numbers) for t in row] for key, row in measured.differences.items()}
@@ -257,20 +266,20 @@ def _tensors(measured: NodeEnergies) -> Iterable[Tensor]:
 
 
 def _numbers(tensors: Iterable[Tensor]) -> list[float]:
-    """The values of tensors of one element each, in one transfer from the device."""
+    """Return the values of tensors of one element each, in one transfer from the device."""
     scalars = list(tensors)
     return torch.stack(scalars).tolist() if scalars else []
 
 
 def energy_of(tensor: Tensor | None) -> Tensor | None:
-    """The sum of squares of a tensor, on its device; None for None and for integers."""
+    """Return the sum of squares of a tensor, on its device; None for None and for integers."""
     if tensor is None or not tensor.is_floating_point():
         return None
     return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
 
 
 def nodes_behind(loss: Tensor) -> list[Any]:
-    """All nodes that backward from `loss` may run, without AccumulateGrad nodes."""
+    """Return the nodes that backward from `loss` may run, without AccumulateGrad nodes."""
     pending, seen = [loss.grad_fn], dict[Any, None]()
     while pending:
         node = pending.pop()
@@ -281,7 +290,7 @@ def nodes_behind(loss: Tensor) -> list[Any]:
 
 
 def _run(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Run backward of one autograd node: `incoming` are gradients of its outputs, the result those of its inputs."""
+    """Run one autograd node: `incoming` are the gradients of its outputs; return those of its inputs."""
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     with torch.no_grad():
         outgoing = node.apply(*incoming) if is_custom else node(*incoming)
@@ -289,7 +298,7 @@ def _run(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None,
 
 
 def _summed_to(tensor: Tensor, to: Tensor) -> Tensor:
-    """`tensor` in the shape of `to`: summed over broadcast dimensions, as the autograd engine does."""
+    """Return `tensor` summed over broadcast dimensions to the shape of `to`, as the autograd engine does."""
     return tensor if tensor.shape == to.shape else tensor.sum_to_size(to.shape)
 
 
@@ -297,7 +306,7 @@ VIEWS_AND_CASTS = frozenset(("TBackward0", "TransposeBackward0", "ToCopyBackward
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """The parameter that an edge leads to through views and casts only; None if there is another operation between."""
+    """Return the parameter that a node leads to through views and casts only; None if there is another operation between."""
     while node is not None and node.name() in VIEWS_AND_CASTS:
         node = node.next_functions[0][0]
     return node.variable if node is not None and node.name() == ACCUMULATE else None

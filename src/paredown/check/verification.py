@@ -69,7 +69,7 @@ Fails = Callable[[Sequence[str]], bool]
 
 @dataclass(frozen=True)
 class Compared:
-    """A parameter: the relative errors of its gradient under the exact plan and under the plan, and the verdict."""
+    """One parameter in a verification: the relative errors of its gradient under the exact plan and under the plan, and the verdict."""
 
     name: str
     exact_error: float
@@ -78,14 +78,17 @@ class Compared:
 
     @staticmethod
     def of(name: str, exact_error: float, error: float, exact_tolerance: float, tolerance: float) -> Compared:
-        """The row of a parameter, with the verdict that follows from the tolerances."""
+        """Return the row of a parameter, with the verdict that follows from the tolerances."""
         verdict = WRONG if exact_error > exact_tolerance else OFF if error > tolerance else OK
         return Compared(name, min(exact_error, LARGEST), min(error, LARGEST), verdict)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A slot at fault, and the parameter with the largest error. `error`: with all slots of its group stored; `alone`: with this one."""
+    """A slot at fault, and the parameter whose gradient has the largest error.
+
+    `error`: with all slots of its group stored; `alone`: with this one.
+    """
 
     slot: str
     format: str
@@ -121,7 +124,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """What `ok` is worth: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound".
+        """The meaning of `ok`: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound".
 
         It is too coarse if the tolerance is 1 or more: a gradient of zero would be ok too.
         """
@@ -132,7 +135,10 @@ class Verification:
         return TOO_COARSE if self.tolerance >= USELESS_TOLERANCE else WITHIN_BOUND
 
     def check(self) -> Verification:
-        """This verification; VerificationError with the table unless it is ok, and a UserWarning if it is too coarse to be useful."""
+        """Return this verification if it is ok; otherwise raise VerificationError with the table.
+
+        A UserWarning is given if it is too coarse to be useful.
+        """
         if not self.ok:
             raise VerificationError(
                 f"gradients under the plan are not those of the unmodified model. Leave the slots at fault unmodified "
@@ -153,7 +159,7 @@ class Verification:
 
     @property
     def meaning(self) -> str:
-        """What the tolerance of the plan means, where it is from, how far gradients differ, and a warning if it is too coarse."""
+        """The tolerance of the plan in words: its origin, how far gradients differ, and a warning if it is too coarse."""
         gradients = [row.error for row in self.rows if not row.name.startswith("weight=")]  # those are values of packed weights
         measured = max(gradients, default=0.0)
         text = f"{_say_allowed(self.tolerance)}: {self.reason}"
@@ -178,12 +184,12 @@ class Verification:
         return Table(HEAD, [(row.name, _say(row.exact_error), _say(row.error), row.verdict) for row in rows])
 
     def to_json(self) -> dict[str, Any]:
-        """Version, `ok`, `verdict` and the fields, as JSON values."""
+        """Return version, `ok`, `verdict` and the fields as JSON values."""
         return {"version": VERSION, "ok": self.ok, "verdict": self.verdict, **dump_dataclass(self)}
 
     @staticmethod
     def from_json(value: Any) -> Verification:
-        """The verification whose `to_json` is `value`."""
+        """Return the verification whose `to_json` is `value`."""
         names = [row.name for row in fields(Verification)]
         parts = object_parts(value, "verification", [*names, *DERIVED], ("version", "model", "rows"), VERSION, PlanError)
         return read_dataclass(Verification, {name: parts[name] for name in parts if name not in DERIVED}, "verification", PlanError)
@@ -194,7 +200,7 @@ class Verification:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Verification:
-        """The verification that `save` wrote to `path`."""
+        """Return the verification that `save` wrote to `path`."""
         hint = "Load a file that verification.save(path) wrote."
         return load_json(path, "verification", PlanError, Verification.from_json, hint=hint)
 
@@ -204,7 +210,7 @@ def _say(error: float) -> str:
 
 
 def _percent(error: float) -> str:
-    """A relative error in percent, with three digits.
+    """Return a relative error in percent, with three digits.
 
     >>> _percent(1.4512), _percent(0.0204), _percent(25.0), _percent(1e300)
     ('145 %', '2.04 %', '2500 %', '1e+302 %')
@@ -217,7 +223,7 @@ def _say_allowed(tolerance: float) -> str:
 
 
 def expected_error(format: Format, rounding: Rounding) -> float:
-    """The root mean square error of normally distributed values in a format, relative to their standard deviation.
+    """Return the root mean square error of normally distributed values in a format, relative to their standard deviation.
 
         float    2^-(mantissa bits + 1) / sqrt(3)      rounded to nearest; stochastic rounding has sqrt(2) times that
         intN     PEAK / (2^(N-1) - 1) / sqrt(12)       the largest value of a block is at about PEAK standard deviations
@@ -240,14 +246,17 @@ def expected_error(format: Format, rounding: Rounding) -> float:
 
 
 class FaultSearch:
-    """A search with at most `max_tests` tests; when they are spent, `is_spent` is True and sets found so far may not be minimal."""
+    """A search for the slots at fault with at most `max_tests` tests.
+
+    When the tests are spent, `is_spent` is True, and the sets found so far may not be minimal.
+    """
 
     def __init__(self, max_tests: int) -> None:
         self.num_left = max_tests
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Disjoint minimal sets of slots that fail together; and whether the test fails with no slot stored."""
+        """Return disjoint minimal sets of slots that fail together, and whether the test fails with no slot stored."""
         groups, rest = list[list[str]](), list(slots)
         if self._fails(fails, ()):
             return groups, True
@@ -258,7 +267,7 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """The fewest of `candidates` that fail together with `kept`; `is_known`: `kept` alone is known not to fail."""
+        """Return the smallest part of `candidates` that fails together with `kept`; `is_known`: `kept` alone does not fail."""
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

@@ -95,7 +95,7 @@ def verify(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Verification:
-    """The gradients of one step under `plan`, compared with those of the unmodified model, and the slots at fault.
+    """Return the gradients of one step under `plan` compared with those of the unmodified model, and the slots at fault.
 
     `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. Leave `plan` out if the model
     has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. Weights, gradients, buffers, hooks,
@@ -116,7 +116,7 @@ def verify(
 def verify_step(
     model: nn.Module, batch: Any, step: Step, plan: Plan | None = None, *, tolerance: float | None = None, seed: int = 0
 ) -> Verification:
-    """`verify` for a loss that `step(batch)` computes with `model`, such as the training step of a library.
+    """Return `verify` of a loss that `step(batch)` computes with `model`, such as the training step of a library.
 
     If the unmodified step runs out of memory, the first half of the batch is used, then the first quarter, and so on.
     """
@@ -141,7 +141,7 @@ def verify_step(
 
 
 def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
-    """The open session of the model, or None; ApplyError if the model or the arguments cannot be verified."""
+    """Return the open session of the model, or None; ApplyError if the model or the arguments cannot be verified."""
     if not isinstance(model, nn.Module) or not (plan is None or isinstance(plan, Plan)):
         types = f"{type(model).__name__} and {type(plan).__name__}"
         raise ApplyError(
@@ -176,7 +176,10 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 def _session(
     opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
 ) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
-    """A context with the open session of the model, or with a temporary one whose end restores the weights, which come with it."""
+    """Return a context with a session for the plan, and the values that its packed weights had before.
+
+    It is the open session of the model (whose original weights are gone), or a temporary one; the end of that restores the weights.
+    """
     if opened is not None:
         yield opened, {}
         return
@@ -197,12 +200,12 @@ def _session(
 
 
 class VerificationRuns:
-    """Runs of one step: unmodified, and with some or all slots stored."""
+    """Runs one step unmodified, and with some or all slots stored."""
 
     def __init__(
         self, session: Session, model: nn.Module, step: Callable[[], Tensor], originals: Mapping[str, Tensor] | None = None
     ) -> None:
-        """`originals`: values of packed weights before they were packed, by name; those of an open session are gone."""
+        """Prepare runs; `originals` has the values of packed weights before they were packed (unknown for an open session)."""
         self.session, self.model, self.step = session, model, step
         self.originals = {name: values for name, values in (originals or {}).items() if name in session.runs.packed_weights}
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -216,7 +219,7 @@ class VerificationRuns:
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """The result of runs of the baseline, the exact plan and the plan, with the slots at fault."""
+        """Measure the baseline, a run with all slots stored in float32 (the exact plan) and a run under the plan; return the result."""
         with self.session.runs.restored() as self._rewind:
             self._measure_baseline()
             noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
@@ -249,20 +252,23 @@ class VerificationRuns:
     # --- runs -----------------------------------------------------------------------------------------------------------
 
     def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
-        """The gradients with these slots stored, None for all; `is_exact`: in fp32. `records_formats`: fill `formats` and `errors`."""
+        """Return the gradients of a step in which the slots `names` are stored; None: all.
+
+        `is_exact` stores them in float32; `records_formats` fills `formats` and `errors`.
+        """
         observer = (lambda saved, _, form: self._record_format(saved.name, form)) if records_formats else None
         with self.session.runs.storing(names, is_exact=is_exact, on_packed=observer):
             return self._gradients()
 
     def _weight_errors(self) -> dict[str, float]:
-        """The expected rounding error of each weight whose original values gradients are compared with, by name."""
+        """Return the expected rounding error of each packed weight whose original values are known, by name."""
         weights = self.session.runs.packed_weights
         return {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
 
     def _error_of_random_weights(self) -> float:
-        """The largest error of a gradient where weights have random errors as large as those of their formats and of 8-bit products.
+        """Return the largest gradient error when weights get random errors as large as their formats and 8-bit products cause.
 
-        A product rounds its input, too: that changes its output as an error of the weight does.
+        A product also rounds its input, which changes its output as much as an error of the weight does.
         """
         errors = self._weight_errors()
         seeds = iter(range(NUM_DRAWS * sum(1 for _ in self.model.parameters())))
@@ -282,13 +288,13 @@ class VerificationRuns:
         return max(distances)
 
     def _product_errors(self) -> dict[str, float]:
-        """The expected rounding error of the operands of each layer that multiplies 8-bit codes: input, weight and gradient."""
+        """Return the expected rounding error in each layer that multiplies 8-bit codes: of input, weight and gradient together."""
         multiplied = self.products.multiplied if self.products is not None else {}
         formats = {path: Format.parse(f"{element}/64@fp32") for path, element in multiplied.items()}
         return {f"product={path}": sqrt(3) * expected_error(format, Rounding.NEAREST_EVEN) for path, format in formats.items()}
 
     def _weights_off(self) -> list[Fault]:
-        """The weights that packing has changed by more than their formats explain."""
+        """Return a row for each weight that packing has changed by more than its format explains."""
         found: list[Fault] = []
         for name, weight in self.session.runs.packed_weights.items():
             error = weight.rounding_error
@@ -297,9 +303,9 @@ class VerificationRuns:
         return found
 
     def _unmodified(self, values: Callable[[str, Tensor], Tensor] | None = None, names: Collection[str] = ()) -> Gradients:
-        """The gradients without the plan; packed weights have the decoded values of their formats.
+        """Return the gradients of a step without the plan; packed weights have the decoded values of their formats.
 
-        With `values`, products have the model's dtype, and the weights `names` have the values of that function.
+        With `values`, each weight in `names` is replaced by `values(name, weight)`, and products have the model's dtype.
         """
         products = self.products.paused() if values is not None and self.products is not None else nullcontext()
         with self.session.runs.unmodified(), products, self._having(values, names) if values is not None else nullcontext():
@@ -307,7 +313,7 @@ class VerificationRuns:
 
     @contextmanager
     def _having(self, values: Callable[[str, Tensor], Tensor], names: Collection[str]) -> Generator[None]:
-        """A context in which unpacked weights have other values."""
+        """Return a context in which the unpacked weights `names` have other values."""
         parameters = {name: p for name, p in self.model.named_parameters() if name in names}
         decoded = {name: p.detach().clone() for name, p in parameters.items()}
         try:
@@ -363,14 +369,18 @@ class VerificationRuns:
         ]
 
     def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
-        """The relative error of each gradient; 0 for the same bits, infinity where a gradient is missing or not finite."""
+        """Return the relative error of each gradient: 0 for the same bits, infinity if it is missing or not finite."""
         baseline = self.baseline if is_exact or self.original is None else self.original
         return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
 
     # --- slots at fault -------------------------------------------------------------------------------------------------
 
     def _faults(self, off: Iterable[bool], limits: Mapping[bool, float]) -> tuple[list[Fault], list[str]]:
-        """The slots at fault under the exact plan if that is in `off`, then those under the plan among all other slots; and notes."""
+        """Return the slots at fault, and notes.
+
+        Slots that are wrong under the exact plan come first, if that is in `off`; then those that are wrong under the plan, among all
+        others.
+        """
         faults, notes, runs = list[Fault](), list[str](), FaultSearch(MAX_RUNS)
         for is_exact in off:
             rest = [slot for slot in self.formats if slot not in {fault.slot for fault in faults}]
@@ -389,7 +399,10 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """A row for each slot of a group: errors with the whole group stored, and with this slot alone; no slots: with nothing stored."""
+        """Return a row for each slot of a group: the errors with the whole group stored, and with this slot alone.
+
+        For an empty group the row says that gradients differ with nothing stored.
+        """
         errors = self._distances(self.stored(group, is_exact=is_exact), is_exact=is_exact)
         error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN

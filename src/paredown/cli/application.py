@@ -66,11 +66,11 @@ LONG = 2000  # characters of a message; exceptions of libraries can have any len
 
 
 class InterruptedWithStore(KeyboardInterrupt):
-    """Interrupted while finished trials are in a store."""
+    """Raised when work is interrupted while finished trials are in a store."""
 
 
 class Exit(IntEnum):
-    """Exit statuses, as listed in docs/cli.md."""
+    """The exit statuses that docs/cli.md lists."""
 
     DONE = 0
     ERROR = 1
@@ -90,7 +90,7 @@ LOOK, CHOOSE, MANY, SHOW = "Inspect", "Choose and train", "Many trials", "Report
 
 
 def load() -> typer.Typer:
-    """The application with all subcommands, which register themselves when their modules are imported."""
+    """Return the application with all subcommands, which register themselves when their modules are imported."""
     for name in VERB_FILES:
         import_module(f"paredown.cli.{name}")
     return app
@@ -114,9 +114,10 @@ def about(
 def verb(
     to: typer.Typer, name: str, *examples: str, panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as the subcommand `name`; its help ends with `examples`, its exceptions become a message and an exit status.
+    """Return a decorator that registers a function as the subcommand `name`; `examples` end its help.
 
-    A parameter whose type is a dataclass stands for the options that are fields of that class (`options_of`).
+    Exceptions of the function become a message and an exit status. A parameter whose type is a dataclass stands for the options that are
+    fields of that class (`options_of`).
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -135,7 +136,9 @@ def verb(
 
 
 def options_of(function: Callable[..., Any]) -> list[Parameter]:
-    """The parameters of a function, or fields of a dataclass, that are options of the command line; a dataclass gives its own.
+    """Return the parameters of a function, or fields of a dataclass, that are options of the command line.
+
+    A parameter whose type is a dataclass gives the fields of that class.
 
     >>> [option.name for option in options_of(SubjectOptions)]
     ['input', 'optimizer', 'device', 'autocast', 'compiled', 'chunked_loss']
@@ -150,7 +153,7 @@ def options_of(function: Callable[..., Any]) -> list[Parameter]:
 
 
 def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """The value of `function` for the values of all options, in which its dataclasses are made first."""
+    """Call `function` with the values of all options, after making its dataclasses, and return its result."""
     arguments: dict[str, Any] = {}
     for parameter, kind in _typed(function):
         if is_dataclass(kind):
@@ -161,14 +164,14 @@ def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
 
 
 def _typed(function: Callable[..., Any]) -> Iterator[tuple[Parameter, Any]]:
-    """Parameters with their types."""
+    """Yield the parameters of a function with their types."""
     kinds = get_type_hints(function, include_extras=True)
     return ((parameter, kinds[name]) for name, parameter in signature(function).parameters.items())
 
 
 @contextmanager
 def errors() -> Generator[None]:
-    """A context in which an exception ends the process with one message on stderr and an exit status."""
+    """Return a context in which an exception ends the process with one message on stderr and an exit status."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # on SIGTERM a worker releases its claims
     try:
         yield
@@ -187,7 +190,7 @@ def errors() -> Generator[None]:
 
 @contextmanager
 def kept_in_store(is_kept: bool = True) -> Generator[None]:
-    """A context in which Ctrl-C also reports that finished trials are in the store, if `is_kept`."""
+    """Return a context in which Ctrl-C also says that finished trials are in the store, if `is_kept`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -197,7 +200,7 @@ def kept_in_store(is_kept: bool = True) -> Generator[None]:
 
 
 def describe_error(error: BaseException) -> tuple[str, Exit]:
-    """The message and the exit status of an exception."""
+    """Return the message and the exit status of an exception."""
     if isinstance(error, ParedownError):
         return str(error), Exit.DOES_NOT_FIT if isinstance(error, BudgetError) else Exit.ERROR
     if isinstance(error, KeyboardInterrupt):
@@ -212,7 +215,7 @@ def describe_error(error: BaseException) -> tuple[str, Exit]:
 
 
 def say_missing(package: str) -> str:
-    """A message that names the pip command for a missing package."""
+    """Return a message that names the pip command for a missing package."""
     wanted = f"'paredown[{EXTRAS[package]}]'" if package in EXTRAS else ALONE.get(package, package)
     return f"this needs {package}: pip install {wanted}."
 
@@ -227,12 +230,15 @@ def end(sentence: str, status: int) -> NoReturn:
 
 
 def option(text: str, *names: str, **settings: Any) -> Any:
-    """`typer.Option` with the help `text`, which says the default where there is one: None is not shown."""
+    """Return `typer.Option` with the help `text`.
+
+    The text says the default if there is one: None is not shown.
+    """
     return typer.Option(*names, help=text, show_default=False, **settings)
 
 
 def check_size(text: str | None) -> str | None:
-    """`text` unchanged, if it is a valid size; else typer.BadParameter."""
+    """Return `text` unchanged if it is a valid size; typer.BadParameter otherwise."""
     try:
         if text is not None:
             parse_bytes(text, whole=100)
@@ -242,7 +248,9 @@ def check_size(text: str | None) -> str | None:
 
 
 def starting(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """A function for shell completion: the names that begin with the text so far. Without any, the shell completes file names.
+    """Return a function for shell completion: from a beginning to the names that begin with it.
+
+    Without any, the shell completes file names.
 
     >>> starting(["lpmm", "lpmm4", "safe"])("lp")
     ['lpmm', 'lpmm4']
@@ -318,7 +326,10 @@ ModeOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """Changes of the step that an argument names; None leaves its own value. The last three have options of their own in some verbs."""
+    """Options that change the step which an argument names; None leaves the step's own value.
+
+    The last three have options of their own in some subcommands.
+    """
 
     input: Annotated[
         str | None, option("Shape of one example, for a model without data: 3x224x224, or tokens:1024.", metavar="SHAPE")
@@ -335,16 +346,16 @@ class SubjectOptions:
     lora_targets: tuple[str, ...] = ()
 
     def with_length(self, length: int) -> SubjectOptions:
-        """These, with a text of so many tokens."""
+        """Return these options with a text of `length` tokens."""
         return replace(self, input=f"tokens:{length}")
 
     def on_device_of(self, gpu: str | None) -> SubjectOptions:
-        """These, on CUDA if --gpu names a card and --device nothing else."""
+        """Return these options on CUDA, if --gpu names a card and --device nothing else."""
         return replace(self, device=self.device or ("cuda" if gpu else None))
 
 
 def command_text(model: str, **options: object) -> str:
-    """The arguments that name `model` and the options that are not None or False, for a command in a hint.
+    """Return the arguments that name `model` and the options that are not None or False, for a command in a hint.
 
     >>> command_text("net.py:make", input="3x32x32", batch=4, device=None)
     'net.py:make --input 3x32x32 --batch 4'
@@ -354,7 +365,7 @@ def command_text(model: str, **options: object) -> str:
 
 
 def step_text(model: str, options: SubjectOptions) -> str:
-    """The arguments that name `model` and the options that `paredown plan` and `explain` take."""
+    """Return the arguments that name `model` and the options that `paredown plan` and `explain` take."""
     fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
     is_chunked = options.chunked_loss
     return command_text(model, **fields, **({} if is_chunked is None else {f"{'' if is_chunked else 'no-'}chunked-loss": True}))

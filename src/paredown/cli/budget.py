@@ -31,7 +31,10 @@ HERE = re.compile(r"(?:cuda|here)(?::(?P<index>[0-9]{1,3}))?")
 
 
 class Card(NamedTuple):
-    """A GPU by name; `sold_gb` is the number in its name or specification, `total_gib` what torch reports, rounded down to 0.1 GiB."""
+    """A GPU by name.
+
+    `sold_gb` is the number in its name or specification, `total_gib` what torch reports, rounded down to 0.1 GiB.
+    """
 
     name: str
     sold_gb: int
@@ -72,20 +75,23 @@ ALIASES = {"a10g": "a10", "h10080gb": "h100", "v100": "v100-16gb or v100-32gb", 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget of the command line: a `size` that parse_bytes reads, the `argument` it came from, and `origin`, words for its size."""
+    """A budget of the command line.
+
+    `size` is text that parse_bytes reads, `argument` the argument that gave it, `origin` words that explain the size.
+    """
 
     size: str
     argument: str
     origin: str = ""
 
     def say(self, nbytes: int) -> str:
-        """The budget of `nbytes` bytes in GiB and GB, and where it comes from or which cards it may mean."""
+        """Return the budget of `nbytes` bytes in GiB and GB, with its origin or the cards it may mean."""
         why = self.origin or _cards_of(self.size)
         return f"{say_bytes_twice(nbytes)}{f': {why}' if why else ''}"
 
     @contextmanager
     def in_errors(self) -> Generator[None]:
-        """A context in which a BudgetError also says where the budget comes from, or which cards it may mean."""
+        """Return a context in which a BudgetError also names the budget's origin, or the cards it may mean."""
         try:
             yield
         except BudgetError as error:
@@ -95,14 +101,14 @@ class Budget:
 
 
 def read_budget(budget: str | None, gpu: str | None) -> Budget | None:
-    """The budget that --budget or --gpu gives; None without either, BadParameter with both."""
+    """Return the budget that --budget or --gpu gives; None without either, BadParameter with both."""
     if budget is not None and gpu is not None:
         raise typer.BadParameter(f"give a budget or a GPU, not both: --gpu {gpu} is a budget.", param_hint="--gpu")
     return gpu_budget(gpu) if gpu is not None else None if budget is None else Budget(budget, f"--budget {budget}")
 
 
 def needed_budget(budget: str | None, gpu: str | None, *, default: str | None = None) -> Budget:
-    """`read_budget`, or the budget `default`; BadParameter if there is none."""
+    """Return `read_budget`, or the budget `default`; BadParameter if there is neither."""
     found = read_budget(budget, gpu)
     if found is None and default is None:
         raise typer.BadParameter("missing: give a size such as 8GiB or 60%, or the card with --gpu.", param_hint="--budget")
@@ -110,7 +116,7 @@ def needed_budget(budget: str | None, gpu: str | None, *, default: str | None = 
 
 
 def gpu_budget(text: str) -> Budget:
-    """The budget of a card by name, or of a GPU of this machine (cuda, cuda:1): its memory that is free now."""
+    """Return the budget of a card by name, or of a GPU of this machine (cuda, cuda:1): its memory that is free now."""
     name = re.sub(
         r"nvidia|amd|instinct|generation|geforce|quadro|tesla|rtx|gtx|pcie|sxm[0-9]*|hbm[0-9a-z]*|[\s_-]", "", text.lower()
     )
@@ -130,7 +136,10 @@ def gpu_budget(text: str) -> Budget:
 
 
 def _budget_here(index: int, text: str) -> Budget:
-    """The free memory of GPU number `index`; other processes and the CUDA context of this one are taken off."""
+    """Return the free memory of GPU number `index`.
+
+    The memory of other processes and of this one's CUDA context is subtracted.
+    """
     from torch import cuda
 
     num = cuda.device_count() if cuda.is_available() else 0
@@ -145,7 +154,7 @@ def _budget_here(index: int, text: str) -> Budget:
 
 
 def _cards_of(size: str) -> str:
-    """Words on the cards that are sold with as many GB as `size` has; "" if it has another unit, or there are none."""
+    """Return words on the cards that are sold with as many GB as `size` has; "" for other units, or if there are none."""
     number, unit = size.strip()[:-2].strip(), size.strip()[-2:].lower()
     cards = [card for card in CARDS if unit == "gb" and parse_bytes(size) == card.sold_gb * 10**9]
     if not cards:
@@ -162,7 +171,7 @@ LENGTH_GRAIN, NUM_LENGTHS = 128, 3  # lengths are multiples of the first; so man
 
 
 def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) -> int:
-    """The largest batch size whose `peak` is within the budget; 0 if a batch of one is above it.
+    """Return the largest batch size whose `peak` is within the budget; 0 if a batch of one is above it.
 
     Interpolation search: peaks grow almost linearly with the batch. Every third guess is the midpoint, for peaks that do not.
     """
@@ -173,7 +182,7 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
         return known[num] <= budget_bytes
 
     def interpolated(low: int, high: int) -> int:
-        """The largest size within the budget on the line through two known sizes."""
+        """Return the largest size within the budget on the line through two known sizes."""
         slope = max(known[high] - known[low], 1) / (high - low)
         return int(low + (budget_bytes - known[low]) / slope)
 
@@ -198,7 +207,7 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
 def shorter(
     peak: Callable[[int], int], length: int, peak_bytes: int, *, fixed_bytes: int, budget_bytes: int
 ) -> tuple[int, int] | None:
-    """A length whose peak is within the budget, near the longest one, and its peak; None if none is found in three predictions.
+    """Return a length whose peak is within the budget, near the longest one, and its peak; None if three predictions find none.
 
     `peak_bytes`: of `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first guess is on the line through
     both, the next one on the line through the last two.

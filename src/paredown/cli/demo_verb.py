@@ -83,7 +83,10 @@ def demo(
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """The step that does not fit the budget and the plan that does, each with its peak: measured where that is known, else predicted."""
+    """The step that does not fit the budget, and the plan that does, each with its peak.
+
+    Peaks are measured where that is possible, otherwise predicted.
+    """
 
     subject: Subject
     full_bytes: int
@@ -92,14 +95,14 @@ class Fit:
     plan_bytes: int
 
     def bars(self) -> list[str]:
-        """Return bars of what the memory is made of at the peak, without the plan and with it."""
+        """Return bars of the memory at the peak by its parts, without the plan and with it."""
         from paredown.plan.plan import Plan
 
         rows = [self._row(BASELINE, Plan(), self.full_bytes), self._row(PLAN, self.plan, self.plan_bytes)]
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
     def _row(self, name: str, plan: Plan, nbytes: int) -> PlanRow:
-        """Predicted bytes by role; what was measured beyond them is the workspace of convolutions."""
+        """Return predicted bytes by role; what was measured beyond them is counted as workspace of convolutions."""
         from paredown.plan.footprint import footprint
 
         foot = footprint(self.subject.trace(plan), plan)
@@ -109,13 +112,13 @@ class Fit:
         return PlanRow(name, nbytes, foot.low_bytes, foot.high_bytes, fits, at_peak=parts, workspace_bytes=workspace)
 
     def story(self) -> list[str]:
-        """Return what does not fit, the bars, and the plan."""
+        """Return lines on what does not fit, the bars, and the plan."""
         needs = f"takes {say_bytes(self.full_bytes)}, and the budget is {say_bytes(self.budget_bytes)}"
         first = _wrapped(f"{NETWORK}. A training step {needs}: it does not fit.")
         return [*first, "", *self.bars(), "", *_row("Plan", self.in_words())]
 
     def in_words(self) -> str:
-        """Return what the plan does, in a sentence."""
+        """Return a sentence on what the plan stores in which formats."""
         from paredown.formats.format import Format
         from paredown.plan.explanation import explain_slots
 
@@ -129,7 +132,7 @@ class Fit:
 
 
 def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Fit:
-    """The budget, of the measured peak of the baseline, and the plan whose peak is within it as measured.
+    """Return a plan whose measured peak is within the budget, which is a share of the baseline's measured peak.
 
     What the baseline takes beyond its prediction (workspace of convolutions) is expected beyond the plan's prediction too.
     """
@@ -153,7 +156,7 @@ def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Fit:
 
 
 def _trained(screen: LiveScreen, task: Task, fit: Fit, seed: int, first: int, sessions: ExitStack) -> tuple[Training, Training]:
-    """Train without and with the plan from one seed, a step of each in turn."""
+    """Train without and with the plan from one seed, taking a step of each in turn, and return both trainings."""
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
 
@@ -168,7 +171,7 @@ def _trained(screen: LiveScreen, task: Task, fit: Fit, seed: int, first: int, se
 
 
 def _written(subject: Subject, result: DemoResult, session: Any, out: Path) -> dict[str, str]:
-    """Write the plan and the report; paths of the files by name."""
+    """Write the plan and the report, and return the paths of the files by name."""
     from paredown.cli.report_verbs import with_memory
     from paredown.plan.plan import Plan
     from paredown.study.report.page import write
@@ -195,7 +198,7 @@ class DemoResult:
 
     @staticmethod
     def of(fit: Fit, pairs: Sequence[tuple[Training, Training]]) -> DemoResult:
-        """Judge the trainings on the test digits."""
+        """Return the result of pairs of trainings, judged on the test digits."""
         import torch
 
         from paredown.study.tasks.paired_training import paired_difference
@@ -213,7 +216,7 @@ class DemoResult:
 
     @property
     def is_done(self) -> bool:
-        """Whether all trainings ended well."""
+        """Whether all trainings finished."""
         return all(trial.error is not None for trial in self.trials)
 
     @property
@@ -228,7 +231,7 @@ class DemoResult:
         return before, after
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         before, after = self.step_seconds
         return {
             "task": self.baseline[0].task,
@@ -245,7 +248,7 @@ class DemoResult:
         }
 
     def in_words(self, files: dict[str, str]) -> list[str]:
-        """Return the last screen: what the plan gives and costs in a sentence, the bars, the evidence, and what to do next."""
+        """Return the last screen: benefit and cost of the plan in a sentence, the bars, the evidence, and what to do next."""
         before, after = (1000 * seconds for seconds in self.step_seconds)
         rows = {
             "Plan": self.fit.in_words(),
@@ -260,11 +263,11 @@ class DemoResult:
 
     @property
     def _peak(self) -> str:
-        """What peaks are: measured where torch's profiler records memory, else predicted."""
+        """The word for the peaks: "peak" where torch's profiler measured memory, otherwise "predicted peak"."""
         return "peak" if all(trial.measured_peak_bytes for trial in self.trials) else "predicted peak"
 
     def headline(self) -> str:
-        """Return peak, error and step time with the plan beside the baseline's, in one sentence."""
+        """Return one sentence with peak, error and step time under the plan beside the baseline's."""
         peaks = [f"{nbytes / 2**20:.1f}" for nbytes in (self.fit.plan_bytes, self.fit.full_bytes, self.fit.budget_bytes)]
         above = "" if self.fit.plan_bytes <= self.fit.budget_bytes else "above the "
         errors = " instead of ".join(map(_mean_error, (self.packed, self.baseline)))
@@ -286,7 +289,7 @@ def _mean_error(trials: Sequence[Trial]) -> str:
 
 
 def _slow() -> str:
-    """What to install where the CPU quantizes slowly; "" where it is installed."""
+    """Return a sentence on what to install if the CPU quantizes slowly; "" if it is installed."""
     from paredown.codec.cpu import has_numba
 
     return "" if has_numba() else " Quantizing is slow without numba: pip install 'paredown[cpu]'."

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 class Package(NamedTuple):
-    """A package by its import name, and what paredown uses it for."""
+    """A package that paredown can use: the name it is imported by, and its use."""
 
     name: str
     use: str
@@ -100,7 +100,6 @@ def calibrate_verb(
 
 
 def _version(name: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
     if find_spec(name) is None:
         return None
     try:
@@ -110,7 +109,7 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> dict[str, Any]:
-    """GPUs with their memory, and whether the codec uses Triton kernels or torch."""
+    """Return the GPUs with their memory, and whether the codec uses Triton kernels or torch."""
     import torch
 
     cuda = torch.cuda
@@ -128,13 +127,16 @@ def _memory() -> int | None:
 
 
 def _data() -> dict[str, Any]:
-    """Whether PAREDOWN_DATA is set and names a folder; the path itself is not printed, since it can name a user."""
+    """Return whether PAREDOWN_DATA is set and names a folder.
+
+    The path itself is not printed, since it can name a user.
+    """
     folder = os.environ.get("PAREDOWN_DATA", "")
     return {"PAREDOWN_DATA": "set" if folder else "not set", "is_there": bool(folder) and os.path.isdir(folder)}
 
 
 def _advice(value: dict[str, Any]) -> list[str]:
-    """Commands to run, the most important first."""
+    """Return the commands that the user should run, the most important first."""
     missing = [p["name"] for p in value["packages"] if p["version"] is None]
     torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
     advice = ["torch is missing: pip install torch"] if torch is None else []
@@ -159,7 +161,6 @@ def _advice(value: dict[str, Any]) -> list[str]:
 
 
 def _lines(value: dict[str, Any]) -> list[str]:
-    """The environment as text."""
     memory = f", {value['memory_bytes'] / GIB:.1f} GiB of memory" if value["memory_bytes"] else ""
     lines = [
         heading(f"paredown {value['paredown']}"),

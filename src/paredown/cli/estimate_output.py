@@ -69,7 +69,7 @@ SEGMENTS = (
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A step under one plan; the fields are those of the JSON, which has ABSENT ones only where they are known."""
+    """The estimate of a step under one plan; the fields are those of the JSON, which has ABSENT ones only where they are known."""
 
     plan: str
     peak_bytes: int
@@ -92,7 +92,7 @@ class PlanRow:
     not_packed: tuple[UnpackedSlots, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         return {name: value for name, value in asdict(self).items() if value is not None or name not in ABSENT}
 
     @property
@@ -102,18 +102,18 @@ class PlanRow:
 
     @property
     def is_within(self) -> bool:
-        """Whether the step fits the budget, or with --batch auto a batch of it."""
+        """Whether the step fits the budget; with --batch auto, whether any batch of it does."""
         return bool(self.fits if self.largest_batch is None else self.largest_batch)
 
 
 def smallest(rows: Sequence[PlanRow]) -> PlanRow:
-    """The row of the smallest peak."""
+    """Return the row with the smallest peak."""
     return min(rows, key=lambda row: row.peak_bytes)
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Layers with a LoRA adapter, and parameters of the model."""
+    """The numbers of layers with a LoRA adapter, of trained parameters, and of all parameters."""
 
     layers: int
     trained_parameters: int
@@ -139,7 +139,7 @@ class Estimate:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         value = {**asdict(self), "plans": [row.to_json() for row in self.plans]}
         return {name: part for name, part in value.items() if part or name not in ("lora", "checkpointed")}
 
@@ -148,11 +148,14 @@ class Estimate:
         return f"{self.device} {COMPILED}" if self.compiled else self.device
 
     def verdict(self, *, requested: bool) -> str:
-        """Whether the step fits; `requested`: the user named the plans."""
+        """Return a sentence on whether the judged plan fits, and which of the others does.
+
+        The baseline is judged, or of requested plans the first that fits.
+        """
         return verdict(self.plans, self.budget_bytes, requested=requested, device=self._device)
 
     def step_lines(self) -> list[str]:
-        """The step that is traced: model, device, dtype and optimizer; its batch; adapters, checkpointed layers, and what is assumed."""
+        """Return lines on the traced step: model, device, dtype and optimizer; batch; adapters, checkpointed layers; assumptions."""
         where = f"{self._device.replace(' ', ', ')}, {self.dtype}, {self.optimizer or 'no optimizer'}, batch {self.batch_size}"
         lines = [f"One training step of {self.model} on {where}, predicted"]
         lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in self.batch)}.")
@@ -164,7 +167,7 @@ class Estimate:
         return [*lines, *([f"Assumed: {', '.join(self.assumed)}."] if self.assumed else [])]
 
     def lines(self, budget: Budget | None, *, requested: bool) -> list[str]:
-        """The whole text: verdict, bars, step and budget, then tables and notes."""
+        """Return the whole text: verdict, bars, step and budget, then tables and notes."""
         bars_shown = bars(self._rows_with_bars(requested=requested), self.budget_bytes, in_colour=has_colour())
         step, *details = self.step_lines()
         head = [styled_verdict(self.verdict(requested=requested)), "", *bars_shown, "", heading(step), *details]
@@ -174,7 +177,7 @@ class Estimate:
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
     def _rows_with_bars(self, *, requested: bool) -> Sequence[PlanRow]:
-        """All requested plans; else the baseline, and the first plan that fits or the smallest."""
+        """Return all requested plans; without a request, the baseline and the first plan that fits, or the smallest."""
         if requested or self.budget_bytes is None:
             return self.plans[:SHOWN_BARS]
         first = self.plans[0]
@@ -186,7 +189,7 @@ class Estimate:
 
 
 def verdict(rows: Sequence[PlanRow], allowed: int | None, *, requested: bool, device: str) -> str:
-    """Whether the judged plan fits (the baseline, or of requested plans the first that fits), and which of the others does."""
+    """Return whether the judged plan fits (the baseline, or of requested plans the first that fits), and which of the others does."""
     if allowed is None:
         return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
     if rows[0].largest_batch is not None:
@@ -211,7 +214,7 @@ def _begin(row: PlanRow, words: str) -> str:
 
 
 def _share(nbytes: int, allowed: int) -> str:
-    """Two sizes, with one unit if they have the same: 13.20 of 11.20 GiB."""
+    """Return two sizes as text, with one unit if they have the same: 13.20 of 11.20 GiB."""
     (number, unit), (other, other_unit) = say_bytes(nbytes).split(), say_bytes(allowed).split()
     return f"{number} of {other} {unit}" if unit == other_unit else f"{number} {unit} of {other} {other_unit}"
 
@@ -225,13 +228,16 @@ def _span(row: PlanRow) -> str:
 
 
 def _smaller(rows: Sequence[PlanRow], device: str) -> str:
-    """A sentence on the smallest of the other plans; "" if none is smaller than the first."""
+    """Return a sentence on the smallest of the other plans; "" if none is smaller than the first."""
     least = smallest(rows)
     return "" if least.peak_bytes >= rows[0].peak_bytes else f" {least.plan} needs {_size(least)}{_time(least, rows, device)}."
 
 
 def _time(row: PlanRow, rows: Sequence[PlanRow], device: str) -> str:
-    """The step time of a plan relative to the baseline's: predicted for a calibrated device, else measured for a preset; else ""."""
+    """Return the step time of a plan relative to the baseline's, as text; "" if it is unknown.
+
+    It is predicted for a calibrated device, and otherwise measured, for a preset.
+    """
     before, after = rows[0].step_seconds, row.step_seconds
     if before and after and rows[0].plan == BASELINE:
         return f", {after / before:.2f}x time predicted"
@@ -244,13 +250,13 @@ def _time(row: PlanRow, rows: Sequence[PlanRow], device: str) -> str:
 
 
 def has_colour() -> bool:
-    """Whether stdout is a terminal that may get colours and block characters."""
+    """Return whether stdout is a terminal that may get colours and block characters."""
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not is_plain and "utf" in (sys.stdout.encoding or "").lower()
 
 
 def styled_verdict(text: str) -> str:
-    """The verdict in green or red on a terminal."""
+    """Return the verdict, in green or red on a terminal."""
     if not has_colour() or text.startswith(("Needs", "Largest")):
         return text
     colour = RED if "not fit" in text.partition(":")[0] else GREEN
@@ -258,7 +264,7 @@ def styled_verdict(text: str) -> str:
 
 
 def bars(rows: Sequence[PlanRow], allowed: int | None, *, in_colour: bool, columns: int | None = None) -> list[str]:
-    """A bar for each row, to one scale, and the legend of the segments that they have; lines have at most `columns` characters."""
+    """Return a bar for each row, all to one scale, and a legend of their segments; lines have at most `columns` characters."""
     longest = max([row.peak_bytes for row in rows] + ([allowed] if allowed and not all(row.fits for row in rows) else []))
     names = [clean(row.plan) for row in rows]
     width = max(map(len, names))
@@ -276,7 +282,7 @@ def bars(rows: Sequence[PlanRow], allowed: int | None, *, in_colour: bool, colum
 
 
 def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator: str) -> list[str]:
-    """The parts in as few lines of `columns` characters as hold them, without the separator at the end of a line."""
+    """Return the parts in as few lines of `columns` characters as hold them, without a separator at the end of a line."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}{separator}{part}" if lines else ""
@@ -288,7 +294,7 @@ def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator
 
 
 def _segments(row: PlanRow, scale: float) -> list[Segment]:
-    """The segment of each character of a bar, which has `scale` characters for a byte."""
+    """Return the segment of each character of a bar, which has `scale` characters for a byte."""
     drawn: list[Segment] = []
     parts, total = row.parts_at_peak, 0
     for part in SEGMENTS:
@@ -302,7 +308,7 @@ def _drawn(part: Segment, block: str, *, in_colour: bool) -> str:
 
 
 def _bar(parts: Sequence[Segment], mark_at: int | None, length: int, *, in_colour: bool) -> str:
-    """The characters of a bar, padded to one length, with a mark at the budget."""
+    """Return the characters of a bar, padded to one length, with a mark at the budget."""
     cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (length + 1 - len(parts))]
     if mark_at is not None:
         cells.insert(mark_at, "|")
@@ -313,7 +319,7 @@ def _bar(parts: Sequence[Segment], mark_at: int | None, length: int, *, in_colou
 
 
 def _tables(rows: Sequence[PlanRow], allowed: int | None) -> list[str]:
-    """Bytes at the peak by role and by module, which add up to it, and figures of the whole step."""
+    """Return tables of the bytes at the peak by role and by module, which add up to it, and of the whole step."""
     names = [row.plan for row in rows]
     peaks = ("peak", *(say_bytes(row.peak_bytes) for row in rows))
     lines = table(("at the peak, by role", *names), [*_by([row.parts_at_peak for row in rows]), peaks])
@@ -322,13 +328,13 @@ def _tables(rows: Sequence[PlanRow], allowed: int | None) -> list[str]:
 
 
 def _by(parts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """A table row for each key, in the order of the first plan (modules: the largest first)."""
+    """Return a table row for each key, in the order of the first plan (modules: the largest first)."""
     keys = list(dict.fromkeys(key for row in parts for key in row))
     return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
 
 
 def _by_module(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
-    """A table row for each of the largest modules, one for all others, and one for the workspace of libraries."""
+    """Return a table row for each of the largest modules, one for all others, and one for the workspace of libraries."""
     by_module = [row.at_peak_by_module for row in rows]
     keys = list(dict.fromkeys(key for row in by_module for key in row))
     largest = [{key: row[key] for key in keys[:SHOWN_MODULES] if key in row} for row in by_module]
@@ -342,7 +348,7 @@ def _by_module(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
 
 
 def _totals(rows: Sequence[PlanRow], allowed: int | None) -> list[tuple[str, ...]]:
-    """The table of the whole step: bounds of the peak, what is stored or sent, time, and whether it fits."""
+    """Return the table of the whole step: bounds of the peak, what is stored or sent, time, and whether it fits."""
 
     def sizes(name: str, nbytes: Callable[[PlanRow], int | None]) -> tuple[str, ...]:
         return name, *(say_bytes(nbytes(row) or 0) for row in rows)
@@ -364,13 +370,13 @@ def _totals(rows: Sequence[PlanRow], allowed: int | None) -> list[tuple[str, ...
 
 
 def _untimed(rows: Sequence[PlanRow]) -> list[str]:
-    """One line that says why no step time is predicted; none where it is."""
+    """Return a line that says why no step time is predicted; empty if one is."""
     reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
     return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
 
 
 def _reasons(rows: Sequence[PlanRow]) -> list[str]:
-    """Why tensors that plans have rules for are not packed: a line for each reason of more than a hundredth of the peak."""
+    """Return why tensors that plans have rules for are not packed: a line for each reason of more than 1 % of the peak."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         for group in row.not_packed:

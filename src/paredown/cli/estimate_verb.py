@@ -97,17 +97,17 @@ class EstimateRequest:
 
     @property
     def shown_plans(self) -> Sequence[str]:
-        """The plans that are named, or those that are shown without --plan."""
+        """The plans that the user named; without --plan, a few presets."""
         default = SHOWN_BESIDE_FROZEN if self.frozen else SHOWN if self.lora is None else SHOWN_FOR_LORA
         return self.plan or default
 
     @property
     def is_for_plan(self) -> bool:
-        """Whether `paredown plan` has options for this step: it has none for adapters, checkpointing, frozen formats and processes."""
+        """Whether `paredown plan` has options for this step, which has none for adapters, checkpointing, frozen formats and processes."""
         return not (self.lora or self.checkpointing or self.frozen or self.strategy)
 
     def subject_options(self) -> SubjectOptions:
-        """What changes the step; BadParameter for options that exclude or need one another."""
+        """Return the options that change the step; BadParameter for options that exclude or need one another."""
         if self.step.input is not None and self.length is not None:
             raise typer.BadParameter(
                 f"--input {self.step.input} has the length already: leave one of them out.", param_hint="--length"
@@ -120,7 +120,7 @@ class EstimateRequest:
         return replace(step.on_device_of(self.gpu), batch=size, lora=self.lora, lora_targets=targets)
 
     def _batch_size(self) -> int | None:
-        """The requested batch size; None for the model's own, or for auto."""
+        """Return the requested batch size; None for the model's own, or for auto."""
         if self.batch is None or self.batch == AUTO:
             if self.batch == AUTO and self.budget is None and self.gpu is None:
                 raise typer.BadParameter(
@@ -134,7 +134,7 @@ class EstimateRequest:
         return int(self.batch)
 
     def check_processes(self) -> None:
-        """BadParameter for several processes without a valid strategy, or with a page."""
+        """Raise BadParameter for several processes without a valid strategy, or with a report."""
         from paredown.plan.distribution import STRATEGIES
 
         if self.strategy not in (None, *STRATEGIES) or (self.strategy is None and self.world_size > 1):
@@ -143,7 +143,7 @@ class EstimateRequest:
             raise typer.BadParameter("pages are of one process: leave --report or --strategy out.", param_hint="--report")
 
     def check_subject(self, subject: Subject) -> None:
-        """BadParameter for options that would change nothing in this step."""
+        """Raise BadParameter for options that would change nothing in this step."""
         if subject.task is not None and self.length is not None:
             raise typer.BadParameter(
                 f"{subject.name} is a task, which has its own batch: --length needs a config.json or a model of text.",
@@ -156,7 +156,10 @@ class EstimateRequest:
             )
 
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
-        """The plans by name, with a format for frozen weights, with checkpointed layers, and with their packed inputs in host memory."""
+        """Return the plans by name, changed as the request says.
+
+        They get a format for frozen weights, checkpointed layers, and packed inputs of these in host memory.
+        """
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
 
@@ -201,7 +204,7 @@ def estimate(request: EstimateRequest) -> None:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The step of a request and its plans by name."""
+    """The step of a request, and its plans by name."""
 
     request: EstimateRequest
     options: SubjectOptions
@@ -209,7 +212,7 @@ class PlannedStep:
     plans: Mapping[str, Plan]
 
     def footprint(self, name: str, plan: Plan, batch_size: int | None = None) -> Footprint:
-        """The footprint under a plan; the baseline has no session, also where its layers are checkpointed."""
+        """Return the footprint under a plan; the baseline has no session, even if its layers are checkpointed."""
         from paredown.plan.footprint import footprint
 
         trace = self.subject.trace(plan, batch_size)
@@ -217,18 +220,18 @@ class PlannedStep:
         return footprint(trace, plan, world_size=self.request.world_size, strategy=self.request.strategy)
 
     def footprints(self) -> dict[str, Footprint]:
-        """The footprint under each plan."""
+        """Return the footprint under each plan."""
         return {name: self.footprint(name, plan) for name, plan in self.plans.items()}
 
     def allowed(self, budget: Budget) -> int:
-        """The bytes of a budget; a percentage is of the peak of the baseline, with activation checkpointing if the plans have it."""
+        """Return the bytes of a budget; a percentage is of the baseline's peak, which is checkpointed if the plans are."""
         from paredown.plan.plan import Plan
 
         plan = Plan(recompute=next(iter(self.plans.values())).checkpointed)
         return parse_bytes(budget.size, whole=self.footprint(BASELINE, plan).peak_bytes)
 
     def largest_batches(self, allowed: int) -> dict[str, int]:
-        """The largest batch of each plan whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
+        """Return for each plan the largest batch whose predicted peak is within `allowed` bytes; 0 if not even one example fits."""
         largest: dict[str, int] = {}
         with progress_bar("the largest batch") as progress:
             for name in self.plans:
@@ -238,11 +241,11 @@ class PlannedStep:
         return largest
 
     def peak_bytes(self, name: str, batch_size: int) -> int:
-        """The predicted peak under the plan of that name with another batch size."""
+        """Return the predicted peak under the plan of this name with another batch size."""
         return self.footprint(name, self.plans[name], batch_size).peak_bytes
 
     def peak_of_length(self, name: str, length: int) -> int:
-        """The predicted peak under the plan of that name with another length of the text."""
+        """Return the predicted peak under the plan of this name with a text of another length."""
         from paredown.cli.subject import find_subject
 
         subject = find_subject(self.request.model, self.options.with_length(length))
@@ -259,7 +262,7 @@ def _planned_step(request: EstimateRequest, options: SubjectOptions) -> PlannedS
 
 
 def _check_offload(feet: Mapping[str, Footprint]) -> None:
-    """BadParameter if no plan has anything in host memory."""
+    """Raise BadParameter if no plan has anything in host memory."""
     foot = next(iter(feet.values()))
     if any(foot.host_bytes for foot in feet.values()):
         return
@@ -275,7 +278,6 @@ def _check_offload(feet: Mapping[str, Footprint]) -> None:
 
 
 def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> Estimate:
-    """The answer for these footprints."""
     subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
     grouping = _grouping(next(iter(feet.values())), depth)
     rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]
@@ -306,7 +308,7 @@ def _adapters(subject: Subject) -> Adapters | None:
 
 
 def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> PlanRow:
-    """What is printed of one plan: stored bytes by module to a depth, and bytes at the peak by group."""
+    """Return the row of one plan: stored bytes by module to a depth, and bytes at the peak by group."""
     from paredown.plan.explanation import unpacked_slots
     from paredown.predict.device_calibration import calibration_for
 
@@ -335,14 +337,14 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
 
 
 def _grouping(foot: Footprint, depth: int | None) -> Grouping:
-    """Groups of modules: those of a given depth, or those that show where the bytes of the first plan are."""
+    """Return groups of modules: those of a given depth, or those that show where the bytes of the first plan are."""
     from paredown.plan.module_groups import Grouping, useful_grouping
 
     return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
 
 
 def _module_sizes(foot: Footprint) -> dict[str, int]:
-    """Bytes at the peak by module; with the workspace of libraries they add up to the peak."""
+    """Return the bytes at the peak by module; with the workspace of libraries they add up to the peak."""
     sizes: Counter[str] = Counter()
     for (module, _), nbytes in foot.places_at_peak().items():
         sizes[module] += nbytes
@@ -350,7 +352,7 @@ def _module_sizes(foot: Footprint) -> dict[str, int]:
 
 
 def _notes(feet: Mapping[str, Footprint]) -> list[str]:
-    """Notes of the footprints, each once; one that some plans do not have, with the names of those that do."""
+    """Return the notes of the footprints, each once; a note that only some plans have names these."""
     owners: dict[str, list[str]] = {}
     for name, foot in feet.items():
         for note in foot.notes:
@@ -359,7 +361,7 @@ def _notes(feet: Mapping[str, Footprint]) -> list[str]:
 
 
 def _write_report(to: Path, step: PlannedStep, value: Estimate) -> None:
-    """The page of the memory of these plans, with the verdict, the budget and the step that the terminal shows."""
+    """Write the report page: the memory of these plans, with verdict, budget and step as on the terminal."""
     from paredown.cli.report_verbs import with_memory
     from paredown.study.report.page import write
     from paredown.study.report.record import Record
@@ -376,7 +378,7 @@ WITH_LENGTH = ("activation", "temporary", "input")  # roles whose bytes grow wit
 
 
 def _exit_if_too_large(step: PlannedStep, value: Estimate, budget: Budget) -> None:
-    """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit."""
+    """Exit with status 3 if no requested plan fits the budget; without requested plans, if the baseline does not fit."""
     if any(row.is_within for row in (value.plans if step.request.names_plans else value.plans[:1])):
         return
     allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
@@ -391,7 +393,7 @@ def _exit_if_too_large(step: PlannedStep, value: Estimate, budget: Budget) -> No
 
 
 def _smallest_that_fits(step: PlannedStep, least: PlanRow, allowed: int) -> str:
-    """The plan of the smallest peak, what to change, and a shorter text that fits under it, if one is found."""
+    """Return advice: the plan of the smallest peak, what to change, and a length of text that fits under it, if one is found."""
     advice = f"{least.plan} has the smallest peak, {say_bytes(least.peak_bytes)}: lower --batch or --length, or raise the budget."
     if step.request.length is None:
         return advice

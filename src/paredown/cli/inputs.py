@@ -25,7 +25,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def check_places(files: Mapping[str, Path | None]) -> None:
-    """Raise BadParameter before the work starts if an output file, by its option, cannot be written."""
+    """Raise BadParameter before the work starts if an output file cannot be written; `files` are by option."""
     for option, path in files.items():
         if path is not None and path.is_dir():
             raise typer.BadParameter(f"{path} is a folder; give a file.", param_hint=option)
@@ -40,19 +40,19 @@ def check_new(path: Path, *, may_overwrite: bool) -> None:
 
 
 def read_json_file(path: Path) -> Any:
-    """The value of a JSON file; PlanError if there is none."""
+    """Return the value of a JSON file; PlanError if there is none."""
     if not path.is_file():
         raise PlanError(f"there is no file {path}.")
     return serial.read_json(path, "JSON file", PlanError)
 
 
 def without_files(value: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a pick without the field `files` that `pick --json` adds."""
+    """Return the JSON of a pick without the field `files` that `pick --json` adds."""
     return {name: part for name, part in value.items() if name != "files"}
 
 
 def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
-    """The frontier in a JSON file, and the pick if the file holds one."""
+    """Return the frontier in a JSON file, and the pick if the file holds one."""
     from paredown.study.pick.answer import Frontier, Picked
 
     value = read_json_file(path)
@@ -66,7 +66,7 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
 
 
 def answer_json(picked: Picked) -> dict[str, Any]:
-    """The JSON of a pick, with absolute paths removed from its texts (messages of failed trials can contain them)."""
+    """Return the JSON of a pick, with absolute paths removed from its texts (messages of failed trials can contain them)."""
     from paredown.study.report.record import scrub
 
     value = picked.to_json()
@@ -78,7 +78,7 @@ def answer_json(picked: Picked) -> dict[str, Any]:
 
 
 def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
-    """The record of a file whose name ends in .json, or of a store."""
+    """Return the record of a file whose name ends in .json, or of a store."""
     if not source.lower().endswith(".json"):
         return _of_store(source, sweep, title)
     value = read_json_file(Path(source))
@@ -97,7 +97,7 @@ def _of_store(address: str, sweep: str | None, title: str) -> Record:
 
 
 def _of_value(value: Any, title: str) -> Record:
-    """The record in a JSON value: a record, the output of pick, or the output of train, distinguished by their fields."""
+    """Return the record in a JSON value: a record, or the output of pick or train, which their fields tell apart."""
     from paredown.study.pick.answer import Picked
     from paredown.study.report.record import Record
     from paredown.study.tasks.trial import Trial

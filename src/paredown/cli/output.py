@@ -27,13 +27,13 @@ CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]
 
 
 class Styled(str):
-    """A line with colours, made of cleaned parts: `tell` prints it unchanged."""
+    """A line that contains colours and is made of cleaned parts, so that `tell` prints it unchanged."""
 
     __slots__ = ()
 
 
 def clean(text: str) -> str:
-    """`text` with control characters replaced by "?", since names read from files may hold escape sequences for the terminal.
+    """Return `text` with control characters replaced by "?": names from files may hold escape sequences for the terminal.
 
     >>> clean("digits" + chr(27) + "[2J")
     'digits?[2J'
@@ -47,7 +47,7 @@ def say(sentence: str) -> None:
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """One line of JSON; NaN and infinities raise ValueError, since other JSON readers refuse them."""
+    """Return one line of JSON; NaN and infinities raise ValueError, since other JSON readers refuse them."""
     return json.dumps(value, allow_nan=False)
 
 
@@ -62,12 +62,14 @@ def tell(*lines: str) -> None:
 
 
 def heading(text: str) -> str:
-    """`text`, bold if stdout is a terminal."""
+    """Return `text`, in bold if stdout is a terminal."""
     return f"{BOLD}{text}{PLAIN}" if sys.stdout.isatty() else text
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Lines of a table with a bold heading: columns of numbers are aligned right, all others and the first `left` columns left.
+    """Return the lines of a table with a bold heading.
+
+    Columns of numbers are aligned right, all others and the first `left` columns left.
 
     >>> print(*table(("plan", "peak", "note"), [("baseline", "1.25 MiB", ""), ("lpmm", "612 KiB", "of 8 bits")]), sep="\\n")
     plan          peak  note
@@ -81,7 +83,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Whether more than half of the cells with text are numbers, or yes and no."""
+    """Return whether more than half of the cells that have text are numbers, or yes and no."""
     texts = [cell for cell in cells if cell]
     return 2 * sum(text.lstrip("+-")[:1].isdigit() or text in ("yes", "no") for text in texts) > len(texts)
 
@@ -124,7 +126,7 @@ class ProgressLines:
         self._lock = threading.Lock()
 
     def report(self, done: float, total: float, note: str) -> None:
-        """Note how far the work is; writes a line if one is due."""
+        """Record how far the work is, and write a line if one is due."""
         self._first = self._first or (self._clock(), done)
         self._last = (self._clock(), done, total, note)
         self.tick()
@@ -149,7 +151,7 @@ class ProgressLines:
 
 @contextmanager
 def progress_lines(what: str) -> Generator[Report]:
-    """`ProgressLines.report`; a thread writes lines also while nothing is reported."""
+    """Return a context that yields `ProgressLines.report`; a thread writes lines also while nothing is reported."""
     lines, is_over = ProgressLines(what), threading.Event()
 
     def tick() -> None:
@@ -167,7 +169,10 @@ def progress_lines(what: str) -> Generator[Report]:
 
 @contextmanager
 def progress_bar(what: str) -> Generator[Report]:
-    """A function `report(done, total, note)` that moves a progress bar; without a terminal, a line on stderr every PIPE_SECONDS."""
+    """Return a context that yields a function `report(done, total, note)`, which moves a progress bar.
+
+    Without a terminal, a line is written to stderr every PIPE_SECONDS.
+    """
     if not sys.stderr.isatty():
         with progress_lines(what) as report:
             yield report
@@ -184,7 +189,10 @@ def progress_bar(what: str) -> Generator[Report]:
 
 @contextmanager
 def spinner(what: str) -> Generator[None]:
-    """A spinner on stderr while the block runs; without a terminal, a line on stderr every PIPE_SECONDS."""
+    """Return a context in which a spinner runs on stderr.
+
+    Without a terminal, a line is written to stderr every PIPE_SECONDS.
+    """
     if not sys.stderr.isatty():
         with progress_lines(what):
             yield
@@ -198,7 +206,10 @@ def spinner(what: str) -> Generator[None]:
 
 @dataclass(frozen=True)
 class LiveScreen:
-    """Text with bars below it: `tell(lines)` replaces the text, `bar(name, done, total, note)` sets a bar, red where done exceeds total."""
+    """Text with bars below it.
+
+    `tell(lines)` replaces the text; `bar(name, done, total, note)` sets a bar, which is red if done exceeds total.
+    """
 
     tell: Callable[[Sequence[str]], None]
     bar: Callable[[str, float, float, str], None]
@@ -206,7 +217,10 @@ class LiveScreen:
 
 @contextmanager
 def live_screen(what: str, *, counted: str) -> Generator[LiveScreen]:
-    """Show text and bars on stderr while the block runs; without a terminal, a line every PIPE_SECONDS for the bar `counted`."""
+    """Return a context that shows text and bars on stderr.
+
+    Without a terminal, a line is written every PIPE_SECONDS for the bar `counted`.
+    """
     if not sys.stderr.isatty():
         with progress_lines(what) as report:
             yield LiveScreen(lambda _: None, lambda name, done, total, note: report(done, total, note) if name == counted else None)

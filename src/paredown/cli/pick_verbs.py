@@ -98,7 +98,6 @@ def pick(request: PickRequest) -> None:
 
 
 def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
-    """The task of the request, and the plan picked for it."""
     with spinner("reading the task"):
         from paredown.cli.subject import find_any_task
         from paredown.study.pick.pick import pick as pick_plan
@@ -124,7 +123,7 @@ def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
 
 
 def _write_files(request: PickRequest, task: Task, picked: Picked) -> dict[str, str]:
-    """Write the requested files; their paths by kind."""
+    """Write the requested files, and return their paths by kind."""
     from paredown.cli.inputs import answer_json, write_json
 
     written: dict[str, str] = {}
@@ -143,7 +142,7 @@ def _write_files(request: PickRequest, task: Task, picked: Picked) -> dict[str, 
 
 
 def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
-    """The record of a pick, with the memory of its step if the step can be traced."""
+    """Return the record of a pick, with the memory of its step if the step can be traced."""
     from paredown.cli.report_verbs import with_memory
     from paredown.cli.subject import of_task
     from paredown.errors import TraceError
@@ -158,7 +157,7 @@ def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
 
 
 def _in_words(picked: Picked) -> list[str]:
-    """The picked plan and its reason, the Pareto front as a table, and notes."""
+    """Return the picked plan and its reason, the Pareto front as a table, and notes, as lines."""
     from paredown.study.report.studies import study_of_pick
 
     study = study_of_pick(picked)
@@ -167,7 +166,7 @@ def _in_words(picked: Picked) -> list[str]:
 
 
 def front(study: Study) -> list[str]:
-    """A table of the Pareto front by rising bytes, predicted and measured; a star marks the picked plan."""
+    """Return a table of the Pareto front by rising bytes, predicted and measured; a star marks the picked plan."""
     shown = [mark for mark in study.marks if mark.on_front or mark.label == study.picked]
     names = ("  plan", "peak", "of full", study.metric, "+- 90 %", "measured", "peak")
     if not any(mark.step_source for mark in study.marks):
@@ -176,7 +175,10 @@ def front(study: Study) -> list[str]:
 
 
 def _step(mark: PlanMark) -> str:
-    """The step time, in times of the baseline's if that is known, else in milliseconds; a tilde where it was not measured on this task."""
+    """Return the step time relative to the baseline's if that is known, otherwise in milliseconds.
+
+    A tilde says that it was not measured on this task.
+    """
     if not mark.step_source:
         return ""
     time = f"{mark.step_ratio:.2f}x" if mark.step_ratio is not None else f"{1000 * (mark.step_seconds or 0.0):.3g} ms"

@@ -66,7 +66,7 @@ class PlanRequest:
 
     @property
     def subject_options(self) -> SubjectOptions:
-        """What changes the step."""
+        """The options that change the step."""
         return replace(self.step, batch=self.batch).on_device_of(self.gpu)
 
 
@@ -100,7 +100,6 @@ def make_plan(request: PlanRequest) -> None:
 
 
 def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
-    """The plan that `assign` makes for a step within a budget."""
     return subject.plan_within(
         within.size,
         method=request.method,
@@ -113,7 +112,7 @@ def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
 
 
 def _probed(subject: Subject, trace: Trace) -> Any:
-    """Measured gradient errors of each slot; PlanError for a model on the meta device, which cannot run."""
+    """Return the measured gradient errors of each slot; PlanError for a model on the meta device, which cannot run."""
     from paredown.check.probe import probe
     from paredown.errors import PlanError
 
@@ -158,7 +157,7 @@ def explain(
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """What a plan does on a step, slot by slot; the fields are those of the JSON."""
+    """The effect of a plan on a step, slot by slot; the fields are those of the JSON."""
 
     model: str
     baseline_bytes: int

@@ -55,7 +55,7 @@ def _with_memory(record: Record, model: str) -> Record:
 
 
 def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> Record:
-    """`record` with the memory of a step under these plans, in the study of that task or in a new study."""
+    """Return `record` with the memory of a step under these plans, in the study of its task or in a new study."""
     from dataclasses import replace
 
     from paredown.study.report.studies import Study
@@ -90,7 +90,10 @@ def serve(
 
 
 def _source(source: str, sweep: str | None) -> Any:
-    """The source of records: a store or a record file is reread when it changes, other files are read once."""
+    """Return the source of records that a text names.
+
+    A store or a record file is read again when it changes, other files are read once.
+    """
     from paredown.cli.inputs import read_json_file, read_source
     from paredown.study.report.server import RecordSource, open_source
 
@@ -105,7 +108,7 @@ def _source(source: str, sweep: str | None) -> Any:
         record: Record | None = loaded
 
         def read(self) -> Record | None:
-            """The record at the first call, then None."""
+            """Return the record at the first call, then None."""
             record, self.record = self.record, None
             return record
 

@@ -86,11 +86,14 @@ class Subject:
 
     @property
     def batch_size(self) -> int:
-        """Number of examples in the batch: the first dimension of its first tensor."""
+        """The number of examples in the batch: the first dimension of its first tensor."""
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """The trace that predictions under `plan` use (the same as in trials of a task), optionally with another batch size."""
+        """Return the trace from which bytes under `plan` are predicted, optionally with another batch size.
+
+        For a task it is the trace that its trials use.
+        """
         has_state_formats = self.task is not None and formats_state(plan or Plan())  # only traces of tasks depend on the plan
         key = self.batch_size if batch_size is None else batch_size, has_state_formats
         if key not in self._traces:
@@ -99,13 +102,13 @@ class Subject:
         return self._traces[key]
 
     def _missing_loss(self) -> str:
-        """A sentence for a step that fails and has no loss, though its batch looks like inputs and targets; else ""."""
+        """Return a hint if the step has no loss although its batch looks like inputs and targets; "" otherwise."""
         if self.loss is not None or not isinstance(self.batch, tuple) or len(self.batch) < 2:
             return ""
         return f" {missing_loss(len(self.batch), f'return (model, batch, loss), such as {LOSS_EXAMPLE}')}"
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
-        """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
+        """Return a new trace: of the task with the command line's optimizer and autocast, or of the model if there is no task."""
         where: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
             batch, step = resized(self.batch, self.batch_size, batch_size), {"loss": self.loss, "autocast": self.autocast}
@@ -117,11 +120,11 @@ class Subject:
         return trace_task(task, plan, batch_size=batch_size, optimizer=optimizer, **where)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
-        """The predicted peak under a plan."""
+        """Return the predicted peak under a plan."""
         return peak_of(self.trace(plan, batch_size), plan)
 
     def plan_within(self, budget: str, **options: Any) -> Plan:
-        """A plan whose predicted peak is within a budget; percentages are of the baseline's peak, `options` are those of assign."""
+        """Return a plan whose predicted peak is within a budget (percentages: of the baseline's peak); `options` are those of assign."""
         budget_bytes = parse_bytes(budget, whole=self.peak_bytes(Plan()))
         if self.peak_bytes(Plan()) > budget_bytes:
             made = assign(self.trace(Plan.preset("lpmm")), budget_bytes, **options)
@@ -132,7 +135,7 @@ class Subject:
 
 @contextmanager
 def _trace_errors(what: str, hint: str = "") -> Generator[None]:
-    """A context that turns exceptions of the user's model into TraceError, with `what` in front and `hint` behind."""
+    """Return a context that turns exceptions of the user's model into TraceError, with `what` in front and `hint` behind."""
     try:
         yield
     except TaskError:
@@ -145,7 +148,7 @@ def _trace_errors(what: str, hint: str = "") -> Generator[None]:
 
 
 def find_subject(text: str, changes: SubjectOptions) -> Subject:
-    """The training step that `text` names, with `changes`."""
+    """Return the training step that `text` names, changed as the options say."""
     head, _, tail = text.strip().partition("#")
     head = head.strip()
     if (config := find_config(head)) is not None:
@@ -162,7 +165,7 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
 
 
 def _with_lora(subject: Subject, changes: SubjectOptions) -> Subject:
-    """The step with LoRA adapters, in a batch of one example where the model has no batch of its own."""
+    """Return the step with LoRA adapters; a model without a batch of its own gets one of one example."""
     if subject.task is not None:
         raise TaskError(
             f"{subject.name} is a task, which makes its own model: --lora needs a config.json, a model, or file.py:function."
@@ -183,21 +186,21 @@ def _assumed_batch(num: int) -> str:
 
 
 def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
-    """Batch and length of a Hugging Face config, which has neither."""
+    """Return texts that say which batch size and length were assumed for a Hugging Face config, which has neither."""
     is_given = changes.input is not None or "length" in parse_options(tail)
     lengths = [f"length {batch['input_ids'].shape[1]} (--input tokens:N sets it)"] if "input_ids" in batch and not is_given else []
     return (_assumed_batch(CONFIG_BATCH), *lengths)
 
 
 def _assumed_of_model(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Batch, and length or picture, of a model of MODELS."""
+    """Return texts that say which batch size, and length or picture size, were assumed for a model of MODELS."""
     key, size = ("length", f"length {LENGTH}") if name in OF_TEXT else ("picture", f"pictures of {PICTURE} x {PICTURE}")
     batch = () if "batch" in options else (_assumed_batch(BATCH),)
     return (*batch, *(() if key in options else (f"{size} (#{key}=N sets it)",)))
 
 
 def find_any_task(text: str) -> Task:
-    """The task that `text` names, which can be a function of an importable module."""
+    """Return the task that `text` names, which may be a function of an importable module."""
     head, _, tail = text.strip().partition("#")
     kind, _, function = head.strip().rpartition(":")
     if not kind or ".py:" in head or head.partition(":")[0] in WITH_FILE:
@@ -211,7 +214,7 @@ def find_any_task(text: str) -> Task:
 
 
 def of_task(task: Task, device: str | None = None) -> Subject:
-    """The training step of a task, for the type of `device`."""
+    """Return the training step of a task, on the type of `device`."""
     torch.manual_seed(0)
     batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
     kind = None if device is None else device.partition(":")[0]
@@ -232,7 +235,7 @@ def _task(text: str, head: str) -> Task:
 
 
 def _check_is_no_config(head: str) -> None:
-    """TaskError if `head` is meant as a config of a Hugging Face model, and there is none: a path, or a name of the hub."""
+    """Raise TaskError if `head` looks like a Hugging Face config (a path or a name of the hub) that is not there."""
     path = Path(head)
     if path.is_dir():
         raise TaskError(f"the folder {head} has no {NAME}. To train on its pictures: images:{head}.")
@@ -264,13 +267,13 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
 
 
 def _length_of(name: str, input: str | None) -> dict[str, Any]:
-    """The length that --input tokens:N gives to a text model of MODELS."""
+    """Return the keyword argument for the length that --input tokens:N gives to a text model of MODELS."""
     kind, _, number = (input or "").partition(":")
     return {"length": int(number[:9])} if name in OF_TEXT and kind == "tokens" and number.isdigit() else {}
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
-    """A network of MODELS; `options` are its keywords, and `picture`, `length` and `batch` for its input."""
+    """Return the step of a network of MODELS; `options` are its keywords, and `picture`, `length` and `batch` for its input."""
     sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
     keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
     keywords |= {"picture": sizes["picture"]} if name == "vit" else {"context": sizes["length"]} if name == "gpt" else {}
@@ -285,7 +288,7 @@ def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
 
 
 def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions) -> Subject:
-    """The step of what a user's function returns: a Task, a model, or a tuple with a model and a batch."""
+    """Return the step that a user's function returns: a Task, a model, or a tuple with a model and a batch."""
     file, _, function = head.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         raise TaskError(f"{file}: there is no such file.")
@@ -301,7 +304,7 @@ def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions
 
 
 def _random_batch_and_loss(model: nn.Module, changes: SubjectOptions) -> tuple[Any, Callable[..., Tensor]]:
-    """A batch of the shape of --input with labels for logits (..., num_classes), and cross entropy."""
+    """Return a batch of the shape of --input with labels for logits (..., num_classes), and cross entropy."""
     if changes.input is None:
         raise TaskError(
             "the function returned a model and no batch: give the shape of one example, such as --input 3x224x224 or tokens:1024."
@@ -322,7 +325,7 @@ def _random_batch_and_loss(model: nn.Module, changes: SubjectOptions) -> tuple[A
 
 
 def example(text: str, num: int) -> Tensor:
-    """A batch of `num` examples of a shape: `3x224x224` floats (on the meta device), or `tokens:1024`.
+    """Return a batch of `num` examples of a shape: `3x224x224` floats (on the meta device), or `tokens:1024`.
 
     >>> example("3x8x8", 2).shape, example("tokens:16", 2).dtype
     (torch.Size([2, 3, 8, 8]), torch.int64)
@@ -339,7 +342,7 @@ def example(text: str, num: int) -> Tensor:
 
 
 def read_plan(text: str) -> Plan:
-    """The plan that `text` names."""
+    """Return the plan that `text` names."""
     if text == BASELINE:
         return Plan()
     if text and all(name in PRESETS for name in text.split("+")):
@@ -367,5 +370,5 @@ def _by_role(text: str) -> Plan:
 
 
 def name_of(text: str) -> str:
-    """The name of a plan in a table: the argument, or the name of a file without its folder."""
+    """Return the name of a plan in a table: the text itself, or a file's name without its folder."""
     return text if "=" in text or text in PRESETS else Path(text).name

@@ -65,7 +65,10 @@ Callbacks = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "C
 
 @contextmanager
 def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Callbacks that print JSON lines: each result, and progress at intervals and at the end. Other output goes to stderr."""
+    """Return a context that yields callbacks for output to a pipe: JSON lines of each result, and of progress from time to time.
+
+    Other output goes to stderr.
+    """
     lines = partial(print, file=sys.stdout, flush=True)
 
     def on_result(claim: Claim, trial: Trial) -> None:
@@ -85,7 +88,7 @@ def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 @contextmanager
 def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Callbacks that redraw a progress display on the terminal."""
+    """Return a context that yields callbacks which redraw a progress display on the terminal."""
     from rich.live import Live
 
     with Live(refresh_per_second=4) as live:
@@ -106,7 +109,7 @@ def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 
 def _display(sweeps: list[SweepProgress]) -> Any:
-    """A rich table with a bar, counts and the best plans of each sweep."""
+    """Return a rich table with a bar, counts and the best plans of each sweep."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -140,13 +143,13 @@ class WorkRequest:
     is_json: JsonOption = False
 
     def ray_options(self) -> RayOptions | None:
-        """The options of --ray FILE; None where it is not given."""
+        """Return the options in the file of --ray; None without one."""
         from paredown.study.sweeps.engines.ray import RayOptions
 
         return None if self.ray is None else RayOptions.load(self.ray)
 
     def worker_options(self, sweep: str | None, folder: TaskFolder, *, stays: bool = False) -> WorkerOptions:
-        """Which trials a worker claims, and how often it writes that it is alive."""
+        """Return the options of a worker: which trials it claims, and how often it reports that it is alive."""
         from paredown.study.sweeps.worker import WorkerOptions, beat_every
 
         beat = beat_every(self.patience)
@@ -257,14 +260,14 @@ def sweep_merge(
 
 
 def needed(store: str | None) -> str:
-    """`store`; ParedownError if none was named."""
+    """Return `store`; ParedownError if none was named."""
     if not store:
         raise ParedownError("which store? Give --store FILE or URL, or set PAREDOWN_STORE.")
     return store
 
 
 def open_store(address: str, *, may_create: bool = True) -> Store:
-    """Open a store; waiting for a busy database is reported on stderr."""
+    """Open and return a store; waiting for a busy database is reported on stderr."""
     from paredown.study.sweeps.store import Store
 
     return Store(address, may_create=may_create, say=say)

@@ -70,7 +70,7 @@ class TrainRequest:
     is_json: JsonOption = False
 
     def checked_budget(self) -> Budget | None:
-        """The budget, if there is one; BadParameter for options that exclude one another."""
+        """Return the budget, if there is one; BadParameter for options that exclude one another."""
         budget = read_budget(self.budget, self.gpu)
         if self.plan is not None and budget is not None:
             raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
@@ -121,7 +121,7 @@ def train(request: TrainRequest) -> None:
 
 
 def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
-    """Write the weights of a run that is done to a file, if one is named; returns a sentence about it."""
+    """Write the weights of a finished run to a file, if one is named, and return a sentence about it."""
     if to is None or not run.is_done:
         return []
     write_weights(run.model, to)
@@ -129,7 +129,7 @@ def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
 
 
 def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification:
-    """A comparison of the gradients of the first batch under a plan with those of the unmodified model."""
+    """Return the gradients of the first batch under a plan, compared with those of the unmodified model."""
     from paredown.check.verify import verify
     from paredown.study.tasks.evaluate import deterministic, make_setting, seeded
 
@@ -141,7 +141,7 @@ def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification
 
 
 def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, Any]:
-    """The JSON field of the verification; exits before training if gradients differ by more than the tolerance."""
+    """Return the JSON field of the verification; exit before training if gradients differ by more than the tolerance."""
     from paredown.check.verification import TOO_COARSE
 
     result = _verification(task, run.plan, request)
@@ -162,7 +162,7 @@ def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, 
 
 
 def _baseline_run(plan: Plan, *, compares: bool) -> list[TrainingRun]:
-    """The run without a plan that --compare adds; none if `plan` is the baseline itself."""
+    """Return the run of the baseline that --compare adds; none if `plan` is the baseline itself."""
     return (
         [TrainingRun(BASELINE, replace(plan, rules=(), recompute=(), reason=""))] if compares and not plan.changes_nothing else []
     )
@@ -177,7 +177,7 @@ def _exit_if_failed(last: TrainingRun, advice: str | None) -> None:
 
 @dataclass
 class TrainingRun:
-    """One training run: its plan, and after `train` its trial, and its model if asked to keep it."""
+    """A training run: its plan, and after `train` its trial, and its model if requested."""
 
     name: str
     plan: Plan
@@ -213,7 +213,7 @@ class TrainingRun:
         self._model = model if keeps_model else None
 
     def advice(self, task: Task, frontier: Frontier | None) -> str | None:
-        """Which role grew most and which smaller plan to try, if the run ran out of memory; else None."""
+        """Return which role grew most and which smaller plan to try if the run ran out of memory; otherwise None."""
         if self.trial.status.value != "out_of_memory":
             return None
         from paredown.check.out_of_memory import explain_shortage
@@ -223,12 +223,12 @@ class TrainingRun:
         return str(explain_shortage(of_task(task).trace(self.plan), self.plan, candidates=front, available_bytes=_available()))
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: the trial and its name."""
+        """Return the JSON value: the trial and its name."""
         return {"name": self.name, **self.trial.to_json()}
 
 
 def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
-    """A heading, a table of the runs, and a note for each run whose peak is far above its prediction."""
+    """Return a heading, a table of the runs, and a note for each run whose peak is far above its prediction."""
     from paredown.sizes import say_bytes
 
     def cells(trial: Trial) -> tuple[str, ...]:
@@ -244,7 +244,10 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """A note if the measured peak on a GPU is far above the prediction; else "", also on a CPU, whose operators always use workspace."""
+    """Return a note if the measured peak on a GPU is far above the prediction; "" otherwise.
+
+    There is none on a CPU, whose operators always use workspace.
+    """
     from paredown.sizes import say_bytes
 
     measured, predicted = run.trial.measured_peak_bytes, run.trial.predicted_peak_bytes
@@ -293,7 +296,6 @@ def _write_safetensors(model: nn.Module, path: Path) -> None:
 
 
 def _available() -> int | None:
-    """Total memory of the GPU in bytes; None without a GPU."""
     import torch
 
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None

@@ -105,11 +105,14 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             self._saving = SavesOnCpu(unwrapped(model))
 
     def is_like(self, other: TrainerPlanCallback) -> bool:
-        """Whether both have the same plan and options."""
+        """Return whether both have the same plan and options."""
         return (self.plan, self._options) == (other.plan, other._options)
 
     def put_on(self, model: Any) -> None:
-        """Apply the plan to `model`; a session of an earlier `attach` goes on if it has the same plan and options, else it is closed."""
+        """Apply the plan to `model`.
+
+        A session of an earlier `attach` stays open if it has the same plan and options; otherwise it is closed.
+        """
         earlier = session_of(unwrapped(model))
         if earlier is not None and _ATTACHED.get(earlier) == (self.plan, self._options):
             self.go_on_with(earlier, unwrapped(model))
@@ -164,7 +167,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         self._monitor = None
 
     def state(self) -> dict[str, Any]:
-        """The session's state, which the trainer saves in trainer_state.json."""
+        """Return the session's state, which the trainer saves in trainer_state.json."""
         return {
             "args": {},
             "attributes": {"session": self.session.state_dict() if self.session is not None and self.is_open else None},
@@ -181,7 +184,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
 
 
 def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, dict[str, Any]]:
-    """`optimizer_cls_and_kwargs` of a Trainer: paredown's optimizer with learning rate, betas and eps of TrainingArguments.
+    """Return `optimizer_cls_and_kwargs` for a Trainer: paredown's optimizer with learning rate, betas and eps of TrainingArguments.
 
     The trainer sets weight decay for each group. SGD takes momentum, dampening and nesterov from `args.optim_args`. Muon's adjust_lr_fn is
     "match_rms_adamw", for which learning rates of AdamW are right; give it adamw_params=paredown.optim.embeddings_and_head(model).
@@ -204,7 +207,7 @@ def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, d
 
 
 def _sgd_arguments(args: Any) -> dict[str, Any]:
-    """Those of `args.optim_args`, such as "momentum=0.9,nesterov=true", if the trainer would give them to SGD."""
+    """Return the arguments in `args.optim_args`, such as "momentum=0.9,nesterov=true", if the trainer would give them to SGD."""
     text = str(getattr(args, "optim_args", None) or "").replace(" ", "") if _optim(args) == "sgd" else ""
     pairs = {pair.partition("=")[0]: pair.partition("=")[2] for pair in text.split(",")}
     return {
@@ -215,7 +218,7 @@ def _sgd_arguments(args: Any) -> dict[str, Any]:
 
 
 def _optim(args: Any) -> str:
-    """`TrainingArguments.optim` as a string."""
+    """Return `TrainingArguments.optim` as a string."""
     return str(getattr(args.optim, "value", args.optim))
 
 
@@ -229,7 +232,7 @@ def attach(
     verify: bool = False,
     **options: Any,
 ) -> TrainerPlanCallback:
-    """Apply `plan` to a trainer's model, and log which optimizer will run. `options`: of TrainerPlanCallback.
+    """Apply `plan` to a trainer's model, and log which optimizer will run; `options` are those of TrainerPlanCallback.
 
     `budget`, such as "24GiB": in place of a plan. It is made by `assign` from a trace of the trainer's own step, for the device that it
     trains on, with the longest of its examples; `batch` gives others, as the data collator returns them.
@@ -274,7 +277,10 @@ def _close_earlier(trainer: Any) -> None:
 
 
 def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Remove the callbacks of earlier calls of `attach`, and the optimizer that they chose unless `callback` goes on with their session."""
+    """Remove the callbacks of earlier calls of `attach`.
+
+    The optimizers that they chose are removed too, unless `callback` goes on with their session.
+    """
     for earlier in [each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerPlanCallback)]:
         trainer.callback_handler.callbacks.remove(earlier)
         earlier.detach()
@@ -296,14 +302,14 @@ def _drop_optimizer(trainer: Any) -> None:
 
 
 def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> None:
-    """Log the reason of a plan that was made, the optimizer, and a hint on small learning rates."""
+    """Log why a plan was made, which optimizer runs, and a hint if the learning rate is small."""
     for text in (reason, callback.optimizer, _small_rate_hint(trainer.args.learning_rate, callback.plan)):
         if text and trainer.is_world_process_zero():
             log.warning("paredown: %s", text)
 
 
 def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | None) -> tuple[str | None, str]:
-    """The optimizer of `OPTIMIZERS` that replaces the trainer's, None if that is kept, and a sentence about it."""
+    """Return the name of the optimizer that replaces the trainer's (None: the trainer keeps its own), and a sentence about it."""
     optim_name, own = _optim(trainer.args), trainer.optimizer or trainer.optimizer_cls_and_kwargs
     if own is not None:
         class_name = (own[0] if isinstance(own, tuple) else type(own)).__name__
@@ -330,7 +336,7 @@ def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | N
 
 
 def _small_rate_hint(learning_rate: float, plan: Plan) -> str:
-    """A sentence if the learning rate is too small for the plan's weights; "" otherwise."""
+    """Return a hint if the learning rate is too small for the plan's weights; "" otherwise."""
     weight, residue = (plan.find(("",), role).format for role in (Role.WEIGHT, Role.RESIDUE))
     if weight is None or residue is not None or not 0 < learning_rate <= SMALL_LEARNING_RATE:
         return ""
@@ -341,7 +347,7 @@ def _small_rate_hint(learning_rate: float, plan: Plan) -> str:
 
 
 def _traced_optimizer(trainer: Any, name: str | None) -> Any:
-    """What `trace_step` takes for the optimizer of the trainer: its name, or the instance that the trainer has."""
+    """Return the trainer's optimizer as `trace_step` takes it: its name, or the instance that the trainer has."""
     if trainer.optimizer is not None:
         return unwrap_optimizer(trainer.optimizer)
     found = _traced_optimizer_name(trainer, name)
@@ -354,7 +360,7 @@ def _traced_optimizer(trainer: Any, name: str | None) -> Any:
 
 
 def _traced_optimizer_name(trainer: Any, name: str | None) -> str | None:
-    """The name of the trainer's optimizer as `trace_step` takes it; None if it has none."""
+    """Return the name of the trainer's optimizer as `trace_step` takes it; None if it has none."""
     own = trainer.optimizer_cls_and_kwargs
     equal = own[0].__name__.lower() if name is None and own is not None else name or EQUALS.get(_optim(trainer.args))
     if equal == "sgd":
@@ -382,7 +388,7 @@ def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str 
 
 
 def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
-    """ApplyError unless the first of the three is a trainer, and one of the others is given."""
+    """Raise ApplyError unless `trainer` is one, and either a plan or a budget is given."""
     if hasattr(trainer, "callback_handler"):
         if (plan is None) == (budget is None):
             raise ApplyError("attach takes a plan or a budget: attach(trainer, plan), or attach(trainer, budget='24GiB').")

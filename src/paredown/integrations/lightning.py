@@ -74,7 +74,10 @@ class PareCallback(AppliedPlan, Callback):
         self.trace = trace or (guard.trace if guard is not None else None)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Apply the plan, before optimizers are configured and checkpoints are loaded; an open session of the same module goes on."""
+        """Apply the plan, before optimizers are configured and checkpoints are loaded.
+
+        An open session of the same module stays open.
+        """
         if stage != "fit":
             return
         part = called_part(pl_module, self.module)
@@ -118,7 +121,10 @@ class PareCallback(AppliedPlan, Callback):
             pl_module.log_dict(self._monitor.numbers(trainer.optimizers[0] if trainer.optimizers else None))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Add an explanation to an out-of-memory error. The session stays open: to decode all weights could need more memory."""
+        """Add an explanation to an out-of-memory error.
+
+        The session stays open: to decode all weights could need more memory.
+        """
         add_explanation(exception, self.trace, self.plan)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -133,7 +139,7 @@ class PareCallback(AppliedPlan, Callback):
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state, for checkpoints."""
+        """Return the session's state, for checkpoints."""
         return self.session.state_dict() if self.session is not None and self.is_open else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,7 +149,6 @@ class PareCallback(AppliedPlan, Callback):
 
 
 def _loss_of_step(output: Any) -> Tensor:
-    """The loss in the output of a training_step."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise ApplyError(f"training_step returned no loss for the first batch, but {type(output).__name__}: verify=True needs one.")
@@ -151,7 +156,7 @@ def _loss_of_step(output: Any) -> Tensor:
 
 
 def called_part(module: nn.Module, name: str | None) -> nn.Module:
-    """The submodule of a LightningModule that the plan is applied to."""
+    """Return the submodule of a LightningModule that the plan is applied to."""
     if name is not None:
         try:
             return module.get_submodule(name)
@@ -177,7 +182,7 @@ BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mi
 
 @final
 class PlanPrecision(AppliedPlan, Precision):
-    """A precision plugin that applies a plan and delegates precision to another plugin. `options` are those of `paredown.apply`."""
+    """A precision plugin that applies a plan, and leaves precision to another plugin. `options` are those of `paredown.apply`."""
 
     def __init__(self, plan: Plan, precision: str | Precision = "32-true", **options: Any) -> None:
         super().__init__(plan, **options)
@@ -204,7 +209,7 @@ class PlanPrecision(AppliedPlan, Precision):
         return module
 
     def numbers(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-        """Memory and update statistics for `fabric.log_dict` (`monitor.py`)."""
+        """Return memory and update statistics for `fabric.log_dict` (`monitor.py`)."""
         return self._monitor.numbers(optimizer) if self._monitor is not None else {}
 
     def teardown(self) -> None:

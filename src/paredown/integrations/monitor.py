@@ -42,7 +42,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """The current numbers by name; `optimizer` can be wrapped by a library, or one of torch.optim."""
+    """Return the current numbers by name; `optimizer` may be wrapped by a library, or be one of torch.optim."""
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -66,14 +66,14 @@ def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -
 
 
 class Monitor:
-    """`numbers` of a run, with the maximum of packed activations since the last call."""
+    """Returns `numbers` of a run, with the maximum of packed activations since the last call."""
 
     def __init__(self, session: Session | SimulatedSession, model: nn.Module) -> None:
         self.session, self._most = session, 0
         self._handle = model.register_forward_hook(Hook(self._record))  # registered after the session's hooks, which pack
 
     def numbers(self, optimizer: Any = None) -> dict[str, float]:
-        """The current numbers; activation memory is the maximum since the last call of this method."""
+        """Return the current numbers; activation memory is the maximum since the last call of this method."""
         values = numbers(self.session, optimizer)
         if "memory/activation_gib" in values:
             values["memory/activation_gib"] = max(values["memory/activation_gib"], self._most / GIB)
@@ -97,21 +97,21 @@ class Monitor:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside the wrappers of Accelerate and Lightning."""
+    """Return the optimizer inside the wrappers of Accelerate and Lightning."""
     while not isinstance(optimizer, Optimizer) and isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
-    """The parameters of the model, or without a model those of the optimizer."""
+    """Return the parameters of the model; without a model, those of the optimizer."""
     if model is not None:
         return list(model.parameters())
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
 
 
 def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:
-    """Bytes that the gradient of a parameter takes once backward has run; 0 with gradient release."""
+    """Return the bytes that the gradient of a parameter takes once backward has run; 0 with gradient release."""
     entry = optimizer.entry_of(parameter) if isinstance(optimizer, Optimizer) else None
     if entry is not None and entry.gradient is not None:
         return entry.gradient.nbytes
@@ -124,7 +124,7 @@ def _state_bytes(state: dict[str, Any]) -> int:
 
 
 def _arrivals(optimizer: Any) -> dict[str, float]:
-    """Mean underflow and flips over all values of packed weights since the start, from `optimizer.diagnostics()`."""
+    """Return the mean underflow and flips over all values of packed weights since the start, from `optimizer.diagnostics()`."""
     rows = optimizer.diagnostics() if isinstance(optimizer, Optimizer) else ()
     counted = [(row, row.num_values) for row in rows if row.num_values]
     if not counted:
@@ -144,9 +144,9 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """A plan, its session while it is applied to a model, and a monitor. `options` are those of `apply`.
+    """A plan, its session while it is applied to a model, and a monitor.
 
-    Set `prints_summary` to False, and the session's summary is not printed when training ends.
+    `options` are those of `apply`. Set `prints_summary` to False, and the session's summary is not printed when training ends.
     """
 
     prints_summary = True
@@ -169,7 +169,7 @@ class AppliedPlan:
         self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
 
     def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:
-        """Take over a session that is open on `model`."""
+        """Use a session that is open on `model` already."""
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:

@@ -28,7 +28,7 @@ SAVE = "save_pretrained"
 
 @contextmanager
 def decoded_on_cpu(model: nn.Module) -> Generator[None]:
-    """Inside the context, packed weights are in host memory in the state dicts of `model`; tied ones are the same tensor."""
+    """Return a context in which state dicts of `model` have packed weights decoded in host memory; tied ones stay one tensor."""
     moved: dict[int, Tensor] = {}  # by id of the parameter: a weight under two names is the same tensor under both
     handles = [module.register_state_dict_post_hook(Hook(partial(_move, moved))) for module in model.modules()]
     try:
@@ -39,7 +39,7 @@ def decoded_on_cpu(model: nn.Module) -> Generator[None]:
 
 
 def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Move the decoded weights of one module to host memory; the session's own hook, which decodes them, ran before."""
+    """Move the decoded weights of one module to host memory, after the session's own hook has decoded them."""
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if type(value) is Tensor and weight_of(parameter) is not None:
@@ -50,9 +50,9 @@ def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], pr
 
 @final
 class SavesOnCpu:
-    """Stands for the method `name` of `owner`, which saves `model`, until `close`; a copy of the owner has its class's own.
+    """Replaces the method `name` of `owner`, which saves `model`, until `close`: weights are decoded in host memory.
 
-    By default it is `save_pretrained` of the model itself.
+    By default it is `save_pretrained` of the model itself. A copy of the owner has the method of its class.
     """
 
     def __init__(self, model: nn.Module, owner: Any = None, name: str = SAVE) -> None:
@@ -63,13 +63,13 @@ class SavesOnCpu:
             vars(self._owner)[name] = self
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """What the method returns."""
+        """Call the method with weights decoded in host memory, and return its result."""
         assert self._inner is not None
         with decoded_on_cpu(self._model):
             return self._inner(*args, **named)
 
     def close(self) -> None:
-        """Remove it from the owner."""
+        """Give the owner its own method back."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
 

@@ -44,7 +44,7 @@ NOT_SEEN = (
 def plan_within(
     trainer: Any, budget: int | str, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False
 ) -> Plan:
-    """The plan of `assign` for the trainer's own step, on the device that it trains on, within `budget`.
+    """Return the plan that `assign` makes for the trainer's own step, on its device, within `budget`.
 
     At learning rates of 5e-5 and less, trained weights keep 24 bits or more. The weights of a reference model are part of the budget.
     """
@@ -65,7 +65,7 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """The error with the smallest budget that `attach` would find a plan for."""
+    """Return the error with the smallest budget for which `attach` would find a plan."""
     if error.smallest_bytes is None:
         return error
     smallest = error.smallest_bytes + reference
@@ -77,7 +77,7 @@ def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
 
 
 def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False) -> Trace:
-    """The trace of one step of the trainer; `batch`: what its data collator returns, by default for the longest examples."""
+    """Return the trace of one step of the trainer; `batch`: what its data collator returns, by default for the longest examples."""
     model = unwrapped(trainer.model)
     device = trainer.args.device.type
     arguments = model_arguments(trainer, batch)
@@ -92,12 +92,12 @@ def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_c
 
 
 def autocast_of(args: Any) -> torch.dtype | None:
-    """The dtype of autocast by TrainingArguments; None without autocast."""
+    """Return the dtype of autocast that TrainingArguments request; None without autocast."""
     return torch.bfloat16 if getattr(args, "bf16", False) else torch.float16 if getattr(args, "fp16", False) else None
 
 
 def reference_bytes(trainer: Any) -> int:
-    """Bytes of the weights of a reference model (DPO, GRPO) that are not those of the trained model."""
+    """Return the bytes of the weights of a reference model (DPO, GRPO) that the trained model does not share."""
     reference = getattr(trainer, "ref_model", None)
     if not isinstance(reference, nn.Module):
         return 0
@@ -107,7 +107,7 @@ def reference_bytes(trainer: Any) -> int:
 
 @contextmanager
 def _as_in_training(trainer: Any, model: nn.Module) -> Generator[None]:
-    """Inside the context, the model is in training mode, with the activation checkpointing that `train` would enable."""
+    """Return a context in which the model is in training mode, with the activation checkpointing that `train` would enable."""
     was_training = model.training
     enables = getattr(trainer.args, "gradient_checkpointing", False) and not getattr(model, "is_gradient_checkpointing", True)
     model.train()
@@ -127,9 +127,10 @@ def _as_in_training(trainer: Any, model: nn.Module) -> Generator[None]:
 
 
 def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
-    """The keyword arguments of the model in one step; `batch`: what the data collator returns, by default for the longest examples.
+    """Return the keyword arguments of the model in one step.
 
-    An attention mask of ones is left out, since models make none from it.
+    `batch`: what the data collator returns, by default for the longest examples. An attention mask of ones is left out, since models make
+    none from it.
     """
     if batch is None:
         batch = longest_batch(trainer)
@@ -149,7 +150,10 @@ def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
 
 
 def longest_batch(trainer: Any) -> Any:
-    """What the data collator returns for the longest examples among the first 1024; for trainers that generate, tokens of that length."""
+    """Return what the data collator returns for the longest examples among the first 1024.
+
+    For trainers that generate, these are tokens of that length.
+    """
     if getattr(trainer, "train_dataset", None) is None:
         raise ApplyError("the trainer has no train_dataset to make a batch of: attach(trainer, budget=..., batch={...}).")
     count = trainer.args.per_device_train_batch_size
@@ -162,20 +166,19 @@ def longest_batch(trainer: Any) -> Any:
 
 
 def _dataset(trainer: Any) -> Any:
-    """The training data without the columns that the trainer removes."""
+    """Return the training data without the columns that the trainer removes."""
     dataset = trainer.train_dataset
     is_of_datasets = type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "column_names")
     return trainer._remove_unused_columns(dataset, description="training") if is_of_datasets else dataset
 
 
 def _num_tokens(row: Any) -> int:
-    """The number of values in an example, which orders examples by length."""
     values = row.values() if isinstance(row, Mapping) else row if isinstance(row, list | tuple) else ()
     return sum(value.numel() if isinstance(value, Tensor) else len(value) if hasattr(value, "__len__") else 1 for value in values)
 
 
 def _generated(trainer: Any, prompts: list[Any], count: int) -> dict[str, Any]:
-    """Arguments of the model for `count` of the longest prompts with completions of the greatest length."""
+    """Return arguments of the model for `count` of the longest prompts, with completions of the greatest length."""
     ids = trainer._tokenize_prompts(prompts)[0]
     length = max(map(len, ids)) + trainer.args.max_completion_length
     tokens = torch.zeros(count, length, dtype=torch.int64)
@@ -184,7 +187,7 @@ def _generated(trainer: Any, prompts: list[Any], count: int) -> dict[str, Any]:
 
 @final
 class _Called(Exception):
-    """Ends `compute_loss` at its call of the model."""
+    """Raised by a `_Recorder` when `compute_loss` calls the model, to end the computation."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -193,7 +196,7 @@ class _Called(Exception):
 
 @final
 class _Recorder:
-    """Stands for the model in `compute_loss`: a call with gradients ends it, all else is the model's."""
+    """Replaces the model in `compute_loss`: a call with gradients raises `_Called`; attributes are the model's."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -208,7 +211,10 @@ class _Recorder:
 
 
 def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `compute_loss` passes to the model for a batch; the batch itself, with a warning, if that cannot be seen."""
+    """Return the arguments that `compute_loss` passes to the model for a batch.
+
+    If they cannot be recorded, the batch itself is returned, with a warning.
+    """
     if "fused_lm_head" in batch:
         return batch
     reason = "it does not call the model"

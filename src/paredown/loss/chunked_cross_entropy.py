@@ -65,8 +65,9 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Casts, products with numbers and tanh, as a transform of logits whose gradient needs no autograd, which operators do not have.
+    """Casts, products with numbers and tanh, as a transform of logits.
 
+    Its gradient is computed without autograd, which is not available inside operators.
     `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
 
     >>> Elementwise((("div", 5.0), ("tanh", None), ("mul", 5.0)))(torch.tensor([1.0, 100.0]))
@@ -93,13 +94,13 @@ class Elementwise:
         return tuple(found)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The transformed logits."""
+        """Return the transformed logits."""
         for name, value in self.calls:
             logits = ELEMENTWISE[name](logits, value)
         return logits
 
     def gradient(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of logits, from that of the transformed ones."""
+        """Return the gradient of the logits, from that of the transformed logits."""
         results = [logits]  # before the first call, and of each call
         for name, value in self.calls:
             results.append(ELEMENTWISE[name](results[-1], value))
@@ -124,14 +125,14 @@ SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__"
 
 
 def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """A call in `Elementwise`: of a function of CASTS, SCALES or tanh with this number, whose result has this dtype."""
+    """Return the entry of `Elementwise.calls` for a function of this name, whose result has this dtype."""
     if name in CASTS:
         return "to", str(dtype).removeprefix("torch.")
     return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
 
 
 def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
-    """The calls without casts to float32 at the end, which the loss makes itself; None if there are no others. `dtype`: of the logits."""
+    """Return `calls` without the casts to float32 at the end, which the loss makes itself; None if none are left."""
     wide = [dtype is torch.float64]  # before each call
     for name, value in calls:
         wide.append(value == "float64" if name == "to" else wide[-1])
@@ -143,9 +144,10 @@ def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> 
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """How logits are computed. `dtype`: of the matrix products; `transform`: elementwise, such as soft-capping; `num_rows`: of a chunk.
+    """How logits are computed in chunks.
 
-    `loss_dtype`: that of the result outside autocast. `device`: the type of device that a trace is for, which fake tensors do not have.
+    `dtype`: of the matrix products. `transform`: elementwise, such as soft-capping. `num_rows`: of a chunk. `loss_dtype`: that of the
+    result outside autocast. `device`: the type of device that a trace is for, which fake tensors do not have.
     """
 
     dtype: torch.dtype | None = None
@@ -165,7 +167,7 @@ def chunked_cross_entropy(
     options: CrossEntropy | None = None,
     settings: ChunkSettings | None = None,
 ) -> Tensor:
-    """The cross entropy of `linear(hidden, weight, bias)` and `target`, class indices of shape `hidden.shape[:-1]`.
+    """Return the cross entropy of `linear(hidden, weight, bias)` and `target`, class indices of shape `hidden.shape[:-1]`.
 
     `adapter`: (rows, weight) of a linear layer of low rank whose result is added to the logits, as LoRA's.
     It differs from torch's by rounding alone. Matrix products are in the autocast dtype where autocast is enabled, and the loss is then
@@ -190,7 +192,7 @@ def chunked_cross_entropy(
 
 
 def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: CrossEntropy) -> None:
-    """ValueError if shapes, target dtype or reduction do not fit."""
+    """Raise ValueError if shapes, target dtype or options do not fit."""
     if options.reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {options.reduction!r} is unknown. Allowed: 'mean', 'sum' and 'none'.")
     if not 0.0 <= options.label_smoothing <= 1.0:
@@ -209,13 +211,13 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
 
 
 def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
-    """The dtype of a matrix product of `hidden` on a type of device: that of autocast if it is enabled, and for float64 never."""
+    """Return the dtype of a matrix product of `hidden` on a type of device: that of autocast if enabled, but never for float64."""
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
 
 def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
-    """The number of rows whose logits fill a chunk on a type of device.
+    """Return the number of rows whose logits fill a chunk on a type of device.
 
     >>> rows_of_chunk(128256, torch.bfloat16, "cuda")
     512
@@ -226,7 +228,7 @@ def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of one loss that are no inputs of autograd; the target has one dimension, and the settings are complete."""
+    """The arguments of one loss other than those that autograd tracks; the target is 1-D, and the settings are complete."""
 
     target: Tensor
     options: CrossEntropy
@@ -234,7 +236,7 @@ class Problem:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """Those of the transform (`Elementwise.scales`), (1,) without one; None where a kernel cannot compute it."""
+        """The factors around each tanh of the transform, (1,) without a transform; None if a kernel cannot compute it."""
         transform = self.settings.transform
         if transform is None:
             return (1.0,)
@@ -268,7 +270,7 @@ class Rows:
             torch.ops.aten._assert_async.msg(is_class.all(), f"a target is no class: classes are 0 to {num_classes - 1}")
 
     def _terms(self, part: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Targets of a chunk (0 if ignored), `own`, `smooth`, and whether a row is used, all (num_rows, 1)."""
+        """Return target (0 if ignored), `own`, `smooth`, and whether the row counts, for each row of a chunk, as (num_rows, 1)."""
         target = self._target[part, None]
         is_used = target != self._ignore_index
         target, used = torch.where(is_used, target, 0), is_used.to(self._dtype)
@@ -276,7 +278,7 @@ class Rows:
         return target, own, used * self._smooth if self._smooth else None, is_used
 
     def losses(self, log_probs: Tensor, part: slice) -> Tensor:
-        """The loss of each row of a chunk."""
+        """Return the loss of each row of a chunk."""
         target, own, smooth, is_used = self._terms(part)
         losses = -own * log_probs.gather(1, target)
         if smooth is not None:
@@ -285,7 +287,7 @@ class Rows:
         return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
-        """`losses`, and unless `scale` is None `gradient_`, in one kernel; the gradient replaces `logits`, before the transform."""
+        """Return `losses`; unless `scale` is None, the same kernel overwrites `logits` by their `gradient_`, before the transform."""
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
             return torch.empty(len(logits), dtype=self._dtype)
@@ -296,7 +298,7 @@ class Rows:
         return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale, self._scales)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
-        """The gradient of the losses of a chunk, times `scale`, for its logits; it takes the memory of `log_probs`."""
+        """Return the gradient of the losses of a chunk for its logits, times `scale`; it takes the memory of `log_probs`."""
         target, own, smooth, _ = self._terms(part)
         own, smooth = own * scale, smooth * scale if smooth is not None else None
         gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
@@ -307,13 +309,13 @@ class Rows:
 
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The weight in the dtype of matrix products. A packed one is decoded in that dtype: no copy in its own dtype is held beside it."""
+    """Return the weight in the dtype of products; a packed one is decoded in it, so that no copy in its own dtype exists."""
     packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
 
 class Linear:
-    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks; `adapter`: a layer added to it."""
+    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks. `adapter`: a layer added to it."""
 
     adapter: Linear | None = None
 
@@ -333,13 +335,13 @@ class Linear:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those of hidden, weight and bias; None where they are not needed."""
+        """The gradients of hidden, weight and bias; None where they are not needed."""
         of_weight = self._of_weight[: self.num_classes] if self._of_weight is not None else None
         return self.of_hidden, of_weight, self.of_bias
 
     @staticmethod
     def of(tensors: Sequence[Any], problem: Problem, needs: Sequence[bool]) -> Linear:
-        """The layer of hidden, weight and bias, with rows and weight of its adapter or None; `needs`: which of them need a gradient."""
+        """Return the layer of (hidden, weight, bias, rows and weight of the adapter or None); `needs`: which of these need a gradient."""
         hidden, weight, bias, rows, adapter_weight = tensors
         linear = Linear(hidden, weight, bias, problem, tuple(needs[:3]))
         if rows is not None:
@@ -348,13 +350,14 @@ class Linear:
 
     @property
     def all_gradients(self) -> tuple[Tensor | None, ...]:
-        """`gradients`, and those of the adapter's rows and weight."""
+        """The `gradients`, and those of the adapter's rows and weight."""
         return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
-        """The logits of a chunk before and after the transform; with `tracks`, `add_gradients` can go back through it.
+        """Return the logits of a chunk before and after the transform.
 
-        Without a transform they have the columns of the padded weight; those behind `num_classes` are zero.
+        `tracks`: `add_gradients` will go back through the transform. Without a transform they have the columns of the padded weight;
+        those behind `num_classes` are zero.
         """
         rows, weight = self._hidden[part], self._weight.t()
         logits = rows @ weight if self._bias is None else torch.addmm(self._bias, rows, weight)
@@ -369,7 +372,7 @@ class Linear:
             return logits.requires_grad_(tracks), self._transform(logits)
 
     def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
-        """Add the gradients of a chunk, from that of its logits, with or without the columns of the padding."""
+        """Add the gradients of a chunk, from the gradient of its logits, which may lack the columns of the padding."""
         before, after = logits
         gradient = gradient.to(after.dtype)
         if isinstance(self._transform, Elementwise):
@@ -395,14 +398,14 @@ class Linear:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss of rows (num_rows, size), weight (num_classes, size), bias, and rows and weight of an adapter, or None.
+    """The autograd function of the loss; forward computes the gradients unless reduction is none.
 
-    forward computes the gradients unless reduction is none.
+    Tensors: rows (num_rows, size), weight (num_classes, size), bias, and an adapter's rows and weight, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, *tensors: Any) -> Tensor:
-        """The loss in float32, or float64 for float64 logits: a number, or one per row."""
+        """Return the loss in float32 (float64 for float64 logits): a number, or one per row."""
         ctx.problem, ctx.dtypes = problem, [t.dtype if t is not None else None for t in tensors]
         if problem.options.reduction == "none":
             ctx.save_for_backward(*tensors)
@@ -415,7 +418,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """The gradients of hidden, weight, bias and the adapter."""
+        """Return the gradients of hidden, weight, bias and the adapter."""
         if torch.is_grad_enabled():  # create_graph=True: the gradients were computed in forward and have no graph
             raise RuntimeError(SECOND)
         if ctx.problem.options.reduction == "none":
@@ -443,9 +446,9 @@ def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, 
 
 
 def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """The losses of all rows, and the sum of their class weights; adds gradients to `linear` unless `scale` is None.
+    """Return the losses of all rows, and the sum of their class weights; add gradients to `linear` unless `scale` is None.
 
-    `scale`: of the gradients, a number, or (num_rows, 1).
+    `scale`: a factor of the gradients, a number or (num_rows, 1).
     """
     dtype = accumulation_dtype(_dtype_after(problem.settings.transform, linear.dtype))
     rows, losses, is_fused = Rows(problem, linear.num_classes, dtype), list[Tensor](), problem.is_fused
@@ -468,7 +471,7 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
 
 
 def reduced_loss(linear: Linear, problem: Problem, *, has_gradients: bool) -> tuple[Tensor, Tensor]:
-    """The sum or mean of all losses, and the factor of the gradients that are in `linear` afterwards."""
+    """Return the sum or mean of all losses, and the factor by which gradients in `linear` must still be multiplied."""
     scale = scale_of_rows(problem, len(problem.target)) if has_gradients else None
     losses, total = run_chunks(linear, problem, scale)
     divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
@@ -481,12 +484,12 @@ def _parts(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """float64 for float64, float32 for all others."""
+    """Return float64 for float64, and float32 for all other dtypes."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """The scale of gradients until backward: 1, and a power of two below it in float16, whose range is small."""
+    """Return the factor of gradients until backward: 1, or a power of two below it in float16, whose range is small."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

@@ -70,10 +70,10 @@ NO_GRADIENT = (
 
 @dataclass(eq=False)
 class HeadUse:
-    """What became of the logits of the head at `path`.
+    """Counts of what was done with the logits of the head at `path`.
 
-    The number of times they were deferred, of losses in chunks (those inside of compiled graphs count once), of compiled graphs that have
-    the head, and the functions that needed all logits.
+    `num_deferred`: times that they were deferred. `num_losses`: losses in chunks (those inside of compiled graphs count once).
+    `num_graphs`: compiled graphs that have the head. `requests`: the functions that needed all logits.
     """
 
     path: str
@@ -101,7 +101,7 @@ class LogitsFamily:
         self._logits: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """All logits, computed at the first call."""
+        """Return all logits, which are computed at the first call."""
         if self._logits is None:
             self.check()
             with torch.inference_mode(False), torch.enable_grad(), self.autocast():
@@ -109,32 +109,35 @@ class LogitsFamily:
         return self._logits
 
     def check(self) -> None:
-        """RuntimeError if the hidden states or the parameters have changed since the head was called."""
+        """Raise RuntimeError if the hidden states or the parameters have changed since the head was called."""
         self.linear.check(self.use.path)
 
     def autocast(self) -> Any:
-        """The autocast settings under which the head was called."""
+        """Return the autocast settings under which the head was called."""
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """The parameters, packed or not, for a loss that decodes a packed weight itself; `values` where gradients are off."""
+        """Return weight and bias for a loss that decodes a packed weight itself.
+
+        Where gradients are off, a packed weight is decoded here.
+        """
         if not torch.is_grad_enabled():
             return self.values()
         self.check()
         return self.linear.operands()
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, decoded if they are packed; gradients flow to them."""
+        """Return weight and bias, decoded if they are packed; gradients flow to them."""
         self.check()
         return self.linear.values()
 
     def refuse_gradient(self, name: str, remedy: str) -> None:
-        """RuntimeError if a loss in chunks was computed, so that a request of the logits' gradient comes too late."""
+        """Raise RuntimeError if a loss in chunks was computed: a request for the gradient of logits comes too late then."""
         if self.has_loss:
             raise RuntimeError(NO_GRADIENT.format(name=name, path=self.use.path, remedy=remedy))
 
     def make_real(self) -> None:
-        """Compute the logits of all members, before one of them is written."""
+        """Compute the deferred logits in `arguments`, which something is going to write to; real ones are used from then on."""
         self.is_real = True
         for ref in self.members:
             member = ref()
@@ -143,7 +146,7 @@ class LogitsFamily:
 
 
 class DeferredLogits(Tensor):
-    """Logits of which the hidden states `rows` and the recorded calls are known."""
+    """Logits that are not computed: their hidden states `rows` and the function calls since the head are known."""
 
     is_deferred = True
     family: LogitsFamily
@@ -158,7 +161,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def __new__(cls: type[DeferredLogits], family: LogitsFamily, rows: Tensor, layout: Layout) -> DeferredLogits:
-        """Logits of this layout."""
+        """Return deferred logits of this layout, without memory."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=rows.device
         )
@@ -169,7 +172,7 @@ class DeferredLogits(Tensor):
         return made
 
     def logits(self) -> Tensor:
-        """Real logits, computed at the first call."""
+        """Return the real logits, which are computed at the first call."""
         if self._logits is None:
             if self.parent is None or self.call is None:
                 self._logits = self.family.logits()
@@ -184,7 +187,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls from C++, which autograd has recorded already."""
+        """Run calls that come from C++, which autograd has recorded already, on real logits."""
         given = args, kwargs or {}
         if func._schema.is_mutable:
             make_real(given)
@@ -193,7 +196,7 @@ class DeferredLogits(Tensor):
 
 
 def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a torch function, some of the arguments of which are deferred logits."""
+    """Return the result of a torch function that has deferred logits among its arguments."""
     name = name_of(func)
     first: Any = args[0] if args else None
     is_attribute = getattr(func, "__name__", "") == "__get__"
@@ -221,7 +224,7 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def call_eagerly() -> Any:
-    """`call_deferred`, excluded from torch.compile, as in a compiled loss function."""
+    """Return `call_deferred`, wrapped so that compiled loss functions call it without compiling it."""
     return _disabled() if "torch._dynamo" in sys.modules else call_deferred
 
 
@@ -234,12 +237,12 @@ call_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def deferred_in(arguments: Any) -> list[DeferredLogits]:
-    """The deferred logits in the arguments of a call."""
+    """Return the deferred logits in the arguments of a call."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, DeferredLogits)]
 
 
 def current(arguments: Any) -> Any:
-    """The arguments with real logits in place of deferred ones that something may have written, or given another size or dtype."""
+    """Return the arguments with real logits in place of deferred ones whose family is real, as something may have written to it."""
     is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
     return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
 
@@ -249,7 +252,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def name_of(func: Any) -> str:
-    """The name of a function, or of the attribute that it gets or sets."""
+    """Return the name of a function, or of the attribute that it gets or sets."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
@@ -258,7 +261,7 @@ def name_of(func: Any) -> str:
 
 
 def real_of(logits: DeferredLogits, name: str) -> Tensor:
-    """Real logits, which the function `name` needs."""
+    """Return the real logits, and record that the function `name` needed them."""
     logits.family.use.requests[name] += 1
     return logits.logits()
 
@@ -270,7 +273,7 @@ def make_real(arguments: Any) -> None:
 
 
 def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The result of `func` on real logits."""
+    """Return the result of `func` on real logits."""
     given = args, kwargs
     if name in HOOKS or is_write(func, name, args, kwargs):
         make_real(given)
@@ -279,7 +282,7 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a function may write to its arguments."""
+    """Return whether a function may write to its arguments."""
     if getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs or kwargs.get("inplace"):
         return True
     if any(overload._schema.is_mutable for overload in overloads_of(func)):
@@ -289,14 +292,14 @@ def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def overloads_of(func: Any) -> list[Any]:
-    """The operators of torch.ops that a call may run; none for functions of Python."""
+    """Return the operators of torch.ops that a call may run; none for functions of Python."""
     if isinstance(func, torch._ops.OpOverloadPacket):
         return [getattr(func, overload) for overload in func.overloads()]
     return [func] if isinstance(func, torch._ops.OpOverload) else []
 
 
 def without_aliases(result: Any, arguments: Any) -> Any:
-    """A result of real logits; if it may share their memory, and so write to them, they are used from now on."""
+    """Return a result of real logits; if it may share their memory, and so write to them, use real ones from now on."""
     members = deferred_in(arguments)
     storages = {member.logits().untyped_storage()._cdata for member in members}
     for leaf in tree_leaves(result):
@@ -313,7 +316,7 @@ def without_aliases(result: Any, arguments: Any) -> Any:
 
 
 def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
-    """The deferred result of a call; None if it has to be computed."""
+    """Return the deferred result of a call; None if the call must be computed."""
     if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
     if call.name in SWAPS:
@@ -333,7 +336,7 @@ def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Logits of a head plus those of an adapter, scaled by numbers; None for other sums."""
+    """Return the deferred sum of a head's logits and those of an adapter; None for other sums."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None
@@ -354,22 +357,22 @@ def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
 
 
 class Summed(torch.autograd.Function):
-    """A recorded sum in autograd."""
+    """The autograd function of a deferred sum."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, other: DeferredLogits, make: Any) -> Tensor:
-        """The deferred logits that `make` returns."""
+        """Return the deferred logits that `make` returns."""
         ctx.dtypes = logits.dtype, other.dtype
         return make()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """The gradient, for both terms."""
+        """Return the gradient for both terms."""
         return *(grad.to(dtype) for dtype in ctx.dtypes), None
 
 
 def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogits:
-    """The deferred result of a call that can be recorded."""
+    """Return the deferred result of a call that can be recorded."""
 
     def rows_of(rows: Tensor) -> Tensor:
         if call.name == "__getitem__":
@@ -391,7 +394,7 @@ def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogit
 
 
 def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> DeferredLogits:
-    """The deferred output of `linear`; `dtype`: of its matrix product, if that is not the one of autocast at this moment."""
+    """Return the deferred output of `linear`; `dtype`: of its matrix product, if not that of autocast at the moment."""
     family = LogitsFamily(use, linear, dtype)
     use.num_deferred += 1
     layout = Layout.contiguous(*linear.hidden.shape[:-1], linear.num_classes, dtype=family.dtype)
@@ -403,18 +406,21 @@ def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) ->
 
 
 class Deferred(torch.autograd.Function):
-    """The head in autograd: gives deferred logits their grad_fn, for functions that autograd records without `__torch_function__`."""
+    """The autograd function of the head.
+
+    It gives deferred logits their grad_fn, for functions that autograd records without `__torch_function__`.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, family: LogitsFamily, make: Any) -> Tensor:
-        """The deferred logits that `make` returns."""
+        """Return the deferred logits that `make` returns."""
         ctx.family, ctx.bias_dtype = family, bias.dtype if bias is not None else None
         return make()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """The gradients of a linear layer."""
+        """Return the gradients of hidden states, weight and bias, as a linear layer has them."""
         family: LogitsFamily = ctx.family
         with torch.no_grad():
             weight, _ = family.values()
@@ -427,18 +433,18 @@ class Deferred(torch.autograd.Function):
 
 
 class Recorded(torch.autograd.Function):
-    """A recorded call in autograd."""
+    """The autograd function of a recorded call."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, call: Call, make: Any) -> Tensor:
-        """The deferred logits that `make` returns."""
+        """Return the deferred logits that `make` returns."""
         ctx.logits, ctx.call = logits, call
         return make()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """The gradient of the call's input."""
+        """Return the gradient of the call's input."""
         with torch.enable_grad():
             values = ctx.logits.logits().detach().requires_grad_()
             return torch.autograd.grad(ctx.call(values), values, grad)[0], None, None
@@ -453,7 +459,7 @@ def _signature() -> inspect.Signature:
 
 
 def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The cross entropy of deferred logits in chunks; None where all logits are needed."""
+    """Return the cross entropy of deferred logits in chunks; None if all logits are needed."""
     bound = _signature().bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

@@ -39,9 +39,10 @@ IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", 
 
 @dataclass(frozen=True)
 class Followed:
-    """Logits at one node of a graph: `rows` has their hidden states, of the same shape but for the last dimension.
+    """Logits at one node of a graph, on their way from the head.
 
-    `calls`: elementwise ones in order; `path`: the nodes from the head on; `is_class_first`: the classes are dimension 1.
+    `rows`: their hidden states, of the same shape but for the last dimension. `calls`: elementwise functions so far; `path`: the nodes
+    from the head on; `is_class_first`: the classes are dimension 1.
     """
 
     node: fx.Node
@@ -58,7 +59,10 @@ class Followed:
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """An output of a graph that is the hidden states in place of logits, and the functions that make the output from deferred logits."""
+    """A graph output that would be logits, and is the hidden states instead.
+
+    `calls` make the output from deferred logits.
+    """
 
     index: int
     operands: tuple[int, int | None]  # places of weight and bias among the inputs of the graph, whose callers may pass others
@@ -68,14 +72,14 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class DeferredOutputs:
-    """Turns the outputs of a compiled graph into those that the unmodified graph has, with deferred logits."""
+    """Turns the results of a compiled graph into the outputs of the unmodified graph, with deferred logits."""
 
     use: HeadUse
     module: nn.Linear
     outputs: tuple[DeferredOutput, ...]
 
     def __call__(self, results: Any, inputs: Sequence[Any]) -> Any:
-        """The outputs of one call with these inputs."""
+        """Return the outputs of one call, from the graph's results and inputs."""
         results, made = list(results), dict[Any, Any]()
         for output in self.outputs:
             hidden, (weight, bias) = results[output.index], output.operands
@@ -90,9 +94,10 @@ class DeferredOutputs:
 
 
 def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, use: HeadUse) -> DeferredOutputs | None:
-    """Compute the loss of `module`'s logits in chunks in this graph of Dynamo; `inputs`: the examples of its placeholders.
+    """Compute the loss of `module`'s logits in chunks in this graph of Dynamo.
 
-    None if the graph does not have the module, or is left unmodified.
+    `inputs`: the examples of its placeholders. Returns an object that restores the graph's original outputs at each call; None if the
+    graph does not have the module, or is left unmodified.
     """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
     heads = [node for node in gm.graph.nodes if is_head(node, examples, module)]
@@ -105,7 +110,7 @@ def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, u
 
 
 def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> bool:
-    """Whether a node is the linear function of `module`, with gradients."""
+    """Return whether a node is the linear function of `module`, with gradients."""
     if node.op != "call_function" or node.target not in LINEARS or node.kwargs or not isinstance(node.args[1], fx.Node):
         return False
     value = node.meta.get("example_value")
@@ -127,7 +132,7 @@ class HeadGraph:
         self.followed: list[fx.Node] = []
 
     def rewrite(self) -> list[DeferredOutput]:
-        """Replace all logits, unless something reads them; returns the outputs of the graph that were logits."""
+        """Replace all logits unless something reads them, and return the outputs of the graph that were logits."""
         before = list(self.graph.nodes)
         self._follow(Followed(self.linear, self.hidden))
         self.readers += self._writers(before[before.index(self.linear) + 1 :])
@@ -146,14 +151,17 @@ class HeadGraph:
         return outputs
 
     def _erase(self, kept: list[fx.Node]) -> None:
-        """Erase nodes that have no users, but for `kept`."""
+        """Erase the nodes that have no users, except for `kept`."""
         known = set(kept)
         for node in reversed(list(self.graph.nodes)):
             if node not in known and not node.users and node.op != "output":
                 self.graph.erase_node(node)
 
     def _writers(self, later: list[fx.Node]) -> list[str]:
-        """The in-place functions behind the head that write to what the head read: the loss in chunks would read what they wrote."""
+        """Return the names of in-place functions behind the head that write to what the head read.
+
+        The loss in chunks is computed later, and would read what they wrote.
+        """
         read = {storage_of(t.meta["example_value"]) for t in (self.hidden, self.weight, self.bias) if t is not None}
         tensors = [(node, [i.meta.get("example_value") for i in node.all_input_nodes]) for node in later if is_in_place(node)]
         return [f"{name_of(node)} in place" for node, values in tensors if any(storage_of(value) in read for value in values)]
@@ -193,7 +201,7 @@ class HeadGraph:
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
-        """The logits that a recorded function makes; None for others."""
+        """Return the logits that a function which can be recorded makes; None for other functions."""
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None
@@ -230,7 +238,7 @@ class HeadGraph:
         return replace(found, calls=(*logits.calls, call))
 
     def _same(self, node: fx.Node, rows: fx.Node) -> fx.Node:
-        """The call of `node` on hidden states."""
+        """Insert the call of `node` on hidden states, and return its node."""
         with self.graph.inserting_before(node):
             return self.graph.create_node(node.op, node.target, (rows, *node.args[1:]), dict(node.kwargs))
 
@@ -245,7 +253,7 @@ class HeadGraph:
     # --- writing ---
 
     def _replace_loss(self, logits: Followed, given: dict[str, Any]) -> None:
-        """One operator in place of cross entropy."""
+        """Replace a cross entropy by the operator of losses in chunks."""
         node, graph = logits.path[-1], self.graph
         wanted: Tensor = node.meta["example_value"]
         settings = self._settings(logits, given)
@@ -278,7 +286,7 @@ class HeadGraph:
         )
 
     def _replace_output(self, logits: Followed, output: fx.Node) -> list[DeferredOutput]:
-        """The hidden states in place of an output."""
+        """Put the hidden states in place of logits among the graph's outputs, and return these outputs."""
         values = list(output.args[0])  # type: ignore[arg-type]
         places = [index for index, value in enumerate(values) if value is logits.node]
         output.args = (tuple(self.hidden if value is logits.node else value for value in values),)
@@ -288,25 +296,25 @@ class HeadGraph:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the function that a node calls, as deferred logits name it."""
+    """Return the name of the function that a node calls, as deferred logits name it."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return {"truediv": "div"}.get(name, name)
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a node may write to one of its arguments."""
+    """Return whether a node may write to one of its arguments."""
     name = name_of(node)
     has_mark = (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE or "out" in node.kwargs
     return has_mark or node.kwargs.get("inplace") is True or (callable(node.target) and True in node.args and name != "getitem")
 
 
 def storage_of(value: Any) -> int | None:
-    """The address of a traced tensor's storage; None for other values."""
+    """Return the address of a traced tensor's storage; None for other values."""
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def is_class_first(value: Tensor, before: Tensor) -> bool:
-    """Whether `value` is `before` with its last dimension as dimension 1."""
+    """Return whether `value` is `before` with its last dimension moved to dimension 1."""
     if before.dim() < 3:
         return False
     order = (0, before.dim() - 1, *range(1, before.dim() - 1))
@@ -315,7 +323,7 @@ def is_class_first(value: Tensor, before: Tensor) -> bool:
 
 
 def cross_entropy_arguments(node: fx.Node, logits: Followed) -> dict[str, Any] | None:
-    """The arguments of F.cross_entropy by name; None where the loss needs all logits."""
+    """Return the arguments of F.cross_entropy by name; None if the loss needs all logits."""
     bound = inspect.signature(functional.cross_entropy).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -333,7 +341,7 @@ def cross_entropy_arguments(node: fx.Node, logits: Followed) -> dict[str, Any] |
 
 
 def as_function(node: fx.Node, logits: fx.Node) -> Callable[[Any], Any]:
-    """The call of a node as a function of logits."""
+    """Return the call of a node as a function of the logits."""
     function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
     args, kwargs = node.args, dict(node.kwargs)
     return lambda value: function(*(value if arg is logits else arg for arg in args), **kwargs)

@@ -31,7 +31,7 @@ PRINTED_VALUES = 2**20  # of a matrix, multiplied at a time
 
 
 class HeldLinear:
-    """Input, weight and bias of a call of F.linear."""
+    """Input, weight and bias of one call of F.linear, which can be computed later."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._hidden, self._weight = HeldTensor(hidden, "the input of the layer"), HeldTensor(weight, "its weight")
@@ -39,7 +39,7 @@ class HeldLinear:
 
     @property
     def hidden(self) -> Tensor:
-        """The input."""
+        """The input of the call."""
         return self._hidden.alias
 
     @property
@@ -54,25 +54,25 @@ class HeldLinear:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Those of the operands."""
+        """The dtypes of the operands."""
         return [held.alias.dtype for held in self._all()]
 
     def check(self, path: str) -> None:
-        """RuntimeError if a value has changed since the call; `path`: of the layer."""
+        """Raise RuntimeError if a value has changed since the call; `path`: of the layer."""
         for held in self._all():
             if held.has_changed():
                 raise RuntimeError(CHANGED.format(path=path, what=held.name))
 
     def forward(self) -> Tensor:
-        """The output of the layer."""
+        """Return the output of the layer."""
         return functional.linear(self.hidden, *self.operands())
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, packed or not; gradients flow to them."""
+        """Return weight and bias, packed or not; gradients flow to them."""
         return self._weight.operand(), self._bias.operand() if self._bias is not None else None
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, decoded if they are packed; gradients flow to them."""
+        """Return weight and bias, decoded if they are packed; gradients flow to them."""
         return self._weight.values(), self._bias.values() if self._bias is not None else None
 
     def _all(self) -> list[HeldTensor]:
@@ -80,7 +80,7 @@ class HeldLinear:
 
 
 class HeldTensor:
-    """An operand as it was at the call: `alias` has its graph and its memory of that time."""
+    """An operand as it was at the call: `alias` has the graph and the memory that it had then."""
 
     def __init__(self, given: Tensor, name: str) -> None:
         self.given, self.name = given, name
@@ -91,7 +91,7 @@ class HeldTensor:
             self.alias = given.view_as(given) if self._packed is None else packed_alias(given)
 
     def has_changed(self) -> bool:
-        """Whether the values are no longer those of the call, as far as can be seen."""
+        """Return whether the values differ from those at the call, as far as versions and fingerprints show."""
         if version_of(self.given) != self._version:
             return True
         if (
@@ -104,12 +104,15 @@ class HeldTensor:
         return now is not None and self._print is not None and not torch.equal(now, self._print)
 
     def operand(self) -> Tensor:
-        """The alias; a packed parameter itself, whose own F.linear decodes, unless it was frozen or unfrozen since."""
+        """Return the alias, or a packed parameter itself, whose F.linear decodes it.
+
+        A parameter that was frozen or unfrozen since the call has its alias.
+        """
         is_same = self._packed is not None and self.given.requires_grad == self._needs_grad
         return self.given if is_same else self.alias
 
     def values(self) -> Tensor:
-        """The alias, or the decoded values of a packed parameter."""
+        """Return the alias, or the decoded values of a packed parameter."""
         if self._packed is None:
             return self.alias
         if self._needs_grad and torch.is_grad_enabled():
@@ -118,32 +121,32 @@ class HeldTensor:
 
 
 class PackedAlias(torch.autograd.Function):
-    """A view of a packed parameter with the graph that it has now."""
+    """The autograd function of a view of a packed parameter, with the graph that it has at the moment."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
-        """The view, without decoded values."""
+        """Return the view; nothing is decoded."""
         return view_of(packed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        """The gradient, unchanged, for the parameter."""
+        """Return the gradient, unchanged, for the parameter."""
         return grad
 
 
 def packed_alias(packed: Tensor) -> Tensor:
-    """A view of a packed parameter, to which gradients flow if it requires them now."""
+    """Return a view of a packed parameter, to which gradients flow if the parameter requires them at the moment."""
     return PackedAlias.apply(packed) if packed.requires_grad else view_of(packed)  # type: ignore[return-value]
 
 
 def version_of(tensor: Tensor) -> Any:
-    """A value that changes whenever the tensor is written, but for writes through `.data`."""
+    """Return a value that changes whenever the tensor is written to, except through `.data`."""
     weight, owner = weight_of(tensor), owner_of(tensor)
     return tensor._version if weight is None else weight.version, owner.updates if owner is not None else 0
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """Bits that change with the values of a tensor, one number for each row of a matrix; None where values cannot be read at once.
+    """Return a number for each row of a matrix that changes with its values; None where values cannot be read at once.
 
     >>> weight = nn.Parameter(torch.eye(3))
     >>> before = fingerprint(weight)

@@ -43,7 +43,10 @@ TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cl
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """What of a loss is no tensor. `dtype`: of matrix products; `device`: its type; `needs`: gradients of hidden, weight and bias."""
+    """The settings of a loss in chunks, as an operator of torch takes them.
+
+    `dtype`: of matrix products. `device`: its type. `needs`: whether hidden, weight and bias need gradients.
+    """
 
     dtype: str
     device: str
@@ -55,13 +58,13 @@ class OperatorSettings:
 
     @property
     def text(self) -> str:
-        """As an argument of the operators."""
+        """The settings as text, which is an argument of the operators."""
         return json.dumps(asdict(self))
 
     @staticmethod
     @lru_cache(maxsize=64)
     def parse(text: str) -> OperatorSettings:
-        """The settings of a text."""
+        """Return the settings whose `text` this is."""
         fields = json.loads(text)
         fields["needs"], fields["calls"] = tuple(fields["needs"]), tuple((name, value) for name, value in fields["calls"])
         return OperatorSettings(**fields)
@@ -72,7 +75,7 @@ class OperatorSettings:
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
-        """The loss for a target (num_rows,)."""
+        """Return the loss problem for a target of shape (num_rows,)."""
         options = CrossEntropy(class_weights, self.ignore_index, self.reduction, self.label_smoothing)
         num_rows = rows_of_chunk(num_classes, self.product_dtype, self.device)
         transform = Elementwise(self.calls) if self.calls else None
@@ -82,7 +85,10 @@ class OperatorSettings:
 def compute_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, factor of gradients, gradients of `hidden` (num_rows, size), `weight` (num_classes, size) and `bias`, empty if not needed."""
+    """Return the loss, a factor of the gradients, and the gradients of `hidden`, `weight` and `bias` before that factor.
+
+    Shapes: `hidden` (num_rows, size), `weight` (num_classes, size). Gradients that are not needed are empty.
+    """
     parsed = OperatorSettings.parse(settings)
     problem = parsed.problem(target, class_weights, weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
@@ -103,7 +109,10 @@ def compute_gradients(
     grad: Tensor,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias, from those of each row's loss (num_rows,); empty if not needed."""
+    """Return the gradients of hidden, weight and bias, empty if not needed.
+
+    `grad`: the gradient of each row's loss, (num_rows,).
+    """
     parsed = OperatorSettings.parse(settings)
     problem = parsed.problem(target, class_weights, weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
@@ -113,7 +122,7 @@ def compute_gradients(
 
 
 def _filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, with empty tensors in place of None."""
+    """Return the gradients, with empty tensors in place of None."""
     of_hidden, of_weight, of_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return of_hidden, of_weight, of_bias
 
@@ -168,7 +177,7 @@ def _(
 
 
 def _loss_dtype(settings: OperatorSettings) -> torch.dtype:
-    """float64 for logits that the calls make float64, else float32."""
+    """Return the dtype of the loss: float64 for logits that the calls make float64, otherwise float32."""
     casts = [value for name, value in settings.calls if name == "to"]
     return accumulation_dtype(getattr(torch, casts[-1] if casts else settings.dtype))
 

@@ -61,7 +61,10 @@ FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forwar
 
 
 class HeadInput(Tensor):
-    """The input of the head's `F.linear`, which then returns deferred logits; for other functions it is the input itself."""
+    """The input of the output head: the head's `F.linear` of it returns deferred logits.
+
+    For other functions it is the input itself.
+    """
 
     is_deferred = True
     hidden: Tensor
@@ -70,7 +73,7 @@ class HeadInput(Tensor):
 
     @staticmethod
     def __new__(cls: type[HeadInput], hidden: Tensor, use: HeadUse, module: nn.Linear) -> HeadInput:
-        """The input of `module`, without values of its own."""
+        """Return a tensor without values of its own that stands for `hidden`, the input of `module`."""
         made: HeadInput = Tensor._make_wrapper_subclass(cls, (0,), device=hidden.device)  # type: ignore[attr-defined]
         made.hidden, made.use, made.module = hidden, use, module
         return made
@@ -91,10 +94,10 @@ class HeadInput(Tensor):
 
 
 class OutputHead:
-    """The output head of `model`, the logits of which are deferred while it is attached.
+    """The output head of `model`, whose logits are deferred while it is attached.
 
-    It is the last nn.Linear with at least 8192 outputs, and at least twice as many as inputs, that is not in an nn.ModuleList (the repeated
-    layers) and whose outputs are no other linear layer's inputs. Models without one are left unmodified.
+    It is the last nn.Linear with at least 8192 outputs, and at least twice as many as inputs, that is not in an nn.ModuleList (the
+    repeated layers) and whose outputs are no other linear layer's inputs. Models without one are left unmodified.
     """
 
     def __init__(self, model: nn.Module, *, is_on: bool = True, traced_device: str | None = None) -> None:
@@ -123,22 +126,22 @@ class OutputHead:
         return frozenset((f"{self.use.path}:input", *LOSS_SLOTS)) if self.use.num_deferred else frozenset()
 
     def attach(self) -> None:
-        """Defer the logits, unless the head has to be left unmodified."""
+        """Register the hooks that defer the logits, unless there is a reason not to."""
         module = self._module() if self._module is not None else None
         if module is not None and not self.reason:
             adapters = [part for ref in self._adapters if (part := ref()) is not None]
             self._handles = [part.register_forward_pre_hook(self._hook) for part in (module, *adapters)]
 
     def detach(self) -> None:
-        """Compute all logits from now on."""
+        """Remove the hooks: the head computes all logits."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any] | None:
-        """Compute the loss in chunks in a graph of Dynamo; returns what makes the outputs of a call from those of the graph and its inputs.
+        """Compute the loss in chunks in a graph of Dynamo.
 
-        None for unmodified outputs.
+        Returns a function of the graph's results and inputs that makes the outputs of a call; None if outputs are unmodified.
         """
         module = self._module() if self._module is not None else None
         if self._adapters:
@@ -149,14 +152,14 @@ class OutputHead:
         return rewrite_head(gm, inputs, module, self.use)
 
     def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
-        """Why the loss of logits is not in chunks where the model has no output head; "" if they have too few classes."""
+        """Return why the loss of these logits is not in chunks though no head was found; "" if they have too few classes."""
         classes = shape[:2][-1] if shape else 0  # a cross entropy takes (rows, classes, ...) or (classes,)
         if not self._is_on or self.is_found or classes < MIN_CLASSES:
             return ""
         return NO_HEAD.format(f"{math.prod(shape) // classes:,}", classes, say_bytes(nbytes))
 
     def rows(self, losses: Mapping[str, tuple[Sequence[int], int]] | None = None) -> Iterator[tuple[str, str, str, str]]:
-        """(path, asked, given, reason) where logits are not deferred, and where they were needed.
+        """Yield (path, asked, given, reason) if logits are not deferred, or are deferred and needed after all.
 
         `losses`: shape and bytes of what cross entropies inside of the model saved, by slot.
         """
@@ -201,7 +204,7 @@ class OutputHead:
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
-    """Path and module of the output head; None if there is none."""
+    """Return path and module of the output head; ("", None) if there is none."""
     linears = [(path, part) for path, part in model.named_modules() if isinstance(part, nn.Linear) and path]
     widths = {part.in_features for _, part in linears}
     repeated = [f"{path}." for path, part in model.named_modules() if isinstance(part, nn.ModuleList)]
@@ -217,7 +220,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
 
 
 def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
-    """The layers `lora_B` that PEFT adds to the output of a head; none if the head has no adapters, or others."""
+    """Return the layers `lora_B` that PEFT adds to the output of a head; empty if it has none, or other adapters."""
     parent = model.get_submodule(path.rpartition(".")[0]) if path.endswith(f".{BASE}") else None
     layers: Any = getattr(parent, "lora_B", ())
     layers = list(layers.values()) if isinstance(layers, nn.ModuleDict) else [layers] if isinstance(layers, nn.Linear) else []
@@ -225,7 +228,7 @@ def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
 
 
 def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> str:
-    """Why the logits of a head are not deferred; "" if they can be."""
+    """Return why the logits of a head are not deferred; "" if they can be."""
     if module is None:
         return ""
     ancestors = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
@@ -235,7 +238,7 @@ def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> st
 
 
 def library_of_loss(model: nn.Module, path: str) -> str:
-    """The library that has replaced the forward of a module around the head, and computes its loss; "" if none has."""
+    """Return the library that replaced the forward of a module around the head and computes its loss; "" if none did."""
     ancestors = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)] if path else []
     for module in (model, *ancestors):
         function: Any = getattr(module.forward, "__func__", module.forward)
@@ -249,7 +252,7 @@ def library_of_loss(model: nn.Module, path: str) -> str:
 
 @contextmanager
 def chunked_loss(model: nn.Module, *, traced_device: str | None = None) -> Generator[OutputHead]:
-    """Inside the context the output head of `model` returns deferred logits: for models without a session, and for traces.
+    """Return a context in which the output head of `model` returns deferred logits, for models without a session and for traces.
 
     `traced_device`: the device of `trace_step`, such as "cuda", if the model is traced inside the context.
     """

@@ -25,7 +25,7 @@ SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "m
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded function call on logits."""
+    """One function call on logits."""
 
     name: str
     func: Callable[..., Tensor]
@@ -33,7 +33,7 @@ class Call:
     kwargs: dict[str, Any]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The result for these logits."""
+        """Return the result for these logits."""
         return self.func(logits, *self.args, **self.kwargs)
 
 
@@ -46,13 +46,13 @@ class Layout:
     dtype: torch.dtype
 
     def after(self, call: Call) -> Layout:
-        """The layout of a call's result; torch's own errors if the call is not possible."""
+        """Return the layout of the result of a call; torch raises its own error if the call is not possible."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
             return Layout(tuple(result.size()), result.stride(), result.dtype)
 
     def class_first(self) -> Layout | None:
-        """That of a view with the last dimension as dimension 1; None with fewer than three dimensions."""
+        """Return the layout with the last dimension moved to dimension 1; None with fewer than three dimensions."""
         if len(self.size) < 3:
             return None
         size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))
@@ -60,7 +60,7 @@ class Layout:
 
     @staticmethod
     def contiguous(*size: int, dtype: torch.dtype) -> Layout:
-        """That of a new tensor."""
+        """Return the layout of a contiguous tensor of this size."""
         strides = [1]
         for length in reversed(size[1:]):
             strides.insert(0, strides[0] * max(1, length))
@@ -68,7 +68,7 @@ class Layout:
 
 
 def is_elementwise(call: Call) -> bool:
-    """Whether a call casts, scales by a Python number, or takes tanh."""
+    """Return whether a call casts, scales by a Python number, or takes tanh."""
     if call.name in SCALES:
         return len(call.args) == 1 and type(call.args[0]) in (int, float) and not call.kwargs
     if call.name != "to":
@@ -80,7 +80,7 @@ def is_elementwise(call: Call) -> bool:
 
 
 def without_device(logits: Tensor, call: Call) -> Call:
-    """A call of `to` without its device if that is the device of the logits."""
+    """Return a call of `to` without its device argument, if that is the device of the logits."""
     if "copy" in call.kwargs:
         return call
     device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
@@ -91,7 +91,7 @@ def without_device(logits: Tensor, call: Call) -> Call:
 
 
 def keeps_last(index: Any, num_dims: int) -> bool:
-    """Whether an index of slices, integers, None and an ellipsis leaves the last dimension whole.
+    """Return whether an index of slices, integers, None and an ellipsis leaves the last dimension whole.
 
     >>> keeps_last((..., slice(None, -1), slice(None)), 3), keeps_last(0, 3), keeps_last((..., 0), 3), keeps_last((0, 0, 0), 3)
     (True, True, False, False)
@@ -106,7 +106,7 @@ def keeps_last(index: Any, num_dims: int) -> bool:
 
 
 def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | None:
-    """The recorded elementwise calls as one function."""
+    """Return the recorded elementwise calls as one function."""
     found, layout = list[tuple[str, Any]](), Layout.contiguous(1, dtype=dtype)
     for call in calls:
         layout = layout.after(call)

@@ -69,7 +69,7 @@ GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator
 
 
 def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientCopy | GradientMean | Releaser | None:
-    """The hook for the gradients of a parameter, not yet attached; None if p.grad is read at the step."""
+    """Return the hook for the gradients of a parameter, not yet registered; None if p.grad is read at the step."""
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
@@ -81,7 +81,7 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
 
 
 def is_averaged_later(parameter: Tensor) -> bool:
-    """Whether processes average this gradient after backward, as under DistributedDataParallel."""
+    """Return whether processes average this gradient after backward, as under DistributedDataParallel."""
     is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return is_distributed and not isinstance(parameter, DTensor)
 
@@ -116,7 +116,7 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
 
 
 def _start_of(optimizer: Optimizer, entry: ParameterState) -> Callable[[], None]:
-    """A function to call before a sum of gradients starts; it raises if a sum over microbatches was interrupted."""
+    """Return a function to call before a sum of gradients starts; it raises if a sum over microbatches was interrupted."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def start() -> None:
@@ -154,14 +154,14 @@ class MemoryOptions:
     seed: int = 0
 
     def defaults(self) -> dict[str, Any]:
-        """The options that a parameter group may override."""
+        """Return the options that a parameter group may override."""
         texts = {role.value: getattr(self, role.value) for role in OF_PARAMETER}
         formats = {name: value if value is None else str(value) for name, value in texts.items()}
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 
 
 class TorchOptimizer(Protocol):
-    """What the driver uses of an optimizer of torch.optim."""
+    """The part of a torch.optim optimizer that the driver uses."""
 
     state: Any
     param_groups: list[dict[str, Any]]
@@ -202,7 +202,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """The hyperparameters of the rule at a step (counted from 1), in the order of `hyper_names`; `factor` multiplies gradients."""
+        """Return the rule's hyperparameters at a step (from 1), in the order of `hyper_names`; `factor` multiplies gradients."""
 
     @abstractmethod
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -210,10 +210,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def make_torch(self, groups: list[dict[str, Any]]) -> TorchOptimizer | None:
-        """The torch.optim optimizer for parameters with nothing packed; None if torch has none."""
+        """Return the torch.optim optimizer for parameters of which nothing is packed; None if torch has none."""
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """The update rule of a group; SGD without momentum has a different one."""
+        """Return the update rule of a group; that of SGD depends on the group's momentum."""
         return self.rule
 
     # --- groups -----------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def _remove_entries(self, num_entries: int) -> None:
-        """Remove all but the first `num_entries` entries, after adding a group failed."""
+        """Remove all but the first `num_entries` parameters, after adding a group has failed."""
         for entry in self._entries[num_entries:]:
             self._by_id.pop(id(entry.parameter), None)
             remove_owner(entry.parameter, self)
@@ -276,11 +276,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @property
     def has_started(self) -> bool:
-        """Whether there is state, or a sum of gradients, that new formats would have to be converted from."""
+        """Whether there is state, or a sum of gradients, that would have to be converted to new formats."""
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if this optimizer cannot store `parameter` and its state in the requested formats; changes nothing."""
+        """Raise OptimError if this optimizer cannot store `parameter` and its state in the requested formats; change nothing."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
         packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
@@ -365,13 +365,13 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._num_accumulated = self.microbatches - 1
 
     def _before_unscale(self) -> None:
-        """Called before a GradScaler unscales accumulators; raises between microbatches."""
+        """Raise OptimError if a GradScaler unscales accumulators between microbatches."""
         if not self.updates_next:
             raise OptimError(PARTIAL)
         self._is_unscaled = True
 
     def _update_in_backward(self, entry: ParameterState, grad: Tensor) -> None:
-        """Update one parameter inside backward (release=True)."""
+        """Update one parameter inside backward, as release=True requests."""
         group, plain = self.param_groups[entry.group], local(entry.parameter)
         rule = self.rule_for(group)
         with torch.no_grad():
@@ -398,7 +398,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Update parameters with nothing packed by torch.optim, with the same state and hyperparameters."""
+        """Update parameters of which nothing is packed by torch.optim, with the same state and hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -422,7 +422,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Whether torch.optim updates this parameter: nothing of it is packed."""
+        """Return whether torch.optim updates this parameter, as nothing of it is packed."""
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
@@ -433,7 +433,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- inspection -------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, *, reset: bool = False) -> Diagnostics:
-        """Underflow, flips and dead zone of each packed parameter since the start or the last reset; a table when printed."""
+        """Return underflow, flips and dead zone of each packed parameter since the start or the last reset; a table when printed."""
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property
@@ -442,13 +442,13 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self._entries
 
     def entry_of(self, parameter: Tensor) -> ParameterState | None:
-        """The state of one parameter; None if this optimizer does not have it."""
+        """Return the state of one parameter; None if this optimizer does not have it."""
         return self._by_id.get(id(parameter))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The packed state and the codes of packed parameters: a run that loads it continues with the same bits."""
+        """Return the packed state and the codes of packed parameters: a run that loads it continues with the same bits."""
         self._batches.settle()
         return checkpoint.state_dict(self, super().state_dict)
 
@@ -459,7 +459,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._torch = None
 
     def export_state(self) -> dict[str, Any]:
-        """The state decoded to float32, for load_state_dict() of the torch.optim optimizer of the same name."""
+        """Return the state decoded to float32, for load_state_dict() of the torch.optim optimizer of the same name."""
         self._batches.settle()
         return checkpoint.export_state(self)
 
@@ -476,7 +476,10 @@ def _remove_all(hooks: list[Any]) -> None:
 
 
 def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
-    """Raise OptimError for a weight format that the optimizer cannot provide; `packed_format` is that of the session's packed weight."""
+    """Raise OptimError for a weight format that the optimizer cannot provide.
+
+    `packed_format`: that of the weight which the session has packed, or will pack.
+    """
     format, dtype = choices.format(Role.WEIGHT), parameter.dtype
     if format is None or choices.is_small or (isinstance(parameter, DTensor) and packed_format is None):
         return

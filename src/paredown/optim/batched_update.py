@@ -49,7 +49,7 @@ class Batch:
         steps: Sequence[int] | int,
         gradients: Sequence[Tensor] | None = None,
     ) -> None:
-        """One update of every unit: unit i reads hypers[rows[i]] and is at step steps[i], counted from 1.
+        """Update every unit once: unit i uses hypers[rows[i]] and is at step steps[i], counted from 1.
 
         An int applies to all units. `gradients` are new plain gradients, if their memory is not that of the last update.
         """
@@ -66,7 +66,7 @@ class Batch:
 
 
 def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
-    """One update of one unit, in place. `gradient`, if given, is a plain gradient that replaces that of the unit for this update."""
+    """Update one unit in place; `gradient`, if given, is a plain gradient that replaces that of the unit."""
     if gradient is not None:
         check_gradient(unit, gradient)
     layout = unit.how(rule.name)
@@ -78,7 +78,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum in place, by a kernel where there is one for the format."""
+    """Add a gradient to a packed sum in place, by a kernel if there is one for the format."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)
@@ -87,7 +87,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
-    """The sum of squares of each tensor, computed by kernels; None if the kernels do not cover all of them."""
+    """Return the sum of squares of each tensor, computed by kernels; None if the kernels do not cover all of them."""
     kernels = _find_kernels() if tensors[0].codes.is_cuda else None
     if kernels is None or not all(kernels.covers_squares(t.format, t.shape) for t in tensors):
         return None
@@ -95,7 +95,7 @@ def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
 
 
 def _kernels_for(unit: UpdateUnit, layout: UpdateLayout) -> ModuleType | None:
-    """The kernels if they cover this layout, else None."""
+    """Return the kernels if they cover this layout; otherwise None."""
     kernels = _find_kernels() if unit.weight.codes.is_cuda else None
     return kernels if kernels is not None and kernels.covers(layout) else None
 
@@ -116,7 +116,7 @@ def _group(rule: Rule, units: Sequence[UpdateUnit], seed: int) -> Any:
 
 
 def _is_aligned(unit: UpdateUnit) -> bool:
-    """Whether all tensors that an update writes start at a multiple of 16 bytes."""
+    """Return whether all tensors that an update writes start at a multiple of 16 bytes."""
     written = [slot for slot in (unit.weight, unit.residue, *unit.moments) if slot is not None]
     return all(t.data_ptr() % 16 == 0 for slot in written for t in slot.parts.tensors())
 

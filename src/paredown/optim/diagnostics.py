@@ -35,7 +35,7 @@ MIN_CHANGES = 1000  # fewer values are not significant
 
 @dataclass(frozen=True)
 class ParameterDiagnostics:
-    """The counters of one parameter, as shares."""
+    """The diagnostics of one packed parameter: shares of its updates, from counters."""
 
     name: str
     format: str
@@ -48,7 +48,7 @@ class ParameterDiagnostics:
 
 
 class Diagnostics(tuple[ParameterDiagnostics, ...]):
-    """Rows of `opt.diagnostics()`, a table when printed."""
+    """The rows that `opt.diagnostics()` returns, as a table when printed."""
 
     def __repr__(self) -> str:
         if not self:
@@ -63,7 +63,7 @@ class Diagnostics(tuple[ParameterDiagnostics, ...]):
 
 
 class UpdateCounters:
-    """Counters of all parameters of an optimizer: int32 on their devices, sums in float64 beside them."""
+    """The counters of all parameters of an optimizer: int32 on their devices, and float64 sums beside them."""
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, list[Tensor]] = {}
@@ -73,7 +73,7 @@ class UpdateCounters:
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, device: torch.device) -> Tensor:
-        """New counters for one more parameter: (5,) int32."""
+        """Return new counters for one more parameter, (5,) int32."""
         counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
         on_device = self._counters.setdefault(device, [])
         self._places.append((device, len(on_device)))
@@ -87,7 +87,7 @@ class UpdateCounters:
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Called after each update: drain the counters every 64 updates, and check for warnings every 512."""
+        """Add the counters to the sums every 64 updates, and check for warnings every 512."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
@@ -108,7 +108,7 @@ class UpdateCounters:
                 counter.zero_()
 
     def diagnostics(self, entries: Sequence[ParameterState], *, reset: bool) -> Diagnostics:
-        """The diagnostics of all packed parameters so far."""
+        """Return the diagnostics of all packed parameters so far."""
         self.drain()
         rows = Diagnostics(self._rows(entries, {device: sums.cpu() for device, sums in self._sums.items()}))
         if reset:

@@ -55,7 +55,7 @@ NOT_ZEROED = (
 
 
 class PackedGradient(GradientTensor):
-    """The p.grad of a parameter with a packed accumulator: a tensor on which torch functions work as `gradient_ops.py` defines.
+    """The p.grad of a parameter with a packed accumulator: a tensor whose torch functions `gradient_ops.py` defines.
 
     `packed` has logical order; fold n draws the bits of `seed` at step n; `factor` is a float32 scalar tensor that holds 1, by default a
     new one.
@@ -65,7 +65,7 @@ class PackedGradient(GradientTensor):
     def __new__(
         cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None
     ) -> PackedGradient:
-        """A tensor with the shape, dtype and device of the parameter, over the codes of `packed`."""
+        """Return a tensor with the shape, dtype and device of the parameter, over the codes of `packed`."""
         return cls.over(Lease(GradientSum.over(packed, seed, weight=weight, factor=factor)), packed.dtype)
 
     @classmethod
@@ -74,7 +74,7 @@ class PackedGradient(GradientTensor):
 
 
 class _Hook(ABC):
-    """A hook on the gradients of one parameter, with a weak reference to the parameter."""
+    """A hook on the gradients of one parameter, which it refers to weakly."""
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         if parameter.is_complex():
@@ -123,18 +123,18 @@ class _Hook(ABC):
 
     @abstractmethod
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        """Called after backward has added to `grad`, which is p.grad."""
+        """Process `grad`, which is p.grad, after backward has added to it."""
 
 
 class Accumulator(_Hook):
-    """Adds the gradients of a parameter to the packed accumulator `gradient`, which p.grad then shows."""
+    """Adds the gradients of a parameter to a packed accumulator, which p.grad then shows."""
 
     def __init__(self, parameter: Tensor, gradient: PackedGradient, *, name: str = "a parameter") -> None:
         super().__init__(parameter, name)
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Encode a p.grad that is plain or was assigned by user code; returns whether there is a gradient."""
+        """Encode a p.grad that is plain or was assigned by user code, and return whether there is a gradient."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
@@ -163,7 +163,10 @@ class Accumulator(_Hook):
 
 
 class GradientMean(_Hook):
-    """Multiplies each gradient of a parameter by `weight` before it is added to p.grad, so that p.grad is the mean, unpacked."""
+    """Multiplies each gradient by `weight` before it is added to p.grad.
+
+    After 1 / `weight` microbatches p.grad is their mean, unpacked.
+    """
 
     def __init__(self, parameter: Tensor, weight: float, before_start: Callable[[], None], *, name: str = "a parameter") -> None:
         super().__init__(parameter, name)
@@ -202,7 +205,10 @@ class GradientCopy(_Hook):
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:
-    """Set the factors of gradients that are no longer referenced to 1, in two launches instead of one per gradient in backward."""
+    """Set the factors of gradients that are no longer referenced to 1.
+
+    This takes two launches, instead of one for each gradient in backward.
+    """
     totals = [g.total for g in gradients if g.is_scaled and not g.is_lent]
     if totals:
         factors = [total.factor for total in totals]
@@ -213,7 +219,7 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 
 
 class Releaser(_Hook):
-    """Calls `update` with each gradient of a parameter when it is complete; p.grad then has no values.
+    """Calls `update` with each gradient of a parameter as soon as it is complete; p.grad then has no values.
 
     `is_updated` returns whether there was an update since the last step().
     """
@@ -225,7 +231,7 @@ class Releaser(_Hook):
         self._update, self._is_updated = update, is_updated
 
     def use(self, grad: Tensor) -> None:
-        """Update with `grad`, if it is the first since the last step()."""
+        """Update with `grad`, if it is the first gradient since the last step()."""
         if grad.layout is not torch.strided:
             raise OptimError(
                 f"{self.name} has a sparse gradient, and packed state is dense. Make the embedding with sparse=False, or use"
@@ -236,7 +242,7 @@ class Releaser(_Hook):
         self._update(grad)
 
     def refuse_sum(self) -> NoReturn:
-        """Raise OptimError for a gradient that is added to one that was already used."""
+        """Raise OptimError, since a gradient was added to one that was already used."""
         raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
@@ -246,7 +252,10 @@ class Releaser(_Hook):
 
 
 class ReleasedGradient(Tensor):
-    """The p.grad of a gradient that was used in backward: it has a shape, and raises OptimError for everything else."""
+    """The p.grad of a gradient that was used inside backward.
+
+    It has a shape, and raises OptimError for everything else.
+    """
 
     _releaser: weakref.ref[Releaser]
     _is_zero: bool
@@ -254,7 +263,7 @@ class ReleasedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: type[ReleasedGradient], like: Tensor, releaser: Releaser) -> ReleasedGradient:
-        """A tensor of the shape, dtype and device of `like`, without memory."""
+        """Return a tensor of the shape, dtype and device of `like`, without memory."""
         made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         made._releaser, made._is_zero = weakref.ref(releaser), False
         return made
@@ -273,7 +282,7 @@ class ReleasedGradient(Tensor):
         return released if func is not aten.detach.default else released._alias()
 
     def _add(self, grad: Tensor) -> None:
-        """Autograd adds to p.grad after zero_grad(set_to_none=False)."""
+        """Use the gradient that autograd adds to p.grad after zero_grad(set_to_none=False)."""
         releaser = self._releaser()
         if releaser is None or torch._C._current_graph_task_id() == -1:
             raise OptimError(GONE.format(op="add_"))
@@ -290,7 +299,7 @@ class ReleasedGradient(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """0: there are no values."""
+        """The number 0: there are no values."""
         return 0
 
     def __repr__(self, **_: Any) -> str:
@@ -303,11 +312,11 @@ class ReleasedGradient(Tensor):
         raise OptimError(GONE.format(op="saving"))
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raises OptimError: there are no values."""
+        """Raise OptimError: there are no values."""
         raise OptimError(GONE.format(op="numpy"))
 
     def tolist(self) -> Any:
-        """Raises OptimError: there are no values."""
+        """Raise OptimError: there are no values."""
         raise OptimError(GONE.format(op="tolist"))
 
 

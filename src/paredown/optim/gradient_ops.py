@@ -27,14 +27,14 @@ aten = torch.ops.aten
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of `func`, some arguments of which are packed gradients."""
+    """Return the result of `func`, which has packed gradients among its arguments."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, args, kwargs)
     return on_values(func, args, kwargs) if result is NotImplemented else result
 
 
 def on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` on decoded values; gradients that it writes to are encoded, and returned in place of their values."""
+    """Return `func` of decoded values; gradients that it writes to are encoded, and returned in place of their values."""
     if _returns_views(func) and isinstance(args[0], GradientTensor):
         return _view(func, args[0], args[1:], kwargs)
     plain: dict[int, Tensor] = {}
@@ -54,7 +54,7 @@ def on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[GradientTensor]:
-    """The gradients that `func` writes to, by its schema."""
+    """Yield the gradients that `func` writes to, according to its schema."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -67,7 +67,10 @@ def _returns_views(func: Any) -> bool:
 
 
 def _view(func: Any, gradient: GradientTensor, args: Any, kwargs: Any) -> Any:
-    """A view, or a list of views, that stores `func`: reading applies it to decoded values, writing encodes the whole gradient."""
+    """Return a view, or a list of views, of a packed gradient.
+
+    Reading one applies `func` to decoded values; writing to one encodes the whole gradient.
+    """
     like = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
     result = func(like, *args, **kwargs)
     shapes = [(None, result)] if isinstance(result, Tensor) else list(enumerate(result))
@@ -79,7 +82,7 @@ def _view(func: Any, gradient: GradientTensor, args: Any, kwargs: Any) -> Any:
 
 
 def is_whole(x: Any) -> bool:
-    """Whether `x` is a packed gradient and no view of one."""
+    """Return whether `x` is a packed gradient and not a view of one."""
     return isinstance(x, GradientTensor) and x.is_whole
 
 
@@ -88,7 +91,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """`x` as a number or a scalar tensor; None if it is a larger tensor or a packed gradient."""
+    """Return `x` as a number or a scalar tensor; None if it is a larger tensor or a packed gradient."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, GradientTensor) else None
     return x
@@ -106,7 +109,10 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    """The sum that autograd makes under create_graph=True: a plain p.grad, not yet multiplied by `weight`, like all plain gradients."""
+    """Return the sum that autograd makes under create_graph=True, a plain p.grad.
+
+    Like all plain gradients it is not multiplied by `weight` yet.
+    """
     gradient, other = args[0], args[1]
     if not (is_whole(gradient) and _in_backward()) or gradient.weight == 1.0 or isinstance(other, GradientTensor):
         return NotImplemented
@@ -148,7 +154,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """The norm of the float32 values, converted to the dtype of the gradient."""
+    """Return the norm of the values in float32, converted to the dtype of the gradient."""
     gradient, dtype = args[0], kwargs.get("dtype")
     if not isinstance(gradient, GradientTensor):
         return NotImplemented
@@ -164,7 +170,7 @@ def _record_stream(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """The indices of packed gradients, and of all others."""
+    """Return the indices of packed gradients, and of all others."""
     packed = [i for i, t in enumerate(tensors) if is_whole(t)]
     return packed, [i for i, t in enumerate(tensors) if not is_whole(t)]
 
@@ -220,7 +226,7 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
-    """GradScaler: set found_inf to 1 if any value is not finite, and multiply all gradients by the inverse scale."""
+    """For GradScaler, set found_inf to 1 if a value is not finite, and multiply all gradients by the inverse scale."""
     tensors, found_inf, inverse_scale = args
     packed, others = _split(tensors)
     if _has_views(tensors):

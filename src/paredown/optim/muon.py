@@ -81,7 +81,7 @@ class Muon(Optimizer):
             raise
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """The group with its rule, or a group for each rule."""
+        """Return the group with its rule, or one group for each rule."""
         rule = group.get("rule")
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")
@@ -99,7 +99,7 @@ class Muon(Optimizer):
         return "muon" if is_matrix and not any(parameter is other for other in self._adamw_params) else "adamw"
 
     def _complete(self, group: dict[str, Any]) -> None:
-        """Add the hyperparameters of AdamW that a group lacks."""
+        """Add the AdamW hyperparameters that a group lacks."""
         decay = self._adamw["weight_decay"]
         group.setdefault("weight_decay", self.defaults["weight_decay"] if decay is None else decay)
         for name in ("betas", "eps"):
@@ -108,7 +108,7 @@ class Muon(Optimizer):
             group["lr"] = self._adamw_lr(group)
 
     def _adamw_lr(self, group: Mapping[str, Any]) -> Any:
-        """The learning rate for AdamW in a group whose own is that of Muon; OptimError if there is none."""
+        """Return the learning rate of AdamW for a group whose own is that of Muon; OptimError if there is none."""
         if self._adamw["lr"] is not None:
             return self._adamw["lr"]
         if group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"]) == "match_rms_adamw":
@@ -137,7 +137,7 @@ class Muon(Optimizer):
     # --- what the driver asks for -----------------------------------------------------------------------------------------
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """The rule of a group: Muon's or AdamW's."""
+        """Return the rule of a group: Muon's or AdamW's."""
         return RULES[group["rule"]]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -155,7 +155,7 @@ class Muon(Optimizer):
         return None
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """The hyperparameters of the group's rule, defined in `rules.py`."""
+        """Return the hyperparameters of the group's rule, defined in `rules.py`."""
         if group["rule"] == "adamw":
             return adamw_hyper(group, step, factor)
         lr, (a, b, c) = lr_of(group), (float(n) for n in group["ns_coefficients"])
@@ -176,7 +176,7 @@ class Muon(Optimizer):
         )
 
     def make_torch(self, groups: list[dict[str, Any]]) -> Any:
-        """The optimizers of parameters for which nothing is packed, as one."""
+        """Return one object with the torch.optim optimizers of parameters of which nothing is packed."""
         return _TorchOptimizers(groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class Muon(Optimizer):
 
 @final
 class _TorchOptimizers:
-    """torch.optim.Muon and torch.optim.AdamW, each with the groups of its rule."""
+    """An instance of torch.optim.Muon and one of torch.optim.AdamW, each with the groups of its rule."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
@@ -204,16 +204,17 @@ class _TorchOptimizers:
         self.state: Any = None
 
     def step(self) -> None:
-        """One step of both."""
+        """Take one step of both."""
         for optimizer in self._optimizers.values():
             optimizer.state = self.state
             optimizer.step()
 
 
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:
-    """The matrices of a model that are not of hidden layers, for `adamw_params`: weights of embeddings, and of the output layer.
+    """Return the matrices of a model that are not of hidden layers, for `adamw_params`.
 
-    The output layer is what `model.get_output_embeddings()` returns, as in Hugging Face's models; without one, the last nn.Linear.
+    They are the weights of embeddings and of the output layer, which is what `model.get_output_embeddings()` returns, as in Hugging
+    Face's models; without that method, the last nn.Linear.
     """
     modules = list(model.modules())
     found = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

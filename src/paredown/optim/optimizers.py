@@ -51,7 +51,7 @@ class SGD(Optimizer):
         super().__init__(params, {**defaults, "maximize": maximize, **torch_options}, memory)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """SGD without momentum has no state, and Nesterov momentum has another rule."""
+        """Return the rule of a group: without momentum there is no state, and Nesterov momentum has a rule of its own."""
         return RULES["sgd" if not group["momentum"] else "nesterov" if group["nesterov"] else "sgdm"]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class SGD(Optimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """The hyperparameters of the rule, defined in `rules.py`."""
+        """Return the hyperparameters of the rule, defined in `rules.py`."""
         momentum = float(group["momentum"])
         values = {
             "factor": factor, "lr": lr_of(group), "weight_decay": float(group["weight_decay"]), "momentum": momentum,
@@ -70,7 +70,7 @@ class SGD(Optimizer):
         return tuple(values[name] for name in self.rule_for(group).hyper_names)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of parameters for which nothing is packed."""
+        """Return the torch.optim.SGD for parameters of which nothing is packed."""
         return torch.optim.SGD(groups)
 
 
@@ -105,11 +105,11 @@ class AdamW(Optimizer):
         check_betas(group["betas"])
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """The hyperparameters of the rule, defined in `rules.py`."""
+        """Return the hyperparameters of the rule, defined in `rules.py`."""
         return adamw_hyper(group, step, factor)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of parameters for which nothing is packed."""
+        """Return the torch.optim.AdamW for parameters of which nothing is packed."""
         return torch.optim.AdamW(groups)
 
 
@@ -144,7 +144,7 @@ class Lion(Optimizer):
         check_betas(group["betas"])
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """The hyperparameters of the rule, defined in `rules.py`."""
+        """Return the hyperparameters of the rule, defined in `rules.py`."""
         lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
         values = {
             "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "lr": lr, "beta1": beta1, "rest1": 1.0 - beta1,
@@ -153,11 +153,11 @@ class Lion(Optimizer):
         return tuple(values[name] for name in self.rule.hyper_names)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> None:
-        """None: torch.optim has no Lion."""
+        """Return None: torch.optim has no Lion."""
 
 
 def adamw_hyper(group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-    """The hyperparameters of the rule "adamw" at a step (counted from 1)."""
+    """Return the hyperparameters of the rule "adamw" at a step (counted from 1)."""
     lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
     values = {
         "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2,
@@ -168,7 +168,7 @@ def adamw_hyper(group: Mapping[str, Any], step: int, factor: float) -> tuple[flo
 
 
 def lr_of(group: Mapping[str, Any]) -> float:
-    """The learning rate as a float; OptimError if it is a tensor on a GPU."""
+    """Return the learning rate as a float; OptimError if it is a tensor on a GPU."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         raise OptimError(

@@ -45,7 +45,10 @@ from paredown.optim.reference import Fold
 
 @dataclass(eq=False)
 class GradientSum:
-    """The buffers of one accumulator. The optimizer changes them in place; other code reads them through a `GradientTensor`."""
+    """A packed accumulator of gradients.
+
+    The optimizer changes its buffers in place; other code reads them through a `GradientTensor`.
+    """
 
     packed: PackedTensor
     seed: Seed
@@ -60,7 +63,7 @@ class GradientSum:
 
     @staticmethod
     def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None) -> GradientSum:
-        """A sum in the buffers of `packed`, which has logical order; `factor` is a float32 scalar tensor that holds 1."""
+        """Return a sum in the buffers of `packed`, which has logical order; `factor` is a float32 scalar tensor that holds 1."""
         if packed.order != tuple(range(len(packed.shape))):
             raise OptimError(
                 f"an accumulator is packed in the order of its dimensions, not in {packed.order}: encode with order='logical'."
@@ -84,20 +87,23 @@ class GradientSum:
         self.fold(values, weight=1.0, is_first=True)
 
     def zero(self) -> None:
-        """Replace the sum by zeros: scale 0, and code 0 without scales."""
+        """Replace the sum by zeros: codes 0, and scales 0 if there are any."""
         self.before_start()
         for tensor in self.packed.parts.tensors():
             tensor.zero_()
         self._reset_factor()
 
     def factor_to_change(self) -> Tensor:
-        """The factor, for an operation that multiplies it in place."""
+        """Return the factor of all values, for an operation that multiplies it in place."""
         self.settle()
         self.is_scaled = True
         return self.factor
 
     def clamp_min(self, floor: float) -> None:
-        """Raise values to `floor`, deferred: clip_grad_value_ clamps at both bounds in two calls, and codes are then rounded once."""
+        """Clamp values to at least `floor`; this is deferred.
+
+        clip_grad_value_ clamps at both bounds in two calls, and codes are then rounded once.
+        """
         self.settle()
         self.floor = floor
 
@@ -111,7 +117,7 @@ class GradientSum:
             self.store(self.decode(torch.float32))
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """The values, contiguous: decoded * factor in float32, then converted to `dtype`."""
+        """Return the values as a contiguous tensor: decoded * factor in float32, then converted to `dtype`."""
         if not self.is_scaled and self.floor is None and dtype in DTYPES:
             return self.packed.decode(dtype)
         values = self.packed.decode(torch.float32)
@@ -122,14 +128,14 @@ class GradientSum:
         return values.to(dtype)
 
     def copy(self, device: torch.device | None = None) -> GradientSum:
-        """A copy in new buffers, on `device` if given."""
+        """Return a copy in new buffers, on `device` if given."""
         parts, target = self.packed.parts, device or self.packed.device
         tensors = (parts.codes, parts.scales, parts.minimums, parts.tensor_scale)
         copied = PackedParts(*(None if t is None else t.to(target, copy=True) for t in tensors))
         return replace(self, packed=replace(self.packed, parts=copied), factor=self.factor.to(target, copy=True))
 
     def _reset_factor(self) -> None:
-        """After new codes: no deferred bound, and a factor of 1."""
+        """Set the factor to 1 and drop a deferred bound, as new codes need neither."""
         self.floor = None
         if self.is_scaled:
             self.factor.fill_(1.0)
@@ -137,7 +143,10 @@ class GradientSum:
 
 
 def any_nonfinite(sums: list[GradientSum]) -> Tensor:
-    """1.0 if a value of any of these is NaN or infinite and 0.0 otherwise, on their device; blocks that are not finite have scale NaN."""
+    """Return 1.0 if any value of these sums is NaN or infinite and 0.0 otherwise, as a tensor on their device.
+
+    Blocks that are not finite have scale NaN.
+    """
     scales = [s.packed.scales for s in sums]
     floats = [t for t in scales if t is not None and t.is_floating_point() and t.numel()]
     norms = torch._foreach_norm(floats, torch.inf) if floats else ()
@@ -148,7 +157,10 @@ def any_nonfinite(sums: list[GradientSum]) -> Tensor:
 
 
 def norms(sums: list[GradientSum]) -> list[Tensor | None]:
-    """The Euclidean norm of each sum in float32, computed by kernels in one launch per format; None where no kernel covers the format."""
+    """Return the Euclidean norm of each sum in float32; None where no kernel covers the format.
+
+    Kernels compute them in one launch for each format.
+    """
     result: list[Tensor | None] = [None] * len(sums)
     by_format: dict[Any, list[int]] = {}
     for i, held in enumerate(sums):
@@ -164,7 +176,7 @@ def norms(sums: list[GradientSum]) -> list[Tensor | None]:
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
-    """The gradient, contiguous and in a dtype of the codec; OptimError if it is sparse, complex, or of another shape or device."""
+    """Return a gradient as a contiguous tensor in a dtype of the codec; OptimError if it cannot be added to `packed`."""
     if grad.layout is not torch.strided or grad.is_complex():
         what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
         raise OptimError(
@@ -187,14 +199,14 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 @dataclass(eq=False)
 class Lease:
-    """The sum that a `GradientTensor` and its views read; replaced by a copy of the sum before the optimizer overwrites it."""
+    """The sum that a `GradientTensor` and its views read; it becomes a copy before the optimizer overwrites the sum."""
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`
 
 
 class GradientTensor(Tensor):
-    """A gradient in a format: `packed` has the codes, `factor` multiplies the decoded values. `PackedGradient` is the final class."""
+    """A gradient stored in a format: `packed` has the codes, `factor` multiplies decoded values. `PackedGradient` is the final class."""
 
     _lease: Lease
     _views: tuple[View, ...]
@@ -203,7 +215,7 @@ class GradientTensor(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> Self:
-        """A tensor that reads the sum of `lease` through `views`; `like` has the shape, strides and dtype that result."""
+        """Return a tensor that reads the sum of `lease` through `views`; `like` has the resulting shape, strides and dtype."""
         packed = lease.total.packed
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -217,11 +229,11 @@ class GradientTensor(Tensor):
         return made
 
     def with_view(self, view: View, like: Tensor) -> Self:
-        """A view of this gradient."""
+        """Return a tensor that reads this gradient through one more view."""
         return self.over(self._lease, self._dtype, (*self._views, view), like)
 
     def alias(self) -> Self:
-        """A new tensor that shows the same gradient."""
+        """Return a new tensor that shows the same gradient."""
         return self.over(self._lease, self._dtype, self._views, None if self.is_whole else self)
 
     @property
@@ -231,13 +243,13 @@ class GradientTensor(Tensor):
 
     @property
     def packed(self) -> PackedTensor:
-        """Codes and scales; the optimizer owns them, and reads them together with `factor`."""
+        """Codes and scales, which the optimizer owns and reads together with `factor`."""
         self.total.settle()
         return self.total.packed
 
     @property
     def factor(self) -> Tensor:
-        """The factor of the decoded values: always the same float32 scalar tensor."""
+        """The factor of the decoded values, a float32 scalar tensor that stays the same object."""
         return self.total.factor
 
     @property
@@ -247,7 +259,7 @@ class GradientTensor(Tensor):
 
     @property
     def weight(self) -> float:
-        """The factor of gradients from backward before they are added: 1 / microbatches."""
+        """The factor by which gradients from backward are multiplied before they are added: 1 / microbatches."""
         return self.total.weight
 
     @weight.setter
@@ -274,7 +286,7 @@ class GradientTensor(Tensor):
         return self.packed.nbytes + self.factor.nbytes
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The decoded values as an ordinary tensor."""
+        """Return the decoded values as an ordinary tensor."""
         if not self._views:
             return self.total.decode(dtype or self._dtype)
         values = _through(self._views, self.total.decode(self._dtype))
@@ -291,7 +303,7 @@ class GradientTensor(Tensor):
         self.total.store(values)
 
     def lend(self, dtype: torch.dtype) -> Self:
-        """A new tensor over the same buffers, for `p.grad`; the buffers are about to be overwritten.
+        """Return a new tensor over the same buffers, for `p.grad`; the caller is about to overwrite the buffers.
 
         A tensor that an earlier call returned and that is still referenced gets a copy of the buffers, and keeps its values.
         """
@@ -303,7 +315,7 @@ class GradientTensor(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Whether `other` is a `GradientTensor` over all of these buffers; if so, deferred bounds are applied."""
+        """Return whether `other` is a `GradientTensor` over all of these buffers; if so, deferred bounds are applied."""
         if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -316,7 +328,7 @@ class GradientTensor(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The same gradient; assigning replaces values, dtype and device, as model.to() does."""
+        """The gradient itself; assigning replaces values, dtype and device, as model.to() does."""
         return self.detach()
 
     @data.setter
@@ -342,11 +354,11 @@ class GradientTensor(Tensor):
         return self.decode().__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The decoded values as a numpy array."""
+        """Return the decoded values as a numpy array."""
         return self.decode().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The decoded values as nested lists."""
+        """Return the decoded values as nested lists."""
         return self.decode().tolist()
 
 

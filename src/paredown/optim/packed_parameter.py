@@ -74,7 +74,7 @@ STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
 class PackedParameter(Tensor):
-    """A parameter that is stored packed, or a view of it: `weight_of(p)` has the codes.
+    """A parameter that is stored packed, or a view of one: `weight_of(p)` has the codes.
 
     Modules hold the parameter itself: an nn.Parameter without memory, to which `Weight.hide` gives this class. A view is made here; calls
     from C++ come to its `__torch_dispatch__`, since it can be the local tensor of a DTensor or an argument of a collective.
@@ -82,7 +82,7 @@ class PackedParameter(Tensor):
 
     @staticmethod
     def __new__(cls: type[PackedParameter], weight: Weight, like: Tensor, base: Tensor | None = None) -> PackedParameter:
-        """A view of `weight` with the size, strides and offset of `like`, made from the decoded values `base`."""
+        """Return a view of `weight` with the size, strides and offset of `like`, made from the decoded values `base`."""
         view: PackedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -98,7 +98,7 @@ class PackedParameter(Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """For torch: whether isinstance(self, nn.Parameter)."""
+        """Whether torch counts this as an nn.Parameter, as isinstance does."""
         return bool(vars(self).get(IS_PARAMETER, True))
 
     @_is_param.setter
@@ -123,7 +123,7 @@ class PackedParameter(Tensor):
         return repr(decoded_copy(self))
 
     def as_subclass(self, cls: Any) -> Any:
-        """The decoded values as another class; torch's implementation bypasses `__torch_function__`."""
+        """Return the decoded values as another class, since torch's own method bypasses `__torch_function__`."""
         return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
 
     @classmethod
@@ -140,7 +140,10 @@ class PackedParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls from C++ with a view, such as those of DistributedDataParallel: arguments that the schema marks for writing are encoded."""
+        """Run calls from C++ with a view, such as those of DistributedDataParallel, on decoded values.
+
+        Arguments that the schema marks for writing are encoded again.
+        """
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:  # of a DTensor, which dispatches to its local tensor
             return view_of(args[0])
@@ -154,22 +157,25 @@ class PackedParameter(Tensor):
 
 
 class Decoded(torch.autograd.Function):
-    """Decode a packed parameter in autograd: the gradient of the values is the gradient of the parameter."""
+    """The autograd function that decodes a packed parameter.
+
+    The gradient of the values is the gradient of the parameter.
+    """
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
-        """The decoded values of the packed parameter."""
+        """Return the decoded values of the packed parameter."""
         ctx.weight = weight = _weight(packed)
         return _of_base(packed, weight.decode())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        """The gradient, unchanged, for the parameter."""
+        """Return the gradient, unchanged, for the parameter."""
         return grad
 
 
 class FrozenLinear(torch.autograd.Function):
-    """F.linear with a frozen packed weight: autograd saves nothing, and backward decodes the weight again.
+    """The autograd function of F.linear with a frozen packed weight: nothing is saved, and backward decodes the weight again.
 
     torch.utils.checkpoint compares the tensors that both forward passes save. In one of them the weight may be plain (the session was
     closed), and F.linear would save it: so the hook of a checkpoint is called with it, and what the hook returns is dropped.
@@ -177,7 +183,7 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
-        """The product with the weight decoded in `dtype`, the dtype of `x`; `on_save`: the pack hook of a checkpoint, or None."""
+        """Return the product with the weight decoded in `dtype`; `on_save`: the pack hook of a checkpoint, or None."""
         values = weight.decode(dtype)
         ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
         if on_save is not None:
@@ -186,7 +192,7 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """The gradient of `x`."""
+        """Return the gradient of `x`."""
         weight: Weight = ctx.weight
         weight.check_version(ctx.version)
         return grad @ weight.decode(ctx.dtype), None, None, None, None
@@ -196,7 +202,7 @@ _apply_frozen_linear: Any = super(torch.autograd.Function, FrozenLinear).apply  
 
 
 def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
-    """F.linear with a frozen packed weight of a session; None for other calls, which `_computed` serves.
+    """Return F.linear with a frozen packed weight of a session; None for other calls, which `_computed` runs.
 
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
@@ -218,14 +224,14 @@ def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Ten
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_decoded`, excluded from torch.compile."""
+    """Return `call_decoded` of these arguments, excluded from torch.compile."""
     if "torch._dynamo" not in sys.modules:
         return call_decoded(func, args, kwargs)
     return _call_decoded_eagerly()(func, args, kwargs)
 
 
 def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_outside_compile`, called by a compiled graph."""
+    """Return `call_outside_compile` of these arguments, and note that a compiled graph called it."""
     for packed in [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]:
         if not _is_view(packed):
             _weight(packed).was_compiled = True
@@ -245,7 +251,7 @@ def _call_decoded_eagerly() -> Any:
 
 
 def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a torch function, some of the arguments of which are packed."""
+    """Return the result of a torch function that has packed tensors among its arguments."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
@@ -285,7 +291,7 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` applied to the decoded values; those that it wrote are encoded."""
+    """Apply `func` to decoded values, encode those that it wrote, and return the result."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
@@ -303,14 +309,14 @@ class DecodedValues:
     """The decoded values of the packed tensors in the arguments of one call."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        """`writes`: by its name the function works in place, and continues from deferred values."""
+        """Begin a call; `writes` says that the function works in place by its name, so that it continues from deferred values."""
         self._tracks, self._writes = tracks_gradients, writes
         self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
         # id -> packed tensor, its values, their grad_fn and `_version`
         self._pairs: dict[int, tuple[Tensor, Tensor, Any, int]] = {}
 
     def of(self, arguments: Any) -> Any:
-        """The same arguments with decoded values in place of packed tensors."""
+        """Return the arguments with decoded values in place of packed tensors."""
         return tree_map(lambda leaf: self._value(leaf) if type(leaf) is PackedParameter else leaf, arguments)
 
     def _value(self, packed: Tensor) -> Tensor:
@@ -332,7 +338,10 @@ class DecodedValues:
         return self._bases[weight][0]
 
     def store_changed(self, *, writes_unseen: bool) -> None:
-        """Encode what was written. As in torch, writing to a leaf that requires grad raises while grad mode is enabled."""
+        """Encode the values that the call wrote.
+
+        As in torch, writing to a leaf that requires grad raises while grad mode is enabled.
+        """
         for packed, value, node, version in self._pairs.values():
             if node is not None and value._version != version:
                 if value.grad_fn is not node:
@@ -362,14 +371,14 @@ class DecodedValues:
                     torch._C._increment_version((packed,))
 
     def report_use(self, result: Any, first: int) -> None:
-        """Call `Weight.on_use` with the result and the values it was computed from, so that the session frees them until backward."""
+        """Call `Weight.on_use` with the result and the values it was computed from, which the session then frees until backward."""
         used = [(_weight(packed), value) for packed, value, *_ in self._pairs.values()]
         reports = [report for weight, _ in used if weight.on_use is not None and (report := weight.on_use()) is not None]
         if reports:
             reports[0](result, first, used)
 
     def wrap(self, result: Any) -> Any:
-        """The result, with packed tensors in place of their decoded values and of views of these."""
+        """Return the result, with packed tensors in place of decoded values and of views of these."""
         originals = {id(value): packed for packed, value, *_ in self._pairs.values()}
         storages = {base.untyped_storage()._cdata: (weight, base) for weight, (base, _) in self._bases.items()}
 
@@ -383,7 +392,7 @@ class DecodedValues:
 
 
 def _may_be_view(result: Any) -> bool:
-    """Whether a result is a plain tensor with a storage, without a gradient."""
+    """Return whether a result is a plain tensor with a storage and without a gradient."""
     is_plain = type(result) is Tensor and result.grad_fn is None and result.layout is torch.strided and result.device.type != "meta"
     return is_plain and not torch._C._functorch.is_batchedtensor(result)
 
@@ -395,12 +404,12 @@ def _weight(packed: Tensor) -> Weight:
 
 
 def _is_view(packed: Tensor) -> bool:
-    """Whether this is a view of a packed parameter, and not the parameter itself."""
+    """Return whether this is a view of a packed parameter, and not the parameter itself."""
     return HELD in vars(packed)
 
 
 def _held(packed: Tensor) -> Tensor | None:
-    """The decoded values that a view was made from; None if the weight has changed since."""
+    """Return the decoded values from which a view was made; None if the weight has changed since."""
     held = vars(packed).get(HELD)
     return held[1] if held is not None and held[0] == _weight(packed).version else None
 
@@ -424,7 +433,7 @@ def _value(packed: Tensor) -> Tensor:
 
 
 def view_of(packed: Tensor) -> PackedParameter:
-    """A view of a packed parameter or of a view, with the same size and strides."""
+    """Return a view of a packed parameter or of a view, with the same size and strides."""
     with torch._C.DisableTorchFunctionSubclass():
         view = PackedParameter(_weight(packed), packed)
     vars(view).update({HELD: vars(packed).get(HELD), IS_PARAMETER: False if _is_view(packed) else None})
@@ -432,7 +441,7 @@ def view_of(packed: Tensor) -> PackedParameter:
 
 
 def decoded_copy(packed: PackedParameter) -> Tensor:
-    """An ordinary parameter with the decoded values; for a view an ordinary tensor."""
+    """Return an ordinary parameter with the decoded values; for a view an ordinary tensor."""
     values = _value(packed)
     values = values.clone() if _is_view(packed) else values
     return nn.Parameter(values, packed.requires_grad) if isinstance(packed, nn.Parameter) else values

@@ -51,7 +51,7 @@ SAMPLED = 1 << 13  # values of the first rows, on which rounding errors are meas
 
 
 class NoMemory(Tensor):
-    """The data of a packed parameter. Tools that sum the bytes of all live tensors count 0 bytes for it."""
+    """The data of a packed parameter, which counts as 0 bytes for tools that sum the bytes of live tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +62,7 @@ class NoMemory(Tensor):
 
 
 class Weight:
-    """The codes of one parameter; packs and unpacks the parameter."""
+    """The codes of one parameter, which makes the parameter packed or plain."""
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
@@ -79,10 +79,10 @@ class Weight:
         on_use: weakref.WeakMethod[OnUse] | None = None,
         hook_of_checkpoint: Callable[[], PackHook | None] | None = None,
     ) -> None:
-        """`packed_class`: of the packed parameter.
+        """Hold the codes `packed` of `parameter`; `packed_class` is the class of the packed parameter.
 
-        `on_use` and `hook_of_checkpoint` are of a session. The first is called after functions outside of modules, with the result, the
-        sequence number of the first new node, and the decoded values. The second returns the pack hook of the checkpoint that runs.
+        `on_use` and `hook_of_checkpoint` belong to a session. The first is called after functions outside of modules, with the result,
+        the sequence number of the first new node, and the decoded values. The second returns the pack hook of the checkpoint that runs.
         """
         self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
         self.on_write: OnWrite | None = None  # called with values before they are encoded; what it returns is called after
@@ -105,7 +105,7 @@ class Weight:
         self._take(parameter, packed)
 
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
-        """Take over the size, strides, dtype and device of `like`, and the codes of `packed`."""
+        """Use the codes of `packed`, and the size, strides, dtype and device of `like`."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
         self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
         self.device_type = like.device.type
@@ -151,7 +151,7 @@ class Weight:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values in new memory, with the strides of the parameter; in `dtype` if given."""
+        """Return the values in new memory with the strides of the parameter, in `dtype` if given."""
         if self.written is not None:
             self.encode()
         if torch.is_inference_mode_enabled():  # the result may be used outside of inference mode
@@ -171,7 +171,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """`decode` for reading only: returns the memory that was decoded last if it is still alive."""
+        """Return the values for reading only: the memory that was decoded last, if it is still alive."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -183,12 +183,12 @@ class Weight:
         return made
 
     def check_version(self, version: int) -> None:
-        """Raise an error, as autograd does, if the values have changed since they were saved at `version`."""
+        """Raise the error of autograd for saved tensors if the values have changed since `version`."""
         if self.version != version:
             raise RuntimeError(MODIFIED.format(version, self.version))
 
     def exported(self) -> Tensor:
-        """The current values; the same tensor as before if that is still alive and was not written to."""
+        """Return the current values: the same tensor as at the last call, if that is alive and unchanged."""
         version, count, ref = self._exported
         made = ref() if ref is not None and version == self.version else None
         if made is None or made._version != count:
@@ -197,7 +197,7 @@ class Weight:
         return made
 
     def write(self, values: Tensor) -> None:
-        """Replace the values by a tensor of the same shape and dtype, which is encoded later; the caller must not change it afterwards."""
+        """Replace the values by a tensor of the same shape and dtype, which is encoded later and must not be changed meanwhile."""
         if self.address:
             self.store(values)
             return
@@ -215,7 +215,7 @@ class Weight:
             self.store(values)
 
     def store(self, values: Tensor) -> None:
-        """Encode new values, rounded to nearest; the parameter takes over their dtype, device and shape."""
+        """Encode new values, rounded to nearest; the parameter takes their dtype, device and shape."""
         self.written = None
         if not _can_be_packed(values):
             self.release(values)
@@ -226,7 +226,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Encode `values`; returns whether their size, strides, dtype or device differ from before."""
+        """Encode `values`, and return whether size, strides, dtype or device differ from before."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -248,14 +248,14 @@ class Weight:
         return is_other
 
     def unencoded(self) -> Tensor | None:
-        """Values that were written and are not encoded yet; None if there are none."""
+        """Return values that were written and are not encoded yet; None if there are none."""
         parameter = self.parameter
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
     def update_errors(self, values: Tensor) -> tuple[float, float]:
-        """Errors of `values` that replace the current ones, before they are encoded: (|update| / |values|, |rounding| / |update|).
+        """Return |update| / |values| and |rounding| / |update| for `values` that are about to replace the current ones.
 
-        Measured on the first rows; (1, 0) where shape, dtype or device differ, so that there is no update to speak of.
+        Both are measured on the first rows; (1, 0) if shape, dtype or device differ.
         """
         if not self._is_like(values):
             return 1.0, 0.0
@@ -268,7 +268,10 @@ class Weight:
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
-        """Whether `values` are the current ones, with the same shape, dtype, device and strides; the first row is compared first."""
+        """Return whether `values` are the current ones, with the same shape, dtype, device and strides.
+
+        The first row is compared first.
+        """
         if not self._is_like(values) or strides_of(values) != self.stride:
             return False
         if values.dim() and self.format.block is not None and not same_bits(_first_rows(self._packed, 1).decode(), values[:1]):
@@ -276,12 +279,12 @@ class Weight:
         return same_bits(self.decode(), values)
 
     def _is_like(self, values: Tensor) -> bool:
-        """Whether shape, dtype and device are the current ones, of a weight that has values."""
+        """Return whether `values` have the current shape, dtype and device, and there is at least one."""
         mine = self.size, self.dtype, self._packed.device
         return (values.size(), values.dtype, values.device) == mine and self.size.numel() > 0
 
     def changed(self) -> None:
-        """Record that the codes were changed; a plain parameter is decoded anew."""
+        """Record that the codes were changed, and decode a plain parameter again."""
         self.version += 1
         self.written = None
         if self.address:  # in use: the new values and a new `_version` have to be visible
@@ -297,7 +300,7 @@ class Weight:
     # --- the parameter ------------------------------------------------------------------------------------------------
 
     def _swap(self, data: Tensor, kind: type[Tensor]) -> Any:
-        """Give the parameter other data and another class; returns it, or None after it was deleted.
+        """Give the parameter other data and another class; return it, or None if it was deleted.
 
         While a module runs, only the class nn.Parameter itself is an ordinary parameter to all code: functions of torch would call the
         `__torch_function__` of another class, and those that check for the exact type would take a slower path or refuse. Afterwards the
@@ -311,30 +314,33 @@ class Weight:
         return parameter
 
     def show(self) -> None:
-        """Make the parameter plain, on new memory."""
+        """Make the parameter plain, in new memory."""
         values = self.decode()
         parameter = self._swap(values, nn.Parameter)
         assert parameter is not None
         self.address, self.seen = values.untyped_storage()._cdata, parameter._version
 
     def hide(self) -> None:
-        """Make the parameter packed, without memory. Views and saved tensors of its old memory stay valid."""
+        """Make the parameter packed, without memory; views and saved tensors of its old memory stay valid."""
         if not self.is_released:
             self._swap(self.empty, self._packed_class)
         self.address = 0
 
     def count_references(self) -> tuple[int, int]:
-        """References to the parameter: to the tensor of C++, and to the object of Python."""
+        """Return the number of references to the C++ tensor of the parameter, and to its Python object."""
         parameter: Any = self._ref()
         return (parameter._use_count(), sys.getrefcount(parameter)) if parameter is not None else (0, 0)
 
     def is_referenced(self, *, by_objects: bool = False) -> bool:
-        """Whether there are more references to the plain parameter than before its use; `by_objects`: those of Python count, too."""
+        """Return whether there are more references to the plain parameter than before its use.
+
+        `by_objects`: those to the Python object count too.
+        """
         (tensors, objects), (tensors_before, objects_before) = self.count_references(), self.references
         return tensors > tensors_before or (by_objects and objects > objects_before)
 
     def keep_changes(self) -> bool:
-        """Encode what was written into the plain parameter since `show`; returns whether anything was written."""
+        """Encode values written into the plain parameter since `show`, and return whether there were any."""
         parameter = self._ref()
         if parameter is None or not self.address:
             return False
@@ -352,7 +358,7 @@ class Weight:
         return is_other
 
     def gather(self) -> bool:
-        """Encode what was written into a plain parameter; called before the codes are read in order to change them."""
+        """Encode values written into a plain parameter, before the codes are read in order to change them."""
         if not self.address:
             return False
         self.is_checked = False  # compare values, since .data may have been written
@@ -363,14 +369,17 @@ class Weight:
         return is_other
 
     def pin(self) -> None:
-        """Keep plain memory for the parameter from now on, always the same."""
+        """Leave the parameter plain from now on, in memory that stays the same."""
         self.users += 1
         if not self.address:
             self.show()
         self.is_pinned = True
 
     def release(self, values: Tensor | None = None) -> None:
-        """Make the parameter an ordinary one for good, with its values, or with those given, which cannot be packed."""
+        """Make the parameter an ordinary one for good.
+
+        It has the decoded values, or those given, which cannot be packed.
+        """
         parameter = self.parameter
         if parameter is not None and not self.is_released:
             if values is not None:
@@ -382,7 +391,7 @@ class Weight:
 
 
 def weight_of(parameter: Tensor) -> Weight | None:
-    """The packed weight of a parameter, if it has one."""
+    """Return the packed weight of a parameter; None if it has none."""
     return vars(parameter).get(KEY)
 
 
@@ -400,7 +409,7 @@ def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A tensor without memory, of the same size, dtype, device and strides (contiguous if those have gaps)."""
+    """Return a tensor without memory, with the size, dtype, device and strides of `tensor` (contiguous if it has gaps)."""
     with outside_inference_mode():
         empty = torch.empty_like(tensor, requires_grad=False)
     empty.untyped_storage().resize_(0)
@@ -413,22 +422,21 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense copy: the same, or contiguous if those have gaps or overlap."""
+    """Return the strides of a dense copy: those of `tensor`, or contiguous ones if it has gaps or overlaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """A context whose tensors are ordinary ones even if the caller is in inference mode."""
+    """Return a context that makes ordinary tensors even if the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _num_sampled_rows(shape: torch.Size) -> int:
-    """The number of rows with about SAMPLED values, at least 1."""
+    """Return the number of rows that have about SAMPLED values, at least 1."""
     return max(SAMPLED * shape[0] // max(shape.numel(), 1), 1)
 
 
 def _distance(values: Tensor, packed: PackedTensor) -> float:
-    """The norm of the difference between float32 values and packed ones."""
     return float(torch.linalg.vector_norm(packed.decode().float() - values))
 
 
@@ -438,13 +446,13 @@ def _first_rows(packed: PackedTensor, num_rows: int) -> PackedTensor:
 
 
 def _can_be_packed(values: Tensor) -> bool:
-    """Whether the codec supports values of this dtype, device and layout; integers are cast."""
+    """Return whether values of this dtype, device and layout can be packed; integers are cast before."""
     is_real = values.dtype in DTYPES or not (values.is_floating_point() or values.is_complex())
     return is_real and values.device.type in DEVICES and values.layout is torch.strided
 
 
 def _decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """A function that writes the values into a contiguous tensor of the shape."""
+    """Return a function that writes the values into a contiguous tensor of the same shape."""
     dtype = PLAIN_DTYPES.get(packed.format.element.name) if packed.format.block is None else None
     if dtype is None:
         return decoder(packed)
@@ -458,6 +466,6 @@ def decode_into(packed: PackedTensor, out: Tensor) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal, NaN and signs of zeros included."""
+    """Return whether two tensors have the same bits, NaN and signs of zeros included."""
     integers = {2: torch.int16, 4: torch.int32}[a.itemsize]
     return a.size() == b.size() and a.dtype is b.dtype and torch.equal(a.view(integers), b.view(integers))

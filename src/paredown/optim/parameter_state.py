@@ -50,7 +50,7 @@ Choice = tuple[Format | None, Rounding]
 
 @dataclass(frozen=True)
 class RequestedFormats:
-    """The name of a parameter in its model, and the formats and roundings that a plan gives to its slots."""
+    """The name of a parameter in its model, and the formats and roundings that a plan requests for its slots."""
 
     name: str
     choices: Mapping[Role, Choice]
@@ -61,12 +61,12 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak refere
 
 
 def request_of(parameter: Tensor) -> RequestedFormats | None:
-    """The formats that a session requests for this parameter; None without a session."""
+    """Return the formats that a session requests for this parameter; None without a session."""
     return _REQUESTS.get(parameter)
 
 
 def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
-    """Record the plan's formats for optimizers that are made later, and pass them on to those that were made before."""
+    """Record the plan's formats for optimizers that are made later, and pass them on to existing ones."""
     for parameter, request in rows:
         _REQUESTS[parameter] = request
     for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
@@ -81,7 +81,7 @@ def withdraw_requests(model: nn.Module) -> None:
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record `owner` as the optimizer of a parameter; `let_go` is called on the optimizer that had it before."""
+    """Record `owner` as the optimizer of a parameter, and call `let_go` of the optimizer that had it before."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -89,13 +89,13 @@ def set_owner(parameter: Tensor, owner: Any) -> None:
 
 
 def remove_owner(parameter: Tensor, owner: Any) -> None:
-    """Remove `owner` as the optimizer of a parameter, if it is."""
+    """Remove the record that `owner` is the optimizer of a parameter."""
     if owner_of(parameter) is owner:
         _OWNERS.pop(parameter, None)
 
 
 def owner_of(parameter: Tensor) -> Any:
-    """The optimizer of paredown.optim that has this parameter, or None."""
+    """Return the optimizer of paredown.optim that has this parameter; None if there is none."""
     ref = _OWNERS.get(parameter)
     return ref() if ref is not None else None
 
@@ -115,11 +115,11 @@ class SlotFormats:
     slots: Mapping[Role, Choice]
 
     def format(self, role: Role) -> Format | None:
-        """The format of a slot; None if it is plain."""
+        """Return the format of a slot; None if it is plain."""
         return self.slots[role][0]
 
     def rounding(self, role: Role) -> Rounding:
-        """The rounding of a slot."""
+        """Return the rounding of a slot."""
         return self.slots[role][1]
 
 
@@ -127,7 +127,10 @@ PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
 def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
-    """The formats of the slots of `parameter`, from its parameter group and the plan's `request`; `default_name` is used without a plan."""
+    """Return the formats of the slots of `parameter`, from its parameter group and the plan's `request`.
+
+    `default_name` is the parameter's name if there is no plan.
+    """
     name = request.name if request is not None else default_name
     wanted = {role: _wanted(role, group, request) for role in OF_PARAMETER}
     if not any(format for format, _ in wanted.values()):
@@ -208,7 +211,7 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
 
 @dataclass(eq=False)
 class ParameterState:
-    """A parameter, the formats of its slots, its hook, and the number of its updates."""
+    """A parameter in an optimizer: the formats of its slots, its gradient hook, and the number of its updates."""
 
     parameter: Tensor
     group: int
@@ -242,7 +245,7 @@ class ParameterState:
 
     @property
     def first_index(self) -> int:
-        """The index of the first local value in the whole tensor; 0 unless it is a DTensor."""
+        """The index of the first local value in the whole tensor; 0 unless the parameter is a DTensor."""
         return 0 if not isinstance(self.parameter, DTensor) else _first_index(self.parameter, self.name)
 
 
@@ -292,7 +295,7 @@ def _first_index(parameter: DTensor, name: str) -> int:
 
 
 def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtype, device: torch.device) -> PackedTensor:
-    """A packed tensor of zeros, in logical order."""
+    """Return a packed tensor of zeros, in logical order."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     parts = encoding.empty_parts(*Format.rows_and_cols(shape), device=device, tensor_scale=None)
     for tensor in parts.tensors():
@@ -301,14 +304,14 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """The number of square roots taken of a slot before it is encoded: `rules.stored_root`."""
+    """Return how many square roots are taken of a slot before it is encoded (`rules.stored_root`)."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
 
 
 def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Reset the step count if the state has none of the rule's moments: as in torch, cleared state starts anew."""
+    """Reset the step count if the state has none of the rule's moments, since cleared state starts anew in torch."""
     if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
         entry.step = 0
 
@@ -332,7 +335,7 @@ def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None
 
 
 def has_residue(entry: ParameterState) -> bool:
-    """Whether the weight has a residue: a format for it is chosen and the weight is stored as bfloat16."""
+    """Return whether the weight has a residue: a format for it is chosen, and the weight is stored as bfloat16."""
     weight = entry.weight
     is_bf16 = local(entry.parameter).dtype is torch.bfloat16 if weight is None else str(weight.packed.format) == "bf16"
     return is_bf16 and entry.choices.format(Role.RESIDUE) is not None
@@ -347,7 +350,7 @@ def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
 
 
 def parts_in(state: dict[str, Any], name: str) -> PackedParts:
-    """The inverse of `put`."""
+    """Return codes, scales and minimums that `put` has added to `state` under `name`."""
     return PackedParts(state[f"{name}.codes"], state.get(f"{name}.scales"), state.get(f"{name}.minimums"))
 
 
@@ -355,7 +358,7 @@ def parts_in(state: dict[str, Any], name: str) -> PackedParts:
 
 
 def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: Tensor) -> UpdateUnit:
-    """The slots that an update of this parameter reads and writes; `gradient` is its packed accumulator, or a plain tensor."""
+    """Return the slots that an update of this parameter reads and writes; `gradient`: packed accumulator or plain tensor."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue") if has_residue(entry) else None
@@ -374,7 +377,7 @@ def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: 
 
 
 def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
-    """A slot over a plain tensor, viewed as (rows, cols)."""
+    """Return a slot over a plain tensor, viewed as (rows, cols)."""
     return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
@@ -386,7 +389,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """The slot that the update writes the weight to: the codes of a packed weight, else the parameter's own tensor.
+    """Return the slot to which an update writes the weight: the codes of a packed weight, or the parameter itself.
 
     A parameter that is not contiguous has a contiguous copy, its shadow.
     """
@@ -405,7 +408,10 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """The slot of a gradient: a packed accumulator, or a plain gradient's dtype and size without its memory, which is new in each step."""
+    """Return the slot of a gradient.
+
+    A plain gradient is a new tensor in each step, so that its slot has its dtype and size without memory.
+    """
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)
     return plain_slot(torch.empty(local(gradient).shape, dtype=gradient.dtype, device="meta"), Rounding.NEAREST_EVEN)

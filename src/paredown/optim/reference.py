@@ -72,7 +72,7 @@ PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "
 
 
 class SlotKind(NamedTuple):
-    """How one slot is stored: format, or dtype of a plain tensor; rounding; the number of square roots before encoding."""
+    """How one slot is stored: the format (or the dtype of a plain tensor), the rounding, and `roots` of `UpdateSlot`."""
 
     format: Format | None
     dtype: torch.dtype | None
@@ -81,16 +81,17 @@ class SlotKind(NamedTuple):
 
     @property
     def stored(self) -> Format:
-        """The format; for a plain tensor the format of its dtype."""
+        """The format; for a plain tensor, the format of its dtype."""
         assert self.format is not None or self.dtype is not None
         return self.format or Format.parse(PLAIN_FORMATS[self.dtype])  # type: ignore[index]
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateSlot:
-    """One tensor of a parameter: `parts` in `format`, or a plain tensor in `parts.codes`, (rows, cols); written in place.
+    """One tensor of a parameter that an update reads and writes in place, (rows, cols).
 
-    `roots`: the square root of the values is stored (1), or about their fourth root (2): `rules.stored_root`. Such codes are at least 1.
+    It has codes and scales in `format`, or is a plain tensor in `parts.codes`. `roots`: the square root of the values is stored (1), or
+    about their fourth root (2), see `rules.stored_root`. Such codes are at least 1.
     """
 
     format: Format | None
@@ -100,7 +101,7 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """How the slot is stored, as a hashable key: format or dtype, rounding, and number of square roots."""
+        """How the slot is stored, as a hashable key."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property
@@ -110,13 +111,13 @@ class UpdateSlot:
         return self.parts.codes
 
     def rows(self, rows: slice) -> UpdateSlot:
-        """Some rows of it."""
+        """Return a slot over some of the rows."""
         codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
         return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
 
 class UpdateLayout(NamedTuple):
-    """Rule, formats and block length of a unit; units with the same layout share one launch."""
+    """Rule, formats and block length of an update; parameters with the same layout share one kernel launch."""
 
     rule: str
     block: int  # values that are skipped together if one is not finite
@@ -128,7 +129,7 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """The slots of a parameter, and the numbers that do not change from step to step."""
+    """The slots of one parameter, and the numbers of its update that do not change from step to step."""
 
     weight: UpdateSlot
     residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
@@ -142,7 +143,7 @@ class UpdateUnit:
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
     def how(self, rule: str) -> UpdateLayout:
-        """The layout of this unit under a rule."""
+        """Return the layout of this unit for the rule of this name."""
         return UpdateLayout(rule, *self._stored)
 
     @cached_property
@@ -169,7 +170,7 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """One update of a unit, in place."""
+    """Update one unit in place."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -191,7 +192,10 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """The mean that a rule of matrices orthogonalizes, bfloat16 (rows, cols), from pieces of momentum and gradient; stores nothing."""
+    """Return the matrix that a rule of matrices orthogonalizes, bfloat16 (rows, cols); nothing is stored.
+
+    It is computed from momentum and gradient, some rows at a time.
+    """
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
     for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))
@@ -226,7 +230,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
-    """The decoded float32 values of a slot, (rows, cols); `factor` multiplies the scales, or plain values."""
+    """Return the decoded float32 values of a slot, (rows, cols); `factor` multiplies scales, or plain values."""
     if slot.format is None:
         x = slot.codes.float()
         return x if factor is None else x * factor
@@ -249,7 +253,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """The rows that are updated at a time."""
+    """Yield slices of the rows that are updated together."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -258,7 +262,7 @@ def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
 
 
 def update_rows(rows: int, cols: int) -> int:
-    """Rows of a parameter (rows, cols) that are updated at a time on a CPU.
+    """Return how many rows of a parameter (rows, cols) are updated together on a CPU.
 
     >>> update_rows(512, 512), update_rows(10, 64), update_rows(4096, 1 << 18)
     (64, 10, 1)
@@ -268,7 +272,7 @@ def update_rows(rows: int, cols: int) -> int:
 
 
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
-    """The 24-bit floats that a bf16 weight and its 8-bit residue represent, as float32."""
+    """Return the 24-bit floats that a bf16 weight and its 8-bit residue represent together, as float32."""
     return ((weight.view(torch.int16).int() << 16) + (residue.int() << 8)).view(torch.float32)
 
 
@@ -279,11 +283,10 @@ class _Piece:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
 
     def slot(self, slot: UpdateSlot) -> UpdateSlot:
-        """The rows of a slot."""
         return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode the new parameter `p` and its moments, skip blocks with a value that is not finite, and update the diagnostic counters."""
+        """Encode the new parameter `p` and its moments, except for blocks with a value that is not finite, and count for diagnostics."""
         is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
             is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT
@@ -324,7 +327,10 @@ class _Piece:
         _put(slot, parts, skipped, self.unit.cols)
 
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
-        """`x` encoded with new scales, or with those `given`; `multiplier` gives each slot of an update its own random bits of one hash."""
+        """Return `x` encoded with new scales, or with the scales of `given`.
+
+        `multiplier` gives each slot of an update random bits of its own from one hash.
+        """
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
             bits = random_bits(self.seed, x.numel(), x.device).view(x.shape)
@@ -353,7 +359,10 @@ class _Piece:
 
 
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
-    """The random bits of `count` weights from seed.first_index on, as int32: the codec's bits of each four, times odd numbers."""
+    """Return int32 random bits for `count` weights from seed.first_index on.
+
+    The codec makes bits for four weights at a time, which are multiplied by four odd numbers.
+    """
     first = seed.first_index >> 2
     quad_bits = cpu.random_bits(seed, first, (seed.first_index + count + 3 >> 2) - first, device)
     bits = quad_bits[:, None] * torch.tensor([_signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
@@ -361,12 +370,12 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """32 bits as an int32."""
+    """Return a 32-bit word as the number that an int32 with these bits has."""
     return word - (word >> 31 << 32)
 
 
 def is_whole(slot: UpdateSlot) -> bool:
-    """Whether `whole_parts` rounds this slot: integer codes in blocks, without a minimum."""
+    """Return whether `whole_parts` encodes this slot: integer codes in blocks, without a minimum."""
     format = slot.format
     return (
         format is not None
@@ -379,7 +388,7 @@ def is_whole(slot: UpdateSlot) -> bool:
 
 
 def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> PackedParts:
-    """Integer codes of x, rounded once, and `scales`, or scales that cover x if that is None.
+    """Return integer codes of x with `scales`, or with scales that cover x if that is None.
 
     Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale reduced by
     2^-22 if it is rounded, so that no code exceeds the largest. To nearest: x * inverse, ties to even.
@@ -405,12 +414,12 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Whether the scales of a weight are sticky: powers of two (e8m0)."""
+    """Return whether the scales of a weight are powers of two (e8m0), which change only when they must (`sticky_scales`)."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
 def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
-    """The e8m0 codes of the next scales of a weight, (rows, blocks)."""
+    """Return the e8m0 codes of the next scales of a weight, (rows, blocks)."""
     format, old = slot.format, slot.parts.scales
     assert format is not None and format.block and format.scale and old is not None
     largest = in_blocks(p, format.block, 0.0).abs().amax(2)
@@ -420,7 +429,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Half the distance between neighbouring representable values at p."""
+    """Return half the distance between neighbouring representable values at p."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0
@@ -434,7 +443,7 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
 
 
 def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
-    """Write new parts into a slot, except for the values in the mask `skipped`, which keep their old codes."""
+    """Write new parts into a slot, except for values in the mask `skipped`, which keep their old codes."""
     if skipped is not None:
         parts = _keep(slot, parts, skipped, cols)
     _copy(slot.parts, parts)
@@ -448,7 +457,7 @@ def _copy(to: PackedParts, parts: PackedParts) -> None:
 
 
 def _keep(slot: UpdateSlot, parts: PackedParts, skipped: Tensor, cols: int) -> PackedParts:
-    """`parts`, with the old codes and scales of the slot where `skipped`."""
+    """Return `parts` with the old codes and scales of the slot where `skipped` is True."""
     assert parts.codes is not None
     if slot.format is None:
         return PackedParts(torch.where(skipped, slot.codes, parts.codes))

@@ -50,7 +50,7 @@ Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """The update function of an optimizer, the roles and torch names of its moments, and the names of its hyperparameters."""
+    """The update function of an optimizer, the roles and torch.optim names of its moments, and the names of its hyperparameters."""
 
     name: str
     update: Update
@@ -60,14 +60,14 @@ class Rule:
     is_of_matrix: bool = False  # an update of one value depends on the whole matrix
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """The hyperparameters of a step by name, rounded to float32 unless the rule is of matrices."""
+        """Return the hyperparameters of a step by name, rounded to float32 unless the rule updates whole matrices."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
         return dict(zip(self.hyper_names, hyper if self.is_of_matrix else map(as_float32, hyper), strict=True))
 
 
 def as_float32(number: float) -> float:
-    """The float32 nearest to a number."""
+    """Return the float32 nearest to a number."""
     try:
         return unpack("f", pack("f", number))[0]
     except OverflowError:
@@ -75,7 +75,7 @@ def as_float32(number: float) -> float:
 
 
 def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
-    """a * b + c in float32, rounded once.
+    """Return a * b + c in float32, rounded once.
 
     The product is exact in float64, and the sum is rounded to float64. The second rounding, to float32, can differ from a single one only
     at ties and for subnormals. There the sum is rounded to odd (its last bit is set if it is inexact), which makes double rounding exact.
@@ -91,7 +91,7 @@ def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
 
 
 def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """a + b in float64, rounded to odd; `total` is the sum rounded to nearest."""
+    """Return a + b in float64, rounded to odd; `total` is the sum rounded to nearest."""
     back = total - a
     rest = (a - (total - back)) + (b - back)  # the exact rounding error of `total`
     bits = total.view(torch.int64)
@@ -101,25 +101,25 @@ def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
 
 
 def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """SGD without momentum."""
+    """Return the parameter after a step of SGD without momentum."""
     return fused(-h["lr"], fused(h["weight_decay"], p, g), p), ()
 
 
 def sgdm(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """SGD with momentum."""
+    """Return parameter and momentum after a step of SGD with momentum."""
     m = fused(h["carry"], moments[0], h["fresh"] * fused(h["weight_decay"], p, g))
     return fused(-h["lr"], m, p), (m,)
 
 
 def nesterov(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """SGD with Nesterov momentum."""
+    """Return parameter and momentum after a step of SGD with Nesterov momentum."""
     d = fused(h["weight_decay"], p, g)
     m = fused(h["carry"], moments[0], h["fresh"] * d)
     return fused(-h["lr"], fused(h["momentum"], m, d), p), (m,)
 
 
 def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Adam with decoupled weight decay."""
+    """Return parameter and moments after a step of Adam with decoupled weight decay."""
     m = fused(h["beta1"], moments[0], h["rest1"] * g)
     v = fused(h["beta2"], moments[1], fused(h["rest2"] * g, g, SMALLEST_SQUARE))
     denominator = fused(h["inverse_root"], root(v), h["eps"])
@@ -127,27 +127,31 @@ def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, M
 
 
 def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Lion: the sign of an interpolated momentum."""
+    """Return parameter and momentum after a step of Lion, along the sign of an interpolated momentum."""
     c = fused(h["beta1"], moments[0], h["rest1"] * g)
     return fused(-h["lr"], torch.sign(c), p * h["keep"]), (fused(h["beta2"], moments[0], h["rest2"] * g),)
 
 
 def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Momentum whose update is orthogonalized, of a whole matrix; `reference.update` calls the three parts on rows of it."""
+    """Return parameter and momentum after a step of Muon, which orthogonalizes the update of a whole matrix.
+
+    `reference.update` calls the three parts of it on some rows at a time.
+    """
     m, u = look_ahead(g, moments[0], h)
     return step_along(newton_schulz(u.bfloat16(), h), p, h, p.shape), (m,)
 
 
 def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
-    """The next momentum, and the mean that is orthogonalized."""
+    """Return the next momentum, and the matrix that is orthogonalized."""
     m = torch.lerp(m, g, 1 - h["momentum"])
     return m, torch.lerp(g, m, h["momentum"]) if h["nesterov"] else m
 
 
 def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
-    """A matrix with the singular vectors of `x`, and singular values near 1 instead of its own; `x`, bfloat16, is overwritten.
+    """Return a matrix with the singular vectors of `x`, and singular values near 1 in place of its own.
 
-    Beside `x` it allocates one matrix of the size of `x` and two squares of the shorter side, if the caller keeps no reference to `x`.
+    `x`, bfloat16, is overwritten. Beside it, one matrix of its size is allocated and two squares of the shorter side, if the caller keeps
+    no reference to `x`.
     """
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
@@ -159,7 +163,7 @@ def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
 
 
 def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -> Tensor:
-    """The parameter after decay and a step along rows of the orthogonalized update; `shape` is that of the whole matrix.
+    """Return the parameter after decay and a step along rows of the orthogonalized update; `shape` is that of the whole matrix.
 
     The ratio of the step to lr: root(max(1, rows / cols)), or 0.2 root(max(rows, cols)) if `match_rms`, as in updates of AdamW.
     """
@@ -169,12 +173,15 @@ def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -
 
 
 def root(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 x >= 0. torch.sqrt is not correctly rounded on every CPU."""
+    """Return the correctly rounded square root of float32 x >= 0.
+
+    torch.sqrt is not correctly rounded on every CPU.
+    """
     return x.double().sqrt().float()
 
 
 def stored_root(x: Tensor, roots: int) -> Tensor:
-    """The value that is stored for x >= 0: x itself (`roots` = 0), its square root (1), or about its fourth root (2).
+    """Return the value that is stored for x >= 0: x itself (`roots` = 0), its square root (1), or about its fourth root (2).
 
     The second root halves the bit pattern of the first as an integer: within 7 % of a true root, monotone, and invertible except for the
     last bit. In 4 bits it is as accurate as a true root, and it takes one operation.
@@ -186,7 +193,7 @@ def stored_root(x: Tensor, roots: int) -> Tensor:
 
 
 def from_stored_root(y: Tensor, roots: int) -> Tensor:
-    """The inverse of `stored_root`, up to the rounding of a square."""
+    """Return the value x whose `stored_root` is y, up to the rounding of a square."""
     if roots == 0:
         return y
     r = y if roots == 1 else ((y.contiguous().view(torch.int32) - HALF_BITS).clamp(min=0) << 1).view(torch.float32)

@@ -54,7 +54,7 @@ BNB_NAMES = ("state1", "state2")
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of `Optimizer.state_dict()`; `base` is that of torch.optim.Optimizer."""
+    """Return the result of `Optimizer.state_dict()`; `base` is `state_dict` of torch.optim.Optimizer."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()
@@ -76,7 +76,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
 
 
 def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
-    """Add the number of gradients so far; between microbatches (`is_partial`) also their sum."""
+    """Add the number of gradients added so far; between microbatches (`is_partial`) also their sum."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.folds)
     with torch._C.DisableTorchFunctionSubclass():
@@ -90,7 +90,7 @@ def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: b
 
 
 def _as_dtensor(value: Any, like: DTensor) -> Any:
-    """A DTensor of which `value` is the local shard, distributed like the parameter `like`."""
+    """Return a DTensor whose local shard is `value`, distributed like the parameter `like`."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     whole = like.shape if value.shape == like._local_tensor.shape else torch.Size((like.shape[0], *value.shape[1:]))
@@ -99,7 +99,7 @@ def _as_dtensor(value: Any, like: DTensor) -> Any:
 
 
 def export_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state decoded to float32, in the form that the torch.optim optimizer of the same name loads."""
+    """Return the state decoded to float32, in the form that the torch.optim optimizer of the same name loads."""
     state: dict[int, dict[str, Any]] = {}
     for entry in optimizer.entries:
         saved = optimizer.state.get(entry.parameter)
@@ -183,7 +183,7 @@ def _load(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[
 
 
 def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Keep the formats of this optimizer, and the options that the saved groups lack."""
+    """Set back the formats of this optimizer, and options that the loaded groups lack."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     optimizer.updates, optimizer._num_accumulated = int(first.get("updates", 0)), int(first.get("waiting", 0))
     optimizer.seed = int(first.get("seed", optimizer.seed))
@@ -197,7 +197,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one parameter in the formats of this optimizer, on the device of the parameter; OptimError if it does not fit."""
+    """Return the state of one parameter in this optimizer's formats, on its device; OptimError if `source` does not fit."""
     source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
@@ -221,7 +221,7 @@ def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str,
 
 
 def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise OptimError for the state of another optimizer."""
+    """Raise OptimError if the state is that of another optimizer."""
     known = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
     unknown = [name for name in source if not name.startswith(known)]
     if unknown and not any(name.startswith(names) for name in source if names):
@@ -232,7 +232,7 @@ def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[
 
 
 def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter that torch.optim updates."""
+    """Return the state of a parameter that torch.optim updates, checked."""
     packed = [name for name in source if name.endswith(".codes")]
     if packed:
         raise OptimError(
@@ -244,7 +244,7 @@ def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The codes of the parameter and of its accumulator, if the state has them."""
+    """Return the codes of the parameter and of its accumulator, if the loaded state has them."""
     new: dict[str, Any] = {}
     for prefix, current in (("weight", entry.weight), ("gradient", entry.gradient)):
         if f"{prefix}.codes" not in source:
@@ -263,7 +263,7 @@ def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of one moment: saved codes, or a plain moment encoded."""
+    """Return the tensors of one moment: loaded codes, or a loaded plain moment encoded."""
     expected = {part: tensor for part, tensor in wanted.items() if part == name or part.startswith(f"{name}.")}
     if expected.keys() <= source.keys():
         return {part: _same(entry, part, source[part], tensor) for part, tensor in expected.items()}
@@ -290,7 +290,7 @@ def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, A
 
 
 def _same(entry: ParameterState, name: str, value: Any, like: Tensor) -> Tensor:
-    """A copy of `value` on the device of `like`; OptimError if shape or dtype differ."""
+    """Return a copy of `value` on the device of `like`; OptimError if shape or dtype differ."""
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         raise OptimError(_shapes(entry, name, value, like))
     return value.detach().to(like.device, copy=True).contiguous()
@@ -305,7 +305,7 @@ def _shapes(entry: ParameterState, name: str, value: Any, like: Tensor) -> str:
 
 
 def _local_rows(value: Any, entry: ParameterState) -> Any:
-    """The rows of a state tensor that belong to this process."""
+    """Return the rows of a state tensor that belong to this process."""
     if isinstance(value, DTensor):
         return value._local_tensor
     if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(entry.parameter, DTensor):
@@ -316,7 +316,10 @@ def _local_rows(value: Any, entry: ParameterState) -> Any:
 
 
 def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """State of bitsandbytes as plain tensors: value = qmap[code] * absmax of its block of 256, or the tensor itself if it is 32-bit."""
+    """Return the state of bitsandbytes as plain tensors.
+
+    value = qmap[code] * absmax of its block of 256; a 32-bit tensor is unchanged.
+    """
     out: dict[str, Any] = {"step": source.get("step", 0)}
     for name, bnb_name in zip(names, BNB_NAMES, strict=False):
         codes = source.get(bnb_name)
@@ -330,7 +333,7 @@ def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: 
 
 
 def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> None:
-    """Install a checked state; packed weights and accumulators are copied into their existing buffers."""
+    """Use a checked state; packed weights and accumulators are copied into their existing buffers."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
         p.grad = distributed_like(grad, p)

@@ -47,7 +47,7 @@ class StepBatch:
         self.weights = [entry.weight for entry in self.entries if entry.weight is not None]
 
     def run(self, optimizer: Optimizer, gradients: list[Tensor] | None) -> None:
-        """One update of all parameters; `gradients` are new plain gradients."""
+        """Update all parameters once; `gradients` are new plain gradients."""
         for parameter, shadow in self.shadows:
             shadow.copy_(parameter)
         groups = optimizer.param_groups
@@ -116,12 +116,15 @@ class StepBatches:
                 batch.run(optimizer, plain)
 
     def _gradients(self) -> list[Any]:
-        """The gradient of each parameter, of a sharded one that of its local rows; None where there is none."""
+        """Return the gradient of each parameter (of its local rows if it is sharded); None where there is none."""
         gradients: list[Any] = [p.grad for p in self._parameters]
         return [None if g is None else local(g) for g in gradients] if self._is_spread else gradients
 
     def _signature(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
-        """Types of all gradients, rules, accumulators and addresses: the batches can be reused while this is unchanged."""
+        """Return a key that is unchanged while the batches can be reused.
+
+        It has the types of all gradients, the rules, the accumulators and the addresses.
+        """
         kinds = list(map(type, gradients))
         rules = [optimizer.rule_for(group).name for group in optimizer.param_groups]
         kept = (rules, id(optimizer.state), len(optimizer.state))
@@ -143,7 +146,10 @@ class StepBatches:
         return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
-        """Build new batches; returns the gradients, of which those that user code assigned are encoded."""
+        """Build new batches, and return the gradients.
+
+        Gradients that user code assigned in place of a packed one are encoded.
+        """
         self.settle()
         self._batches, self._built_for = [], None
         assert self._entries is not None

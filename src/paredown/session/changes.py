@@ -118,7 +118,7 @@ def beside_original(format: str) -> str:
 
 
 def describe_state(state: Any) -> str:
-    """The keys or the type of a state that cannot be loaded, for an error message.
+    """Return the keys or the type of a state that cannot be loaded, for an error message.
 
     >>> describe_state({"seed": 1}), describe_state(None)
     ("has ['seed']", 'is of type NoneType')
@@ -137,7 +137,7 @@ class Action:
     why: str
 
     def to_json(self) -> list[Any]:
-        """The fields in order, as a JSON list."""
+        """Return the fields in order, as a JSON list."""
         return list(astuple(self))
 
 
@@ -167,7 +167,7 @@ class Explanation(TableRows[SlotExplanation]):
     if_empty = NO_ROWS
 
     def of(self, slot: str) -> SlotExplanation:
-        """The row of a slot; KeyError if there is none."""
+        """Return the row of a slot; KeyError if there is none."""
         row = next((row for row in self if row.slot == slot), None)
         if row is None:
             raise KeyError(f"{slot} is no slot of this session, which has {len(self)} slots; print the explanation for their names")
@@ -201,7 +201,10 @@ def activation_changes(
 
 
 def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bool) -> list[Change]:
-    """Return what is saved although the plan recomputes it: modules inside a compiled model, and single slots in eager mode."""
+    """Return rows for tensors that are saved although the plan recomputes them.
+
+    These are the modules inside a compiled model, and single slots in eager mode.
+    """
     rows = [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in compiled_paths]
     slots = [text for text in plan.recompute if ":" in text] if is_eager else []
     return [*rows, *(Change(text, "recomputed", "saved", EAGER_SLOTS) for text in slots)]
@@ -222,7 +225,7 @@ def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...],
 
 
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
-    """A row for every activation among `slots` that has a decision, and for every other slot in `changes`."""
+    """Return a row for every activation among `slots` that has a decision, and for every other slot in `changes`."""
     rows = [row for row in _activations(plan, activations, actions) if row.slot in slots]
     explained = {row.slot for row in rows}
     rows += [
@@ -272,7 +275,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a session stored against the baseline, and what is not stored as requested; prints in at most ten lines."""
+    """The table of stored bytes against the baseline, and of slots that are not stored as requested; prints in at most ten lines."""
 
     model: str
     state: str
@@ -323,7 +326,7 @@ def _rank(given: str, reason: str, slot: str) -> int:
 
 
 def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
-    """Return the bytes of the activations of the largest forward pass, of weights if some are packed, of optimizer state and of gradients."""
+    """Return the bytes of activations (of the largest forward pass), packed weights, optimizer state and gradients."""
     most = activations.largest
     rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
     if model is None:
@@ -345,7 +348,7 @@ def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str
 
 
 def _state_bytes(model: nn.Module) -> list[StoredBytes]:
-    """Bytes of optimizer state and gradients of the parameters that an optimizer of paredown.optim has updated."""
+    """Return the bytes of optimizer state and gradients of the parameters that an optimizer of paredown.optim has updated."""
     totals = {"optimizer state": [0, 0], "gradients": [0, 0]}
     for parameter in model.parameters():
         owner = owner_of(parameter)
@@ -366,13 +369,13 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Whether `plan` requests formats of a trained parameter that only the optimizers of paredown.optim can store."""
+    """Return whether `plan` requests formats of a trained parameter that only the optimizers of paredown.optim can store."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
     return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
 
 def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = False) -> Iterator[Change]:
-    """The moments, residues and gradients that are not stored as the plan requests; frozen parameters have none.
+    """Yield the moments, residues and gradients that are not stored as the plan requests; frozen parameters have none.
 
     `awaits_optimizer`: an integration will make an optimizer of paredown.optim, which then follows the plan.
     """

@@ -67,7 +67,7 @@ class CheckpointedModules:
         self._local = threading.local()
 
     def has(self, name: str) -> bool:
-        """Whether the slot `name` is inside a checkpointed module, and so not saved."""
+        """Return whether the slot `name` is inside a checkpointed module, and so not saved."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:

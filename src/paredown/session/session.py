@@ -91,7 +91,7 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 
 
 class Session:
-    """A plan that is applied to a model in store mode, until `close`."""
+    """A plan at work on a model in store mode, until `close`."""
 
     awaits_optimizer = False  # whether an integration will make an optimizer of paredown.optim: changes do not request one
 
@@ -132,7 +132,6 @@ class Session:
         self._is_open = True
 
     def _attach(self, model: nn.Module, chunked_loss: bool) -> None:
-        """Register the hooks of all parts."""
         self._watch.attach(follows=self._packs_activations)
         try:
             self._weights.attach()
@@ -154,7 +153,7 @@ class Session:
 
     @property
     def forwards(self) -> int:
-        """Number of forward passes with gradients so far: the step in the random bits of stochastic rounding."""
+        """The number of forward passes with gradients so far: the step in the random bits of stochastic rounding."""
         return self._compiled.calls if self._compiled is not None else self._activations.forwards
 
     @property
@@ -169,7 +168,7 @@ class Session:
 
     @property
     def runs(self) -> MeasuredRuns:
-        """How `verify` runs steps of this session."""
+        """The contexts in which `verify` runs steps of this session."""
         return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed)
 
     @property
@@ -183,7 +182,7 @@ class Session:
         return self._weights.nbytes
 
     def compile(self, **options: Any) -> Any:
-        """The model compiled by torch.compile, which takes the same arguments: the compiled graphs pack what they save for backward.
+        """Return the model compiled by torch.compile, whose arguments it takes; the graphs pack what they save for backward.
 
         Call the returned model in place of the original one, and compile before the first step. From now on the original model saves its
         activations unmodified when it is called directly.
@@ -215,7 +214,7 @@ class Session:
         return self._compiled.compile(model, self.wrapper() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
-        """A context in which all parameters are unpacked, as without a session; parameters that change are encoded when it ends."""
+        """Return a context in which all parameters are unpacked; parameters that change are encoded again when it ends."""
         return self._weights.unpacked()
 
     @property
@@ -262,7 +261,7 @@ class Session:
 
     @property
     def actions(self) -> Actions:
-        """What the guard did, step by step; empty without a guard."""
+        """The actions of the guard, step by step; empty without a guard."""
         return Actions(self._guard.actions if self._guard is not None else ())
 
     @property
@@ -276,13 +275,13 @@ class Session:
         return self._guard.sensitivities if self._guard is not None else None
 
     def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:
-        """Measure sensitivities, and let the guard choose formats by them; `batch` and `loss` are those of `probe`."""
+        """Measure sensitivities and let the guard choose formats by them; the arguments are those of `probe`."""
         if self._guard is None:
             raise ApplyError("reprobe needs a guard, and this session has none: apply(plan, model, guard=Guard(trace)).")
         return self._guard.reprobe(batch, loss)
 
     def explain(self) -> Explanation:
-        """For each slot the requested format, the current format, and the reason: quantized, pinned, held, raised by the guard."""
+        """Return for each slot the requested format, the current one, and the reason: quantized, pinned, held, raised by the guard."""
         slots = self._guard.slots if self._guard is not None else self._activations.decisions
         changes = self.changes
         changed = {change.slot for change in changes}
@@ -294,7 +293,7 @@ class Session:
         return Explanation([*explain_session(self.applied, self._activations, changes, self.actions, slots), *rows])
 
     def summary(self, trace: Trace | None = None) -> Summary:
-        """What is stored against the baseline, the peak memory, and what is not stored as requested: at most ten lines.
+        """Return stored bytes against the baseline, the peak memory, and what is not stored as requested, in at most ten lines.
 
         Activations are those of the forward pass that saved most. With a `trace` of the step, the predicted peaks are compared. In eager
         sessions on a CPU, the share of packing in the time of the steps is measured (`packing_share`).
@@ -305,7 +304,7 @@ class Session:
         return Summary(self._model_name(), self._state(), stored, peak, self.changes, share, nothing)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, the seed and the number of forward passes: with these, stochastic rounding continues with the same bits.
+        """Return the plan, the seed and the number of forward passes, from which stochastic rounding continues with the same bits.
 
         With a guard, the plan is the current one, and the state of the guard is included.
         """
@@ -343,7 +342,7 @@ class Session:
             self._compiled.resume(self.seed, self._activations.forwards)
 
     def close(self) -> None:
-        """Remove the session from the model and decode its weights. Backward of graphs that exist already still works.
+        """Remove the session from the model and decode its weights; backward of existing graphs still works.
 
         What `compile` returned stays usable, and its graphs still pack what they save: call torch.compile(model) for unmodified ones.
         """
@@ -413,7 +412,7 @@ class Session:
         return self._compiled is None and does_nothing(self.applied, stored, has_run=has_run)
 
     def _is_unseen(self) -> bool:
-        """Whether parameters have gradients although no forward pass was seen."""
+        """Return whether parameters have gradients although no forward pass was seen."""
         return self._unseen is not None and self._compiled is None and not self._watch.was_compiled and self._unseen.check()
 
     def _model_name(self) -> str:
@@ -428,7 +427,6 @@ class Session:
         return f"{passes}{actions}{compiled}{self.products.say()}{'' if self._is_open else ', closed'}"
 
     def _stored_bytes(self) -> tuple[StoredBytes, ...]:
-        """Activations of the largest forward pass, packed weights, optimizer state and gradients; of a closed session the last ones."""
         if self._final_bytes is not None:
             return self._final_bytes
         return stored_bytes(self._model(), self._activations, self._weights.weights.values())
@@ -466,6 +464,6 @@ def start_session(
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """The open session of `model` in store mode; None if there is none."""
+    """Return the open session of `model` in store mode; None if there is none."""
     session = any_session_of(model)
     return session if isinstance(session, Session) else None

@@ -164,7 +164,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what the guard needs to continue in another process."""
+        """Return the state of the guard, from which another process can continue."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:

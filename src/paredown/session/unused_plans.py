@@ -67,7 +67,7 @@ def scripted_parts(model: nn.Module) -> list[str]:
 
 
 def scripted_changes(plan: Plan, paths: Iterable[str]) -> list[Change]:
-    """A row for each scripted module whose activations the plan packs."""
+    """Return a row for each scripted module whose activations the plan packs."""
     rest = plan.find(("",), Role.ACTIVATION).format
     return [Change(path, str(rest), UNMODIFIED, SCRIPTED) for path in paths if rest is not None]
 

@@ -159,7 +159,7 @@ def depends_on_values(saved: Saved) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return whether a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -173,9 +173,10 @@ def check_is_warm(what: str) -> None:
 
 
 def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) -> str:
-    """Return why operands of attention stay unmodified, "" if they may be packed.
+    """Return why operands of attention stay unmodified; "" if they may be packed.
 
-    `bound` and `share` are the numbers of `measure_attention`."""
+    `bound`: the largest logit possible. `share`: the variance of the output divided by that of the values (`measure_attention`).
+    """
     bits = min(significant_bits(format), significant_bits(PINNED))
     error = sqrt(2 / head_dim) * ROUNDING_ERROR * 2.0**-bits * bound
     is_large = not error <= MAX_LOGIT_ERROR
@@ -394,5 +395,4 @@ def _only_positive_value(tensor: Tensor) -> float | None:
 
 
 def _index_dtype(saved: Saved, tensor: Tensor) -> torch.dtype:
-    """Return the smallest integer dtype that holds the index values of a saved tensor."""
     return getattr(torch, index_dtype(saved.bound, str(tensor.dtype).removeprefix("torch.")))

@@ -35,20 +35,23 @@ WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
 
 @lru_cache(maxsize=1024)
 def covers(layout: UpdateLayout, cols: int) -> bool:
-    """Whether there are loops: not for rules of matrices, formats with a scale of the whole tensor, and blocks that fit no tile."""
+    """Return whether compiled loops update this layout.
+
+    They do not for rules of matrices, formats with a scale of the whole tensor, and blocks that fit no tile.
+    """
     has_tensor_scale = any(format.has_tensor_scale for format in _formats(layout))
     return layout.rule in COMPILED_RULES and not has_tensor_scale and min(_unit_len(layout), cols) <= LONGEST_TILE
 
 
 class Updater:
-    """`reference.update` of one unit in compiled loops, if there are; the memory of its slots is looked up once."""
+    """Updates one unit in compiled loops where there are any; the memory of its slots is looked up once."""
 
     def __init__(self, rule: Rule, unit: UpdateUnit) -> None:
         self.rule, self.unit, self.layout = rule, unit, unit.how(rule.name)
         self._memory: Any = None
 
     def update(self, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None = None) -> None:
-        """One update in place; `gradient`, if given, is a plain gradient that replaces that of the unit."""
+        """Update the unit in place; `gradient`, if given, replaces its plain gradient."""
         unit = self.unit
         if not covers(self.layout, unit.cols) or codec.find_loops(unit.weight.codes) is None:
             reference.update(self.rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
@@ -67,7 +70,7 @@ class Updater:
 
 
 def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
-    """The unit with `grad` as its plain gradient."""
+    """Return the unit with `grad` as its plain gradient."""
     return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))
 
 
@@ -76,12 +79,12 @@ def _formats(layout: UpdateLayout) -> list[Format]:
 
 
 def _unit_len(layout: UpdateLayout) -> int:
-    """The number of values that are whole blocks of all slots, and whole bytes."""
+    """Return the number of values that are whole blocks of all slots, and whole bytes."""
     return lcm(WHOLE_BYTES, layout.block, *(format.block for format in _formats(layout) if format.block))
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """`reference.fold`, in compiled loops if they cover the format."""
+    """Add a gradient to a packed sum as `reference.fold` does, in compiled loops if they cover the format."""
     rows, cols = packed.format.rows_and_cols(packed.shape)
     unit_len = lcm(WHOLE_BYTES, packed.format.block or 1)
     fits = min(unit_len, cols) <= LONGEST_TILE and not packed.format.has_tensor_scale and grad.dtype in DTYPES
@@ -100,7 +103,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
-    """The arguments of `loops.update` that stay the same from step to step."""
+    """Return the arguments of `loops.update` that stay the same from step to step."""
     from paredown.optim.cpu import loops
 
     num_moments = len(unit.moments)
@@ -119,14 +122,17 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
-    """Rows, columns and tile of a slot: one row, if its rows are whole blocks."""
+    """Return rows, columns and tile length for a slot, which counts as one row if its rows are whole blocks."""
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
     return rows, cols, min(max(LONGEST_TILE // unit_len, 1) * unit_len, cols)
 
 
 def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, multiplier: int) -> tuple[Any, Any]:
-    """The encoding of a slot and its record of `loops.SLOT`; `_encoding` keeps the tables that it has the addresses of."""
+    """Return the encoding of a slot, and its record of `loops.SLOT`.
+
+    `_encoding` holds the tables to whose addresses the record refers.
+    """
     from paredown.optim.cpu import loops
 
     numbers, _, tables = _encoding(slot.kind.stored, slot.rounding, overflow, rule)
@@ -138,13 +144,16 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """`numbers_of` an encoding, and the addresses and lengths of its tables."""
+    """Return `numbers_of` an encoding, with the addresses and lengths of its tables."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 
 
 def _where(tensor: Tensor | None) -> tuple[int, int]:
-    """The address of a contiguous tensor and its bytes; a plain gradient is a new tensor in every step."""
+    """Return the address of a contiguous tensor and its bytes; (0, 0) for none.
+
+    A plain gradient has no address here, as it is a new tensor in every step.
+    """
     if tensor is None or tensor.is_meta:
         return 0, 0
     assert tensor.is_contiguous()

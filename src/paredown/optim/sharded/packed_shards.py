@@ -67,7 +67,7 @@ class PackedShard:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of the first shard, which is the largest."""
+        """The number of rows of the first shard, which is the largest."""
         return int(self.managed.padded_sharded_param_size[0])
 
     @property
@@ -86,12 +86,12 @@ class PackedShard:
         return self.managed.sharded_param is not self.parameter or vars(self.parameter).get(KEY) is not self.weight
 
     def gather_inputs(self) -> tuple[tuple[Tensor, ...], None]:
-        """The tensors that an all-gather sends; deferred writes are encoded first."""
+        """Return the tensors that an all-gather sends, after encoding deferred writes."""
         self.weight.encode()
         return tuple(self.padded.tensors()), None
 
     def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """The whole parameter, decoded from the codes and scales of all processes; their memory is freed."""
+        """Return the whole parameter, decoded from the codes and scales of all processes, and free the memory of these."""
         shape, own, received = self.parameter.shape, self.weight.packed, iter(gathered)
         if self.num_processes > 1:  # one process alone has replicas, and FSDP2 copies the first input only
             own = own.mapped(lambda _: next(received)[: shape[0]])
@@ -118,7 +118,7 @@ class PackedShard:
 
 
 def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
-    """Pack the rows of this process in `format`, rounded to nearest, and give them to FSDP2 as the local tensor of `parameter`."""
+    """Pack the rows of this process in `format`, rounded to nearest, and make them the local tensor of `parameter` in FSDP2."""
     values = parameter._local_tensor.detach()
     with torch.no_grad():
         packed = encode(values, format, order="logical")
@@ -140,7 +140,7 @@ def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """Codes or scales with rows of zeros after them, `rows` in all."""
+    """Return codes or scales with rows of zeros behind them, `rows` in all."""
     if part.shape[0] == rows:
         return part
     made = part.new_zeros((rows, *part.shape[1:]))
@@ -167,7 +167,7 @@ def _extend(local: PackedParameter, shard: PackedShard) -> None:
 
 
 def plain_copy(value: DTensor) -> DTensor:
-    """`value` with decoded rows if its local tensor is packed; unchanged otherwise."""
+    """Return `value` with decoded rows if its local tensor is packed; otherwise unchanged."""
     weight = weight_of(value._local_tensor) if type(value._local_tensor) is PackedParameter else None
     if weight is None:
         return value
@@ -175,7 +175,7 @@ def plain_copy(value: DTensor) -> DTensor:
 
 
 def forget_gathered(managed: Any) -> None:
-    """Let FSDP2 allocate the memory of its next all-gather anew: its inputs have other sizes than before."""
+    """Let FSDP2 allocate memory for its next all-gather again, since its inputs have other sizes than before."""
     managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
     if hasattr(managed, "_unsharded_param"):
         del managed._unsharded_param
@@ -185,14 +185,17 @@ def forget_gathered(managed: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let modules under fully_shard have their sharded parameters; after a forward pass without backward they may have whole ones."""
+    """Let modules under fully_shard hold their sharded parameters.
+
+    After a forward pass without backward they may hold whole ones.
+    """
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             module.reshard()  # type: ignore[operator]
 
 
 def managed_parameters(model: nn.Module) -> list[Any]:
-    """The objects (FSDPParam) by which torch manages the sharded parameters of `model`."""
+    """Return torch's objects (FSDPParam) that manage the sharded parameters of `model`."""
     found: list[Any] = []
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
@@ -204,13 +207,16 @@ def managed_parameters(model: nn.Module) -> list[Any]:
 
 
 def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
-    """id of each parameter that fully_shard holds whole -> the sharded parameter."""
+    """Return the sharded parameter for each parameter that fully_shard holds whole, by id of the whole one."""
     managed = managed_parameters(model)
     return {id(one._unsharded_param): one.sharded_param for one in managed if hasattr(one, "_unsharded_param")}
 
 
 def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format) -> str | None:
-    """Why all processes leave a sharded parameter unpacked; None if they pack it. Values are checked by `finite_everywhere`."""
+    """Return why all processes leave a sharded parameter unpacked; None if they pack it.
+
+    Its values are checked by `finite_everywhere`.
+    """
     if managed is None:
         return NOT_OF_FSDP
     missing = [name for name in NEEDED if not hasattr(managed, name)]
@@ -232,7 +238,10 @@ def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format)
 
 
 def finite_everywhere(parameters: Iterable[DTensor]) -> Iterator[bool]:
-    """For each parameter whether it is finite in all processes; every process must call this with the same parameters."""
+    """Yield for each parameter whether it is finite in all processes.
+
+    Every process must call this with the same parameters.
+    """
     for parameter in parameters:
         local = parameter._local_tensor
         is_finite = local.isfinite().all().float().reshape(1) if local.numel() else torch.ones(1, device=local.device)
@@ -245,7 +254,7 @@ Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it 
 
 
 def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
-    """Pack the sharded parameters of `model` by name; what stays unmodified is returned with its format and the reason."""
+    """Pack sharded parameters of `model`, given by name; return them, and those that stay unmodified with format and reason."""
     reshard(model)
     managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}

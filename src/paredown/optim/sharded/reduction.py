@@ -46,10 +46,10 @@ NO_HOOK = "this torch ({}) has no FSDPModule.set_custom_reduce_scatter: update t
 
 
 def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: int = 0) -> Reduction:
-    """Let the processes that train `model` exchange gradients in `format` from now on; call it in all of them, before the first step.
+    """Let the processes that train `model` exchange gradients in `format` from now on.
 
-    The model is under DistributedDataParallel or fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays
-    in the gradients' dtype. `state_dict()` of the result goes into a checkpoint.
+    Call it in all of them, before the first step. The model is under DistributedDataParallel or fully_shard; with fully_shard over
+    replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()` of the result goes into a checkpoint.
     """
     reduction = Reduction(_checked(format), seed)
     if isinstance(model, DistributedDataParallel):
@@ -88,7 +88,7 @@ class Reduction:
         self.counts: dict[int, int] = {}  # buffer -> number of its reductions so far
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed and the numbers of reductions, with which a run continues with the same random bits."""
+        """Return the seed and the numbers of reductions, with which a run continues with the same random bits."""
         return {"seed": self.seed, "counts": {str(buffer): count for buffer, count in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,12 +96,15 @@ class Reduction:
         self.seed, self.counts = int(state["seed"]), {int(buffer): int(count) for buffer, count in state["counts"].items()}
 
     def begin(self, buffer: int) -> int:
-        """The number of this reduction of a buffer."""
+        """Count and return the number of this reduction of a buffer."""
         self.counts[buffer] = self.counts.get(buffer, 0) + 1
         return self.counts[buffer]
 
     def own_chunk(self, chunks: Tensor, buffer: int, group: Any) -> Tensor:
-        """The sum over all processes of the chunk that this process owns, float32; `chunks` is (processes, values in a chunk)."""
+        """Return the sum over all processes of the chunk that this process owns, float32.
+
+        `chunks`: (processes, values in a chunk).
+        """
         count, rank = self.begin(buffer), dist.get_rank(group)
         seed = Seed(self.seed, buffer * len(chunks) + rank, count)
         packed = encode(chunks.contiguous(), self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
@@ -113,7 +116,7 @@ class Reduction:
         return total
 
     def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
-        """The chunks of all processes in one row each, float32, decoded from the same codes everywhere."""
+        """Return the chunks of all processes, (processes, values), float32, decoded from the same codes everywhere."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         seed = Seed(self.seed, SUM_IDS + buffer, self.counts[buffer], first_index=rank * chunk.numel())
         packed = encode(chunk[None], self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
@@ -126,7 +129,7 @@ def _tensors(parts: PackedParts) -> tuple[Tensor | None, ...]:
 
 
 def _exchanged(rows: Tensor, group: Any) -> Tensor:
-    """Row r goes to process r; the result has a row of each process."""
+    """Send row r to process r, and return a tensor with a row from each process."""
     data = rows.contiguous().view(torch.uint8)
     received = torch.empty_like(data)
     dist.all_to_all_single(received, data, group=group)
@@ -141,7 +144,7 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
 
 
 def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """The communication hook of DistributedDataParallel: the mean of a bucket over all processes."""
+    """Replace a gradient bucket of DistributedDataParallel by its mean over all processes; return that as a completed future."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():
@@ -153,20 +156,20 @@ def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.future
 
 
 def _chunks(values: Tensor, size: int) -> Tensor:
-    """A copy of `values` in `size` rows, padded with zeros."""
+    """Return a copy of `values` in `size` rows, padded with zeros."""
     chunks = torch.zeros((size, -(-values.numel() // size)), dtype=values.dtype, device=values.device)
     chunks.view(-1)[: values.numel()] = values
     return chunks
 
 
 class ReduceScatter:
-    """The reduce-scatter of one module under fully_shard, in the interface that FSDPModule.set_custom_reduce_scatter takes."""
+    """The reduce-scatter of one module under fully_shard, with the interface that FSDPModule.set_custom_reduce_scatter takes."""
 
     def __init__(self, reduction: Reduction, buffer: int) -> None:
         self._reduction, self._buffer = reduction, buffer
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the input or the output."""
+        """Return uninitialized memory for the input or the output."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:

@@ -67,7 +67,7 @@ class CompiledGraphs:
         )  # autograd node of a call: bytes it saved packed
 
     def compile(self, model: nn.Module, wrapper: nn.Module, **options: Any) -> Any:
-        """torch.compile(wrapper, **options) with packed graphs; `wrapper`: `model`, or DistributedDataParallel around it."""
+        """Return torch.compile(wrapper, **options) with packed graphs; `wrapper`: `model`, or DistributedDataParallel around it."""
         partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
         backend = make_backend(
             partitioner,
@@ -86,12 +86,12 @@ class CompiledGraphs:
         return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
 
     def format_of(self, name: str) -> Format | None:
-        """The format in which a slot is stored; None if it is not packed."""
+        """Return the format in which a slot is stored; None if it is not packed."""
         decisions = (d for report in self.reports for d in report.decisions if name in d.slot.names)
         return next((d.format for d in decisions if d.format is not None), None)
 
     def changes(self) -> list[Change]:
-        """The saved tensors that are not stored as the plan requests; the model, if none of it was compiled."""
+        """Return the saved tensors that are not stored as requested; one row for the model if none of it was compiled."""
         if not self.reports and self.plan.packs_activations:
             return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
@@ -99,7 +99,7 @@ class CompiledGraphs:
         return [*rows, *self._not_recomputed()]
 
     def _not_recomputed(self) -> Iterator[Change]:
-        """The slots that the plan names to be recomputed and that are saved, or that the graphs do not have."""
+        """Yield the slots that the plan recomputes, but that are saved or that no graph has."""
         refused = {name: reason for report in self.reports for name, reason in report.not_recomputed.items()}
         names = {*refused, *(name for report in self.reports for name in report.recomputed)}
         yield from (Change(name, RECOMPUTED, "saved", reason) for name, reason in refused.items())
@@ -115,11 +115,11 @@ class CompiledGraphs:
         return sum(nbytes for node, nbytes in self._alive.items() if holds_tensors(node))
 
     def resume(self, seed: int, calls: int) -> None:
-        """Draw the random bits of `seed` that follow `calls` calls; graphs that have another seed are compiled again."""
+        """Draw the random bits of `seed` that follow `calls` calls; graphs with another seed are compiled again."""
         self.seed, self.calls = seed, calls
 
     def _step(self, device: torch.device) -> Tensor:
-        """The number of the next call, in a tensor that all graphs of a device read."""
+        """Return the number of the next call, in an int64 tensor that all graphs of a device read."""
         if device not in self._steps:
             self._steps[device] = torch.zeros(1, dtype=torch.int64, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -127,11 +127,11 @@ class CompiledGraphs:
         return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
-        """A graph was compiled; `previous`: what it reported when it was compiled before."""
+        """Record the report of a newly compiled graph in place of `previous`, its report of an earlier compilation."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def _called(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
-        """A graph was called with gradients, for the `num_calls`th time; `numbers`: what it measured."""
+        """Count a call with gradients, which is this graph's call number `num_calls`; `numbers`: the measurements of that call."""
         self.calls += 1
         if self._signals is not None and report.signals and self._signals.is_due(num_calls):
             first = report.signals[0].first

@@ -37,7 +37,7 @@ MAX_RANGES = 4096  # channels of a norm whose ranges are measured, with those of
 
 @dataclass(frozen=True)
 class Check:
-    """Tensors to measure for one operation, and the reason not to pack its operands, from the numbers; "" if they may be packed.
+    """Tensors to measure for one operation, and a function from the numbers to the reason not to pack its operands, or "".
 
     Checks of the same `kind` are measured by one call of `join` with the tensors of all; each has `count` numbers.
     """
@@ -51,7 +51,7 @@ class Check:
 
 
 def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]) -> Check | None:
-    """What to measure of an operation whose operands are packed; None for nothing."""
+    """Return the numbers to measure for an operation whose operands are packed; None if nothing needs to be measured."""
     if not users:
         return None
     if operation.row.op == ATTENTION:
@@ -90,7 +90,7 @@ def _check_of_attention(operation: Operation, format: Format, forward: dict[str,
 def statistics_of(
     operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
 ) -> tuple[fx.Node, fx.Node, float] | None:
-    """(mean, rstd, eps) of a norm whose input is packed in blocks that mix its channels, rows or groups; None for other operations."""
+    """Return (mean, rstd, eps) of a norm whose packed blocks mix channels, rows or groups; None for other operations."""
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
     mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
     if operation.row.op not in NORMS or rstd is None or mean is None:

@@ -41,7 +41,7 @@ DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks 
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """How one saved tensor of a compiled graph is stored. `format` None: unmodified, for `reason`."""
+    """How one saved tensor of a compiled graph is stored; if `format` is None it is unmodified, for `reason`."""
 
     slot: GraphSlot
     asked: Format | None
@@ -54,9 +54,10 @@ class GraphDecision:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified where they are too large.
+    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified if they are too large.
 
-    `first`, `count`: their place among the numbers of the graph. `reason`: why not to pack, from the numbers; "" if they are small enough.
+    `first`, `count`: their place among the numbers of the graph. `reason`: why not to pack, from the numbers; "" if they are small
+    enough.
     """
 
     slots: tuple[GraphSlot, ...]
@@ -67,7 +68,7 @@ class ValueCheck:
 
 @dataclass
 class GraphReport:
-    """What was packed in one compiled graph: the decision of each saved tensor, the bytes of masks, and what is measured of values."""
+    """The report on one compiled graph: the decision of each saved tensor, the bytes of masks, and the numbers that it measures."""
 
     decisions: list[GraphDecision]
     mask_bytes: int = 0
@@ -86,17 +87,17 @@ class GraphReport:
 
 
 def memory_order(value: Tensor) -> list[int]:
-    """Dimensions by decreasing stride."""
+    """Return the dimensions of a tensor by decreasing stride."""
     return sorted(range(value.dim()), key=lambda d: (-hint(value.stride(d)), d))
 
 
 def inverse_order(order: list[int]) -> list[int]:
-    """The permutation that undoes `order`."""
+    """Return the permutation that undoes `order`."""
     return [order.index(d) for d in range(len(order))]
 
 
 def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
-    """Why a tensor cannot be packed in a compiled graph; "" if it can."""
+    """Return why a tensor cannot be packed in a compiled graph; "" if it can."""
     if not graph_codec.covers(format):
         return NOT_COVERED.format(format)
     if _gaps(value):
@@ -112,13 +113,13 @@ def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
 
 
 def _has_whole_rows(value: Tensor) -> bool:
-    """Whether each block of BLOCK values lies in one row of the last dimension, so that it holds one channel, row or group of a norm."""
+    """Return whether each block of BLOCK values lies in one row of the last dimension."""
     size = value.shape[-1]
     return memory_order(value) == list(range(value.dim())) and isinstance(size, int) and size % BLOCK == 0
 
 
 def _gaps(value: Tensor) -> bool:
-    """Whether the elements of a tensor overlap or have gaps in memory."""
+    """Return whether the elements of a tensor overlap or have gaps in memory."""
     expected = 1
     for d in reversed(memory_order(value)):
         size, stride = value.shape[d], value.stride(d)
@@ -129,36 +130,36 @@ def _gaps(value: Tensor) -> bool:
 
 
 def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
-    """The sizes in memory order; -1 for a dynamic one."""
+    """Return the sizes in memory order; -1 for a dynamic one."""
     return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
 
 
 def num_values(value: Tensor, codes: Tensor, format: Format | None) -> int:
-    """The number of values of a tensor, from its codes (from its bits, if `format` is None) where that is dynamic."""
+    """Return the number of values of a tensor; if it is dynamic, it is computed from the number of codes (or mask bytes)."""
     numel = value.numel()
     width = format.element.width if format is not None else 1
     return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]
 
 
 def storage_of(node: fx.Node) -> int:
-    """Identifies the memory of a tensor: views of one tensor share it."""
+    """Return an integer that identifies the memory of a tensor: all views of a tensor have the same."""
     return node.meta["val"].untyped_storage()._cdata
 
 
 def is_boolean(node: fx.Node) -> bool:
-    """Whether a node is a tensor of booleans."""
+    """Return whether a node is a tensor of booleans."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype is torch.bool
 
 
 def is_code(node: fx.Node) -> bool:
-    """Whether a node is codes or scales of a product in 8 bits (codec/products.py), which are stored as they are."""
+    """Return whether a node is codes or scales of an 8-bit product (codec/products.py), which are saved unmodified."""
     value: Tensor = node.meta["val"]
     return value.element_size() == 1 or aten_name(node) == QUANTIZE
 
 
 def fits_bits(value: Tensor) -> bool:
-    """Whether a boolean tensor is saved as bits: it is large and dense, and its sizes are known from those of its bits."""
+    """Return whether a boolean tensor is saved as bits: it is large and dense, and its sizes follow from those of its bits."""
     dynamic = [size for size in value.shape if not isinstance(size, int)]
     known = prod(size for size in value.shape if isinstance(size, int))
     is_known = not dynamic or (len(dynamic) == 1 and known % 8 == 0)
@@ -166,7 +167,7 @@ def fits_bits(value: Tensor) -> bool:
 
 
 def mask_codec(value: Tensor) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
-    """encode and decode of a boolean tensor: bits where they fit, else a copy."""
+    """Return two functions that encode and decode a boolean tensor: as bits where `fits_bits`, otherwise as a copy."""
     if not fits_bits(value):
         return lambda x: (x.clone(),), lambda saved: saved.clone()
     order = memory_order(value)
@@ -181,6 +182,6 @@ def mask_codec(value: Tensor) -> tuple[Callable[[Tensor], tuple[Tensor]], Callab
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of the tensor of a node."""
+    """Return the bytes of the tensor of a node."""
     value: Tensor = node.meta["val"]
     return hint(value.numel()) * value.element_size()

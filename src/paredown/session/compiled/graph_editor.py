@@ -61,9 +61,9 @@ TOO_MANY_NUMBERS = (
 class GraphCodec:
     """How one saved tensor is encoded and decoded in a graph.
 
-    `uses_kernel`: by `paredown::encode`. Inductor would fuse the encoding of 8-bit codes into some kernels that read the same values, but
-    steps of GPT-2, Llama and ViT-B/16 in 8 bits take as long or longer then, and compiling takes 1.9 to 2.0 instead of 1.3 to 1.4 times as
-    long as without packing (one H200).
+    `uses_kernel`: `paredown::encode` encodes it. Inductor would fuse the encoding of 8-bit codes into some kernels that read the same
+    values, but steps of GPT-2, Llama and ViT-B/16 in 8 bits take as long or longer then, and compiling takes 1.9 to 2.0 instead of 1.3 to
+    1.4 times as long as without packing (one H200).
     """
 
     format: Format
@@ -74,20 +74,20 @@ class GraphCodec:
 
     @property
     def is_random(self) -> bool:
-        """Whether rounding draws random bits."""
+        """Whether rounding is stochastic."""
         return self.rounding is Rounding.STOCHASTIC
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Format, rounding and overflow as `paredown::encode` takes them."""
+        """Format, rounding and overflow as arguments of `paredown::encode`."""
         return str(self.format), self.rounding.value, default_overflow(self.format).value
 
     def encode(self, x: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
-        """The parts of flat `x`."""
+        """Return codes, scales and minimums of a flat tensor."""
         return encode_in_graph(x, self.format, self.rounding, default_overflow(self.format), keys)
 
     def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        """The flat values of the parts."""
+        """Return the flat values that codes, scales and minimums stand for."""
         return decode_in_graph(parts, self.format, numel, dtype, in_order=self.uses_kernel)
 
 
@@ -111,18 +111,18 @@ class GraphEditor:
         self._parts: dict[str, list[fx.Node]] = {}  # of packed tensors, by name
 
     def saved_floats(self) -> list[fx.Node]:
-        """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
+        """Return the saved tensors of floating point that have at least MIN_PACKED_NUMEL values."""
         saved = [node for node in self._returned[self.num_outputs :] if isinstance(node, fx.Node)]
         tensors = [(node, value) for node in saved if isinstance(value := node.meta.get("val"), Tensor)]
         large = [node for node, value in tensors if value.is_floating_point() and hint(value.numel()) >= MIN_PACKED_NUMEL]
         return [node for node in large if not is_code(node)]
 
     def is_output(self, node: fx.Node) -> bool:
-        """Whether the forward graph returns `node` to the caller."""
+        """Return whether the forward graph returns `node` to the caller."""
         return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans."""
+        """Save as bits the booleans that backward would compute from tensors in `packed`, and booleans that are saved anyway."""
         with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
@@ -139,7 +139,7 @@ class GraphEditor:
             report.mask_bytes += self._save_mask(node)
 
     def add_checks(self, packed: list[tuple[fx.Node, GraphSlot, Format]], joint: JointGraph, report: GraphReport) -> None:
-        """Measure in forward what decides whether operands of attention and inputs of norms may be packed."""
+        """Measure in forward the numbers that decide whether operands of attention and inputs of norms may be packed."""
         if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
             return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
         measured: dict[Any, list[tuple[Check, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
@@ -161,7 +161,7 @@ class GraphEditor:
             self._write_numbers(self._measure(lambda *t: pad(torch.cat(t), (0, NUM_NUMBERS - count)), nodes))
 
     def pack(self, node: fx.Node, codec: GraphCodec) -> int:
-        """Replace a saved tensor by its encoded parts; returns their bytes."""
+        """Replace a saved tensor by its encoded parts, and return their bytes."""
         value: Tensor = node.meta["val"]
         old = self.placeholders.pop(node.name)
         place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is node)
@@ -182,7 +182,7 @@ class GraphEditor:
         return sum(nbytes_of(part) for part in parts)
 
     def delay_recomputation(self) -> None:
-        """Recompute large tensors right before their use (recomputed_chains.py)."""
+        """Let backward recompute large tensors right before their use (recomputed_chains.py)."""
 
         def insert(function: Callable[..., Tensor], arguments: list[fx.Node], before: fx.Node) -> fx.Node:
             return self._insert_traced(self.backward.graph, function, lambda *t: (function(*t),), arguments, before=before)[0]
@@ -190,7 +190,7 @@ class GraphEditor:
         RecomputedChains(self.backward.graph, of_tangents(self.backward.graph)).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
-        """Measure packed tensors in forward for a guard; the numbers are the last ones of the graph. Not where sizes are dynamic."""
+        """Measure packed tensors in forward for a guard, except those of dynamic sizes; these numbers are the graph's last."""
         found = [(node, m) for node, m in measures if node.name in self._parts and isinstance(node.meta["val"].numel(), int)]
         first, graph = NUM_NUMBERS - NUM_SIGNALS * len(found), self.forward.graph
         if not found:
@@ -212,7 +212,7 @@ class GraphEditor:
         )
 
     def finish(self) -> None:
-        """Write the outputs back and check both graphs."""
+        """Write the outputs back, and check and recompile both graphs."""
         self._output.args = (tuple(self._returned),)
         self.backward.graph.eliminate_dead_code()
         for module in (self.forward, self.backward):
@@ -222,7 +222,7 @@ class GraphEditor:
     # --- private ---
 
     def _encoded(self, flat: fx.Node, codec: GraphCodec) -> list[fx.Node]:
-        """Codes, scales and minimums of a flat tensor of the forward graph."""
+        """Insert the encoding of a flat tensor into the forward graph; return the nodes of codes, scales and minimums."""
         graph = self.forward.graph
         if codec.uses_kernel:
             self._int_step = self._int_step or self._insert_traced(graph, "step", lambda s: (s.to(torch.int32),), [self._step])[0]
@@ -236,7 +236,7 @@ class GraphEditor:
         return self._insert_traced(graph, ("encode", *codec.names), lambda x, keys: codec.encode(x, keys), [flat, *keys])
 
     def _decoded(self, parts: list[fx.Node], codec: GraphCodec, value: Tensor, before: fx.Node) -> fx.Node:
-        """The decoded parts in the backward graph, of the sizes and strides of `value`."""
+        """Insert the decoding of a tensor with the sizes and strides of `value` into the backward graph; return its node."""
         order = memory_order(value)
         sizes, dims, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
         if lowers(codec.format, value.numel(), dtype):
@@ -253,7 +253,7 @@ class GraphEditor:
     def _insert_traced(
         self, graph: fx.Graph, name: Any, function: Callable[..., Any], arguments: list[fx.Node], before: fx.Node | None = None
     ) -> list[fx.Node]:
-        """The outputs of `function`, a tuple, behind its arguments or before a node.
+        """Insert `function`, which returns a tuple, behind its arguments or before a node; return the nodes of its outputs.
 
         It is traced once for arguments of the same sizes, strides, dtypes and `name`.
         """
@@ -266,12 +266,12 @@ class GraphEditor:
         return _insert(graph, self._traces[key], arguments, before or _after(arguments), self._constants[graph])
 
     def _measure(self, function: Callable[..., Tensor], sources: list[fx.Node]) -> fx.Node:
-        """Numbers of a forward pass, computed at its end."""
+        """Insert a function of `sources` at the end of the forward graph; return the node of its numbers."""
         traced = _trace(lambda *t: (function(*t),), *(node.meta["val"] for node in sources))
         return _insert(self.forward.graph, traced, sources, self._output)[0]
 
     def _write_numbers(self, numbers: fx.Node) -> None:
-        """Copy all numbers to the input that the host reads, in place of those that were copied before."""
+        """Let forward copy all numbers into the input that the host reads, in place of the copy that it made before."""
         graph = self.forward.graph
         for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
             if copy.args[0] is self._numbers:
@@ -285,7 +285,7 @@ class GraphEditor:
         return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self.num_outputs :])
 
     def _save_mask(self, node: fx.Node) -> int:
-        """Compute a boolean of backward in forward, and save it as bits; returns their bytes."""
+        """Compute a boolean of backward in forward, save it as bits, and return their bytes."""
         value: Tensor = node.meta["val"]
         encode, decode = mask_codec(value)
         source = self._computed_in_forward(node)
@@ -308,12 +308,12 @@ class GraphEditor:
         return nbytes_of(parts[0])
 
     def _num_saved_tensors(self) -> int:
-        """The place behind the last saved tensor among the outputs of forward: symbolic sizes come after it."""
+        """Return the index behind the last saved tensor in the outputs of forward, where symbolic sizes begin."""
         tensors = (isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor) for n in self._returned)
         return next((i for i, is_tensor in enumerate(tensors) if i >= self.num_outputs and not is_tensor), len(self._returned))
 
     def _computed_in_forward(self, node: fx.Node) -> fx.Node:
-        """The node of forward with the value of a node of backward that depends on no tangent; copied there if need be."""
+        """Return the forward node with the value of a backward node that depends on no gradient; copy it there if missing."""
         if node.name in self._by_name:
             return self._by_name[node.name]
         inputs = {i: self._computed_in_forward(i) for i in node.all_input_nodes}
@@ -341,7 +341,7 @@ class GraphEditor:
 
 
 def of_tangents(backward: fx.Graph) -> set[fx.Node]:
-    """The nodes of a backward graph that depend on gradients."""
+    """Return the nodes of a backward graph that depend on gradients."""
     found = {node for node in backward.find_nodes(op="placeholder") if _is_tangent(node)}
     for node in backward.nodes:
         if any(i in found for i in node.all_input_nodes):
@@ -350,7 +350,7 @@ def of_tangents(backward: fx.Graph) -> set[fx.Node]:
 
 
 def _trace(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
-    """`function` as a graph of aten operations, decomposed as Inductor does."""
+    """Return `function` as a graph of aten operations, decomposed as Inductor does."""
     with values[0].fake_mode:  # type: ignore[attr-defined]
         return make_fx(function, decomposition_table=select_decomp_table())(*values)
 
@@ -362,7 +362,7 @@ def _insert(
     before: fx.Node,
     constants: dict[Any, fx.Node] | None = None,
 ) -> list[fx.Node]:
-    """Copy a traced graph before a node; returns the nodes of its outputs.
+    """Copy a traced graph before a node, and return the nodes of its outputs.
 
     `constants`: nodes of `graph` that depend on no argument, which are not copied again; new ones are added.
     """
@@ -389,7 +389,7 @@ def _insert(
 
 
 def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[Any, ...]) -> list[fx.Node]:
-    """The results of an operation that returns a list of tensors, behind its arguments."""
+    """Insert the call of an operation that returns a list of tensors behind its arguments; return the nodes of the results."""
     values: list[Tensor] = [node.meta["val"] for node in tensors]
     with values[0].fake_mode:  # type: ignore[attr-defined]
         results: list[Tensor] = target(*values, *others)
@@ -403,7 +403,7 @@ def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[An
 
 
 def _insert_call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], before: fx.Node) -> fx.Node:
-    """The call of an operation on a list of tensors that returns a tensor, before a node."""
+    """Insert the call of an operation that takes a list of tensors before a node; return the node of the result."""
     values: tuple[Any, ...] = fx.map_arg(arguments, lambda node: node.meta["val"])
     with values[0][0].fake_mode, graph.inserting_before(before):
         call = graph.call_function(target, arguments)
@@ -412,7 +412,7 @@ def _insert_call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], befor
 
 
 def _after(nodes: list[fx.Node]) -> fx.Node:
-    """The node before which something can be inserted that reads `nodes`; behind all placeholders."""
+    """Return the first node before which an operation that reads `nodes` can be inserted, behind all placeholders."""
     graph = nodes[0].graph
     last = max(nodes, key=lambda node: node._sort_key)
     if last.op == "placeholder":
@@ -421,7 +421,7 @@ def _after(nodes: list[fx.Node]) -> fx.Node:
 
 
 def _added_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs that `PlanBackend` added: the step counter, and the tensor that measured numbers are written to."""
+    """Return the two inputs that `PlanBackend` added: the step counter, and the tensor for measured numbers."""
     nodes = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)][-2:]
     found = [(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in nodes]
     if found != [(torch.int64, (1,)), (torch.float32, (NUM_NUMBERS,))]:

@@ -120,15 +120,15 @@ class PlanPartitioner(CustomPartitionerFn):
     )  # paths of the modules that are variables of the compiled function
 
     def uuid(self) -> Any:
-        """Identifies plan and code in the keys of Inductor's caches."""
+        """Return values that identify plan and code in the keys of Inductor's caches."""
         return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept), self.has_guard)
 
     def __reduce__(self) -> Any:
-        """Pickled as its uuid: Inductor pickles its settings to make the keys of its cache."""
+        """Pickle the uuid in place of the object: Inductor pickles its settings to make the keys of its cache."""
         return repr, (self.uuid(),)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward graph, packed."""
+        """Return the forward and the backward graph, with saved tensors packed."""
         if not self.plan.packs_activations:
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
             call_transposes(backward)
@@ -162,7 +162,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Let backward recompute the saved tensors that the plan names, as far as it can; the names of those it recomputes them from.
+        """Let backward recompute the saved tensors that the plan names; return the names of the tensors that it reads for that.
 
         A plan names a tensor by a name that no other one has.
         """
@@ -185,9 +185,9 @@ class PlanPartitioner(CustomPartitionerFn):
     def _decide(
         self, editor: GraphEditor, joint: Any, report: GraphReport, sources: Collection[str] = ()
     ) -> list[tuple[fx.Node, GraphDecision]]:
-        """The saved tensors to pack; unmodified ones that the plan requests a format for go to the report.
+        """Return the saved tensors to pack, with their decisions; requested ones that stay unmodified are added to the report.
 
-        `sources`: names of those that others are recomputed from.
+        `sources`: names of tensors from which others are recomputed.
         """
         chosen: list[tuple[fx.Node, GraphDecision]] = []
         kept = set[int]()  # storages of tensors that are saved unmodified
@@ -206,7 +206,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return [pair for pair in chosen if pair not in shared]
 
     def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
-        """The decision for a saved tensor; `held`: why memory of it stays allocated anyway, or ""."""
+        """Return the decision for a saved tensor; `held`: why its memory stays allocated anyway, or ""."""
         value: Tensor = node.meta["val"]
         numel = hint(value.numel())
         assignment = self.plan.find(slot.names, Role.ACTIVATION)
@@ -226,7 +226,6 @@ class PlanPartitioner(CustomPartitionerFn):
         return GraphDecision(slot, assignment.format, format, rounding, reason, numel * value.element_size(), 0)
 
     def _codec(self, decision: GraphDecision, node: fx.Node) -> GraphCodec:
-        """How a saved tensor is encoded and decoded."""
         assert decision.format is not None
         tensor_id = crc32(decision.slot.names[0].encode()) if decision.slot.names else 0
         has_kernel = node.meta["val"].device.type in KERNEL_DEVICES and backend.find_kernels() is not None
@@ -234,7 +233,7 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
-    """The operations of a joint graph that a partitioner takes with `options`."""
+    """Return the operations of a joint graph; `options`: the keyword arguments of the partitioner."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
     unique = {node.name for node in fx_graph_cse(gm.graph).nodes}  # as the partitioner does first
@@ -242,7 +241,7 @@ def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str,
 
 
 def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward graph, before activations are packed."""
+    """Return the forward and the backward graph of a joint graph, before activations are packed."""
     with functorch_config.patch(RECOMPUTES):
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
     if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
@@ -252,7 +251,7 @@ def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[
 
 
 def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
-    """The names of recomputed tensors that are better saved (recomputed_chains.py); `bits`: of a value of each packed tensor."""
+    """Return the names of recomputed tensors that are better saved; `bits`: bits per value of each packed tensor."""
     return RecomputedChains(backward, of_tangents(backward)).to_save(bits)
 
 
@@ -261,7 +260,7 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor, with `partitioner`, and two more inputs of each graph."""
+    """A backend of torch.compile: Inductor with `partitioner`, and two more inputs for each graph."""
 
     partitioner: PlanPartitioner
     step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
@@ -274,11 +273,11 @@ class PlanBackend:
     products: ProductLayers | None = None  # layers that multiply 8-bit codes
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """The compiled graph."""
+        """Return the compiled graph."""
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
-        """The paths in the model of the modules that are variables of a compiled function, from the names of their parameters."""
+        """Return the module path in the model of each variable of a compiled function, from the names of its parameters."""
         names, found = self.names(), dict[str, str]()
         for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
             name, source = names.get(id(example), ""), getattr(node, "_dynamo_source", None)
@@ -289,11 +288,11 @@ class PlanBackend:
         return found
 
     def __deepcopy__(self, memo: Any) -> PlanBackend:
-        """The same backend: a copy of a compiled model packs in the same session."""
+        """Return the backend itself: a copy of a compiled model packs in the same session."""
         return self
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any], partitioner: PlanPartitioner) -> Callable[..., Any]:
-        """`gm` compiled by Inductor; `inputs` end with the two that are added."""
+        """Return `gm` compiled by Inductor; `inputs` end with the step counter and the tensor for measured numbers."""
         patches = {**self._patches(inputs[-1].device.type), **self.inductor.config, "custom_partitioner_fn": partitioner}
         # a hit in the cache of AOTAutograd would skip the partitioner, whose report the session needs; Inductor's own cache stays
         with functorch_config.patch(enable_autograd_cache=False), _more_inputs(gm.graph, inputs[-2:]), collection_paused():
@@ -301,7 +300,7 @@ class PlanBackend:
             return compile_fx(gm, inputs, compile_kernels, patches, operations)  # type: ignore[return-value]
 
     def _patches(self, device: str) -> dict[str, Any]:
-        """Inductor's settings for this plan, unless the user sets them."""
+        """Return Inductor's settings for this plan; settings of the user replace them."""
         plan = self.partitioner.plan
         formats = [format for format in plan.activation_formats if format is not None]
         has_few_bits = any(format.element.width < 8 for format in formats)
@@ -321,7 +320,7 @@ def make_backend(
     on_call: Callable[[GraphReport, Any, Tensor, int], None],
     options: dict[str, Any],
 ) -> PlanBackend:
-    """The backend for torch.compile(**options); takes `mode` and `options` out of `options`, which belong to Inductor."""
+    """Return the backend for torch.compile(**options), and remove `mode` and `options`, which belong to Inductor, from `options`."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(
@@ -334,7 +333,7 @@ def make_backend(
 
 @contextmanager
 def collection_paused() -> Generator[None]:
-    """A context without garbage collections, which take 8 % of the time of compiling ResNet-50: there is little garbage."""
+    """Return a context without garbage collection, which takes 8 % of the time of compiling ResNet-50."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -345,14 +344,14 @@ def collection_paused() -> Generator[None]:
 
 
 def compile_kernels(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """A forward or backward graph compiled by Inductor; AOTAutograd calls it for backward when backward first runs."""
+    """Return a forward or backward graph compiled by Inductor; AOTAutograd calls it for backward when backward first runs."""
     with collection_paused():
         return compile_fx_inner(gm, inputs, **options)
 
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """A context in which a graph has more placeholders, behind the others. Dynamo needs its graph unchanged afterwards."""
+    """Return a context in which a graph of Dynamo has more placeholders, behind the others; it is unchanged afterwards."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")
@@ -371,7 +370,10 @@ def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]
 
 
 def autograd_node_of(outputs: Any) -> Any:
-    """The autograd node of the call of a compiled graph that returned `outputs`; None if it has none. Views of outputs are behind it."""
+    """Return the autograd node of the compiled call that returned `outputs`; None if it has none.
+
+    Outputs that are views have it a few nodes behind them.
+    """
     nodes = [t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None]
     for _ in range(3):
         found = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
@@ -382,7 +384,7 @@ def autograd_node_of(outputs: Any) -> Any:
 
 
 def holds_tensors(node: Any) -> bool:
-    """Whether backward has not freed what an `autograd_node_of` saved."""
+    """Return whether an autograd node still has its saved tensors, which backward frees."""
     try:
         return len(node.saved_tensors) + len(getattr(node, "_tensors_no_vc_check", ())) > 0
     except RuntimeError:

@@ -27,7 +27,10 @@ DEVICES = ("cuda",)  # with kernels that transpose
 
 
 def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductLayers, names: Mapping[int, str]) -> None:
-    """Let the chosen layers of a graph of Dynamo multiply codes; `inputs`: its examples, `names`: of parameters by their id."""
+    """Let the chosen layers of a graph of Dynamo multiply codes.
+
+    `inputs`: example inputs of the graph. `names`: names of parameters by id.
+    """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
     found = layers.in_graphs = layers.in_graphs or set[str]()
     for node in gm.graph.nodes:
@@ -47,14 +50,14 @@ def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductL
 
 
 def is_transpose(node: Any) -> bool:
-    """Whether a node is one of the operations that transpose codes."""
+    """Return whether a node is one of the operations that transpose codes."""
     return isinstance(node, fx.Node) and node.op == "call_function" and aten_name(node) == TRANSPOSED
 
 
 def call_transposes(backward: fx.GraphModule) -> None:
-    """Let kernels transpose the codes that a CUDA backward graph reads, in place of operations that Inductor fuses into reductions.
+    """Let a kernel transpose the codes that a CUDA backward graph reads, which Inductor would fuse into reductions.
 
-    Not before the graphs are partitioned: the partitioner would save the result of an operation that it does not know.
+    This is done after graphs are partitioned: the partitioner would save the result of an operation that it does not know.
     """
     graph = backward.graph
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""What compiled graphs measure of packed slots for a guard: two numbers for each slot, in every call of a graph.
+"""Measurements of packed slots that compiled graphs make for a guard: two numbers for each slot, in every call of a graph.
 
 error       |x - decoded|^2 / |x|^2 of at most SAMPLE values, which are encoded again: whole blocks, evenly spaced in memory. Where
             backward subtracts a mean, the denominator is |x - mean of each 64 values|^2, as in eager sessions (session/signals.py)
@@ -28,14 +28,14 @@ NUM_SIGNALS = 2  # numbers of one slot
 
 @dataclass(frozen=True)
 class GraphSignal:
-    """The slots that a saved tensor of a compiled graph has, and the place of its two numbers among the numbers of the graph."""
+    """The slots of a saved tensor of a compiled graph, and the index of its two numbers among those of the graph."""
 
     names: tuple[str, ...]
     first: int
 
 
 def sampled(flat: Tensor, format: Format) -> Tensor:
-    """At most SAMPLE values of a 1-D tensor, or one block if that is more: whole blocks, evenly spaced.
+    """Return at most SAMPLE values of a 1-D tensor, in whole blocks that are evenly spaced, and at least one block.
 
     >>> sampled(torch.arange(16384), Format.parse("int8/64@bf16"))[[0, 63, 64, 128]].tolist()
     [0, 63, 256, 512]
@@ -50,7 +50,7 @@ def sampled(flat: Tensor, format: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class SlotMeasure:
-    """Measures one packed tensor, which is stored in `format`."""
+    """Measures the rounding error and the largest value of one packed tensor, which is stored in `format`."""
 
     slot: GraphSlot
     format: Format
@@ -59,11 +59,11 @@ class SlotMeasure:
 
     @staticmethod
     def of(decision: Any, seed: int) -> SlotMeasure:
-        """For the tensor of a `GraphDecision` that packs it."""
+        """Return the measure for the tensor of a `GraphDecision` that packs it."""
         return SlotMeasure(decision.slot, decision.format, decision.rounding, seed)
 
     def __call__(self, flat: Tensor, step: Tensor, *parts: Tensor) -> Tensor:
-        """[error, largest] of a tensor, 1-D in its memory order; `parts`: what it is stored as."""
+        """Return [error, largest] of a tensor that is 1-D in its memory order; `parts`: its codes and scales."""
         exact = sampled(flat, self.format)
         keys = None
         if self.rounding is Rounding.STOCHASTIC:

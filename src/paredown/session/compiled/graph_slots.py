@@ -71,7 +71,10 @@ _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 @dataclass(frozen=True)
 class GraphSlot:
-    """One saved tensor of a compiled graph: the names of the slots behind it, what backward needs, why it is EXACT if it is."""
+    """One saved tensor of a compiled graph: the names of the slots behind it, and what backward needs of it.
+
+    `reason`: why backward needs it exactly, if so.
+    """
 
     names: tuple[str, ...]
     needs: Needs
@@ -81,7 +84,7 @@ class GraphSlot:
 
 @dataclass
 class JointGraph:
-    """Facts about the nodes of a joint graph, by node name: forward and backward graphs keep the names."""
+    """Facts about the nodes of a joint graph, by node name; the partitioned graphs keep the names."""
 
     operations: dict[int, Operation] = field(default_factory=dict)  # by seq_nr
     numbers: dict[str, int] = field(default_factory=dict)  # seq_nr of every node
@@ -90,7 +93,7 @@ class JointGraph:
 
 @dataclass
 class Operation:
-    """One operation of forward: its name in the table of operations, its module, its nodes."""
+    """One operation of the model: its row in the table of operations, its module, and its nodes in the joint graph."""
 
     aten: str
     row: OperationRow
@@ -100,7 +103,7 @@ class Operation:
     count: int = 1  # 2 for the second operation of this name in its module
 
     def slot(self, operand: str) -> str:
-        """The name of a slot, as in eager mode: module:operand, or module:operation.operand."""
+        """Return the name of a slot as eager mode has it: module:operand, or module:operation.operand."""
         number = f"#{self.count}" if self.count > 1 else ""
         return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
 
@@ -108,10 +111,10 @@ class Operation:
 def read_joint_graph(
     graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set[str], roots: Mapping[str, str] | None = None
 ) -> JointGraph:
-    """The operations of a joint graph; `parameters`: the placeholders of parameters and buffers.
+    """Read the operations of a joint graph; `parameters` are its placeholders of parameters and buffers.
 
-    `unique`: names of the nodes that the partitioner does not replace by an equal one. Operations have the nodes that replace theirs.
-    `roots`: paths in the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
+    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations are given these. `roots`: paths in
+    the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
     joint, constant = JointGraph(), set(parameters)
     counts: dict[tuple[str, str], int] = {}
@@ -139,7 +142,10 @@ def read_joint_graph(
 
 
 def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
-    """For each node the one that has its value in a graph without repeated operations: itself, if its name is in `unique`."""
+    """Return for each node the one that replaces it when repeated operations are merged.
+
+    A node whose name is in `unique` replaces itself.
+    """
     found: dict[fx.Node, fx.Node] = {}
     first: dict[tuple[Any, str], fx.Node] = {}
     node: fx.Node
@@ -151,14 +157,14 @@ def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether autograd created this node of the joint graph in backward."""
+    """Return whether autograd created this node of the joint graph in backward."""
     return node.meta.get("partitioner_tag") == "is_backward" or (
         node.meta.get("fwd_nn_module_stack") is not None and node.meta.get("partitioner_tag") is None
     )
 
 
 def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
-    """The slot of a saved tensor, from its placeholder in the backward graph."""
+    """Return the slot of a saved tensor, from its placeholder in the backward graph."""
     uses = list(_uses(saved, joint))
     names = tuple(dict.fromkeys(name for _, name, _, _ in sorted(uses, key=lambda use: use[0])))
     exact = next((reason for _, _, needs, reason in uses if needs.use is Use.EXACT), "")
@@ -171,7 +177,7 @@ def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
 
 
 def num_recomputed_sums(graph: fx.Graph) -> int:
-    """The most additions of tensors one after the other that a backward graph recomputes."""
+    """Return the length of the longest chain of additions of tensors that a backward graph recomputes."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "call_function" and not is_backward(node):
@@ -185,7 +191,7 @@ FoundUse = tuple[int, str, Needs, str]  # number of the operation, slot name, ne
 
 
 def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
-    """Every use of a saved tensor in backward, directly or through recomputed operations of forward."""
+    """Yield every use of a saved tensor in backward, directly or through recomputed operations of forward."""
     stack, seen = [Reached(saved, saved, joint.numbers.get(saved.name, -1))], {saved}
     while stack:
         reached = stack.pop()
@@ -209,7 +215,7 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """A value that backward recomputes from a saved tensor: in operation `number`, which it entered as `entry`."""
+    """A value that backward recomputes from a saved tensor, in operation `number`, whose first node on the way is `entry`."""
 
     value: fx.Node
     entry: fx.Node
@@ -218,7 +224,7 @@ class Reached:
 
 
 def _is_power(node: fx.Node) -> bool:
-    """Whether a node is x ** n with a constant n of at least 1."""
+    """Return whether a node is x ** n with a constant n of at least 1."""
     exponent = node.args[1] if aten_name(node) == "pow" and len(node.args) > 1 else None
     return isinstance(exponent, int | float) and exponent >= 1
 
@@ -245,7 +251,7 @@ def _use(value: fx.Node, user: fx.Node, joint: JointGraph, is_centered: bool) ->
 
 
 def _code_uses(codes: fx.Node, joint: JointGraph, *, is_centered: bool) -> Iterator[FoundUse]:
-    """The uses of codes as the input of every layer that multiplies them."""
+    """Yield the uses of codes as the input of each layer that multiplies them."""
     for number, operation in joint.operations.items():
         if operation.aten == QUANTIZE and any(node.name == codes.name for node in operation.nodes):
             operand = operation.row.operands["input"]
@@ -253,7 +259,7 @@ def _code_uses(codes: fx.Node, joint: JointGraph, *, is_centered: bool) -> Itera
 
 
 def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
-    """The operand of `operation` that `value` is, in its row of the table of operations."""
+    """Return the row in the table of operations of the operand of `operation` that `value` is."""
     row = operation.row
     if row.op == ATTENTION:
         name = argument_name(user, value)
@@ -279,7 +285,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
 
 
 def _input(value: fx.Node, operation: Operation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """The operand of the operation's row that `value` is passed as; if several are possible, the one that allows least rounding."""
+    """Return the operand that `value` is passed as; if several are possible, the one that allows least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)
@@ -305,7 +311,7 @@ def _is_same(argument: Any, value: fx.Node) -> bool:
 
 
 def argument_name(node: fx.Node, value: fx.Node) -> str:
-    """The name of the argument that `value` is of a backward of attention, whose order differs between kernels; "" if it is none."""
+    """Return the name of the argument of an attention's backward that `value` is passed as; "" if it is none."""
     schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     named = {argument.name: given for argument, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     found = next((name for name, given in named.items() if _is_same(given, value)), "")
@@ -320,7 +326,7 @@ def _exact(name: str, operation: str) -> Operand:
 
 
 def aten_name(node: fx.Node) -> str:
-    """The operation that a node was before decomposition, without overload: "native_layer_norm"."""
+    """Return the name of the operation that a node was before decomposition, such as "native_layer_norm"."""
     target = node.meta.get("original_aten") or node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
@@ -328,9 +334,9 @@ def aten_name(node: fx.Node) -> str:
 
 
 def module_path(stack: Any, roots: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """(path of the innermost module of a stack as in named_modules(), whether it is a module of torch.nn without children).
+    """Return the path of the innermost module of a stack, and whether it is a module of torch.nn without children.
 
-    `roots`: see `read_joint_graph`. Operations of the compiled function itself have no stack.
+    The path is as in named_modules(). `roots`: see `read_joint_graph`. Operations of the compiled function itself have no stack.
 
     >>> module_path({"a": ("L['self'].layers._modules['3'].fc", torch.nn.Linear)})
     ('layers.3.fc', True)
@@ -349,7 +355,7 @@ def module_path(stack: Any, roots: Mapping[str, str] | None = None) -> tuple[str
 
 
 def root_and_path(source: str) -> tuple[str, str]:
-    """The variable that the source of a module or parameter begins with, and the path behind it.
+    """Return the variable with which the source of a module or parameter begins, and the path behind it.
 
     >>> root_and_path("L['self'].layers._modules['3'].fc")
     ('self', 'layers.3.fc')
@@ -368,7 +374,7 @@ def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping
 
 
 def _row_name(node: fx.Node) -> str:
-    """The name of an operation in the table of operations: "NativeLayerNorm"."""
+    """Return the name of a node's row in the table of operations, such as "NativeLayerNorm"."""
     bare = aten_name(node).replace("_", "").lower()
     return ROW_NAMES.get(bare) or ALIASES.get(bare) or aten_name(node)
 
@@ -383,13 +389,13 @@ def _is_bool(node: fx.Node) -> bool:
 
 
 def _is_integer(node: fx.Node) -> bool:
-    """Whether a node makes integers: of rounded values they may be others, such as indices of other rows."""
+    """Return whether a node computes integers, which may differ for rounded inputs, such as indices of other rows."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
 
 
 def hint(size: Any) -> int:
-    """The number of a size, or the example's of a symbolic one."""
+    """Return a size as an int; of a symbolic size that of the example inputs."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 

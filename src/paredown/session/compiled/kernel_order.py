@@ -29,20 +29,20 @@ class ByLastOperation(SchedulerPass):
     """A pass over fused kernels, for `torch._inductor.config._post_fusion_custom_pass`."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """The kernels, each behind those that it depends on; those of a forward graph in the order that they have."""
+        """Return the kernels of a backward graph in the order of their last operations, and those of a forward graph unchanged."""
         return by_last_operation(nodes) if V.graph.is_backward else nodes
 
     def uuid(self) -> Any:
-        """Identifies the pass in keys of caches."""
+        """Return a text that identifies the pass in the keys of Inductor's caches."""
         return "paredown kernel order 1"
 
     def __reduce__(self) -> Any:
-        """Pickled as its uuid: Inductor pickles its settings to make the keys of its cache."""
+        """Pickle the uuid in place of the object: Inductor pickles its settings to make the keys of its cache."""
         return repr, (self.uuid(),)
 
 
 def by_last_operation(nodes: list[Any]) -> list[Any]:
-    """Fused kernels behind those that they depend on, and else in the order of the last operation of each."""
+    """Return fused kernels in the order of the last operation of each, but behind the kernels that they depend on."""
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
     users: dict[Any, list[Any]] = {node: [] for node in nodes}
     missing: Counter[Any] = Counter()

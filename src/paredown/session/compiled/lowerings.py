@@ -55,7 +55,7 @@ _through_dispatcher = fallback_handler(OPERATOR, add_to_fallback_set=False)
 
 
 def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
-    """Whether `decode` below computes a format: integers in whole blocks, of a size that is known, as float32 or bfloat16."""
+    """Return whether `decode` below covers a format: integers in whole blocks, of a known size, decoded to float32 or bfloat16."""
     if format.block is None or format.scale is None or format.scale.name not in SCALES or dtype is torch.float16:
         return False
     is_integer = format.element.kind in (ElementKind.INT, ElementKind.UINT)
@@ -64,7 +64,7 @@ def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
 
 @register_lowering(torch.ops.paredown.decode.default, type_promotion_kind=None)
 def decode(parts: Sequence[Any], format: str, in_order: bool, dtype: torch.dtype, *layout: Any) -> Any:
-    """The values of codes, for formats that `lowers` accepts."""
+    """Return the decoded values, for formats that `lowers` accepts."""
     how = Format.parse(format)
     code, of_block = _code_loader(parts[0], how, in_order), [part.make_loader() for part in parts[1:]]
 
@@ -78,7 +78,7 @@ def decode(parts: Sequence[Any], format: str, in_order: bool, dtype: torch.dtype
 
 @register_lowering(torch.ops.paredown.unpack_bits.default, type_promotion_kind=None)
 def unpack_bits(bits: Any, *layout: Any) -> Any:
-    """The flags of a mask, eight a byte."""
+    """Return the booleans of a mask that has eight in each byte."""
     load = bits.make_loader()
 
     def value(i: Any) -> Any:
@@ -89,7 +89,7 @@ def unpack_bits(bits: Any, *layout: Any) -> Any:
 
 
 def _code_loader(codes: Any, format: Format, in_order: bool) -> Callable[[Any], Any]:
-    """A function from the place of a value to its code, an integer of any width."""
+    """Return a function from the index of a value to its code, an integer of any width."""
     load, width, is_signed = codes.make_loader(), format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return lambda i: virtualized.ops.to_dtype(load([i]), torch.int8) if is_signed else load([i])
@@ -119,7 +119,7 @@ def _int(number: int) -> Any:
 
 
 def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], sizes: Sequence[int], dims: Sequence[int]) -> Any:
-    """`value(i)` in a contiguous tensor of `sizes`, permuted."""
+    """Return `value(i)` for each index, as a contiguous tensor of `sizes` that is then permuted by `dims`."""
     ranges: Any = [prod(sizes)]
     flat = Pointwise.create(device=source.get_device(), dtype=dtype, inner_fn=lambda index: value(index[0]), ranges=ranges)
     return permute(view(flat, sizes), dims)
@@ -129,7 +129,7 @@ def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], siz
 
 
 def encoder(*arguments: Any) -> Callable[..., None]:
-    """f(x, step, codes, scales) or f(x, step, codes, scales, minimums), which encodes `x` into the other tensors.
+    """Return a function f(x, step, codes, scales, [minimums]) that encodes `x` into the tensors behind `step`.
 
     `arguments`: the number of values, whether they are on a GPU, and the arguments of `paredown::encode` after its tensors.
     """
@@ -146,7 +146,7 @@ def encoder(*arguments: Any) -> Callable[..., None]:
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def encode(x: Any, step: Any, *options: Any) -> Any:
-    """[codes, scales] or [codes, scales, minimums]."""
+    """Return [codes, scales] or [codes, scales, minimums]."""
     numel = x.get_size()[0]
     if V.graph.cpp_wrapper or not getattr(numel, "is_Integer", isinstance(numel, int)):
         return _through_dispatcher(x, step, *options)
@@ -159,7 +159,7 @@ def encode(x: Any, step: Any, *options: Any) -> Any:
 
 @final
 class EncodeCall(ExternKernel):
-    """The call of an `encoder` on [x, step, codes, scales, (minimums)], which writes to those after the step."""
+    """The node of Inductor that calls an `encoder` on [x, step, codes, scales, (minimums)] and writes the last ones."""
 
     def __init__(self, arguments: tuple[Any, ...], tensors: list[Any]) -> None:
         self.arguments, self.device = arguments, tensors[0].get_device()
@@ -169,7 +169,7 @@ class EncodeCall(ExternKernel):
         V.graph.register_operation(self)
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call, and before all code the function that it calls, once for equal arguments."""
+        """Write the call, and once for equal arguments the import and definition of the function that it calls."""
         name = f"paredown_encode_{crc32(repr(self.arguments).encode()):08x}"
         wrapper.add_import_once(f"from {__name__} import encoder")
         wrapper.add_import_once(f"{name} = encoder{self.arguments!r}")
@@ -177,17 +177,17 @@ class EncodeCall(ExternKernel):
         wrapper.writeline(f"{name}({tensors})")
 
     def get_outputs(self) -> list[Any]:
-        """The parts, as written by this call."""
+        """Return the buffers that this call writes."""
         return list(self.mutation_outputs)
 
     def get_device(self) -> torch.device | None:
-        """The device of all tensors."""
+        """Return the device of all tensors."""
         return self.device
 
     def should_allocate(self) -> bool:
-        """No: the parts are allocated."""
+        """Return False: the buffers are allocated already."""
         return False
 
     def get_unbacked_symbol_defs(self) -> OrderedSet[Any]:
-        """None: all sizes are known."""
+        """Return the empty set: all sizes are known."""
         return OrderedSet()

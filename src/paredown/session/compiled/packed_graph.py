@@ -27,7 +27,7 @@ MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
 
 
 class PackedGraph:
-    """A compiled graph. Where values turn out too large for the formats of some slots, it is compiled again without packing those."""
+    """A compiled graph that compiles itself again, without packing some slots, if their values are too large for their formats."""
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
@@ -49,7 +49,7 @@ class PackedGraph:
         self._compiled = self._compile(example_inputs)
 
     def __call__(self, *args: Any) -> Any:
-        """The outputs of the graph."""
+        """Run the graph and return its outputs."""
         is_fake = any(isinstance(arg, FakeTensor) for arg in args)  # DDP splits graphs, and calls each part with fake tensors first
         if is_fake or not torch.is_grad_enabled():
             return self._outputs(self._compiled(*args, *self._added), args)
@@ -90,9 +90,9 @@ class PackedGraph:
         return self._compile(inputs)
 
     def _must_compile_again(self, *, is_read: bool) -> bool:
-        """Whether a number that the graph measured forbids to pack a slot that is packed.
+        """Return whether a number that the graph measured forbids packing a slot that it packs.
 
-        `is_read`: the numbers of this call are read; otherwise, on a GPU, those of an earlier call, without synchronizing.
+        `is_read`: read the numbers of this call; otherwise, on a GPU, use those of an earlier call, without synchronizing.
         """
         checks, numbers = self._report.checks, self._added[1]
         if not checks:
@@ -113,7 +113,7 @@ class PackedGraph:
 
 
 class Snapshot:
-    """What a call of a graph changes besides its outputs: random number generators and small buffers."""
+    """The state that a call of a graph changes besides its outputs: random number generators and small buffers."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         tensors = [t for t in args if isinstance(t, Tensor) and not t.requires_grad and t.numel() <= MAX_BUFFER]
@@ -123,7 +123,7 @@ class Snapshot:
         self._host = torch.get_rng_state()
 
     def restore(self) -> None:
-        """Set everything back."""
+        """Set generators and buffers back to the snapshot."""
         torch.set_rng_state(self._host)
         for device, state in self._random:
             torch.cuda.set_rng_state(state, device)

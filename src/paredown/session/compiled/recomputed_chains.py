@@ -50,7 +50,7 @@ class RecomputedChains:
         self._tensors = {self._viewed(node) for node in graph.nodes if self._is_recomputed(node) and self._is_read(node)}
 
     def to_save(self, bits: Mapping[str, float]) -> set[str]:
-        """The names of the tensors to save; `bits`: of a value of each packed tensor, by the name of its placeholder."""
+        """Return the names of recomputed tensors that are better saved; `bits`: bits per value of each packed tensor, by name."""
         found = set[str]()
         for chain in self._chains():
             leaves = {i.name for node in self._cone(chain) for i in node.all_input_nodes if i.name in bits}
@@ -60,9 +60,10 @@ class RecomputedChains:
         return found
 
     def delay(self, scales: set[fx.Node], insert: Callable[..., fx.Node]) -> None:
-        """Let Inductor compute each tensor that is no part of a chain, and shares nothing, when its user has its gradient.
+        """Let Inductor compute a recomputed tensor only when the operation that uses it has its gradient.
 
-        `scales`: placeholders of the scales of packed tensors. `insert(function, arguments, before)` inserts a traced function.
+        Tensors of chains, and those that share a kernel with others, are excepted. `scales`: placeholders of the scales of packed
+        tensors. `insert(function, arguments, before)` inserts a traced function.
         """
         chained = set[fx.Node]().union(*self._chains())
         for tensor in sorted(self._tensors - chained, key=self._order.__getitem__):
@@ -82,7 +83,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Whether one kernel could compute the nodes of a cone and other users of theirs, which do not depend on `first`."""
+        """Return whether a kernel could compute the nodes of `cone` together with users that do not depend on `first`."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)
@@ -94,13 +95,13 @@ class RecomputedChains:
         return not others <= after
 
     def _copy(self, nodes: Iterable[fx.Node], copies: dict[fx.Node, fx.Node], before: fx.Node) -> None:
-        """Copy nodes; `copies` has those of their inputs that are replaced, and receives theirs."""
+        """Copy nodes before a node; `copies` maps inputs to what replaces them, and receives the new nodes."""
         with self._graph.inserting_before(before):
             for node in nodes:
                 copies[node] = self._graph.node_copy(node, lambda i: copies.get(i, i))
 
     def _views(self, tensor: fx.Node) -> Iterable[fx.Node]:
-        """`tensor` and the recomputed views of it."""
+        """Yield `tensor` and the recomputed views of it."""
         yield tensor
         for user in tensor.users:
             if user not in self._of_tangents and self._operations.is_view(user):
@@ -112,7 +113,7 @@ class RecomputedChains:
         return node
 
     def _chains(self) -> list[set[fx.Node]]:
-        """The tensors that are recomputed from each other."""
+        """Return the sets of tensors that are recomputed from each other."""
         chains: list[set[fx.Node]] = []
         for tensor in self._tensors:
             joined = self._cone([tensor]) & self._tensors
@@ -124,23 +125,23 @@ class RecomputedChains:
         return node not in self._of_tangents and node not in self._constants and self._is_pointwise(node)
 
     def _is_read(self, node: fx.Node) -> bool:
-        """Whether an operation that Inductor does not fuse reads a node from memory."""
+        """Return whether an operation that Inductor does not fuse reads a node from memory."""
         return any(user in self._of_tangents and not self._operations.is_fusible(user) for user in node.users)
 
     def _viewed(self, node: fx.Node) -> fx.Node:
-        """The tensor that a node is a view of."""
+        """Return the tensor that a node is a view of."""
         while self._operations.is_view(node) and self._is_recomputed(node.all_input_nodes[0]):
             node = node.all_input_nodes[0]
         return node
 
     def _is_pointwise(self, node: fx.Node) -> bool:
-        """Whether a node is an operation that Inductor fuses and that is no reduction."""
+        """Return whether Inductor fuses the operation of a node and it is no reduction."""
         if node.op != "call_function" or not self._operations.is_fusible(node) or self._operations.is_random(node):
             return False
         return self._operations.is_view(node) or _numel(node) >= max(map(_numel, node.all_input_nodes), default=0)
 
     def _cone(self, outputs: Iterable[fx.Node]) -> set[fx.Node]:
-        """The recomputed pointwise nodes that `outputs` are computed by, with the outputs."""
+        """Return the recomputed pointwise nodes from which `outputs` are computed, with the outputs."""
         cone, stack = set[fx.Node](), list(outputs)
         while stack:
             node = stack.pop()
@@ -151,9 +152,10 @@ class RecomputedChains:
 
 
 def _after(scales: Tensor, gradient: Tensor) -> Tensor:
-    """`scales`, by an operation that reads a gradient from memory: no number is larger than infinity.
+    """Return `scales`, computed by an operation that depends on `gradient`.
 
-    Inductor stores the input of as_strided. The comparison is false for all numbers, so the compiler of the kernel drops the load.
+    Inductor stores the input of as_strided, so that the order holds. The comparison is false for all numbers (none is larger than
+    infinity), so the compiler of the kernel drops the load.
     """
     is_never = gradient.as_strided((1,), (1,)).float() > inf
     return torch.where(is_never, torch.zeros((), dtype=scales.dtype, device=scales.device), scales)

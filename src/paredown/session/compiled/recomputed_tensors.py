@@ -39,29 +39,33 @@ RANDOM = ("inductor_seeds", "inductor_seed", "inductor_lookup_seed", "inductor_r
 
 @dataclass(frozen=True, eq=False)
 class RecomputedTensor:
-    """A saved tensor that backward can recompute: by `nodes` of forward, the last of which is it, from saved tensors (`sources`)."""
+    """A saved tensor that backward can recompute from other saved tensors.
+
+    `nodes`: the operations of forward that compute it, itself last. `sources`: the tensors that they read.
+
+    `nodes`: the operations of forward that compute it, itself last. `sources`: the tensors that they read."""
 
     nodes: tuple[fx.Node, ...]
     sources: tuple[fx.Node, ...]
 
     @property
     def node(self) -> fx.Node:
-        """The tensor."""
+        """The node of the tensor itself."""
         return self.nodes[-1]
 
     @property
     def products(self) -> list[fx.Node]:
-        """Its matrix products and convolutions."""
+        """The matrix products and convolutions among `nodes`."""
         return [node for node in self.nodes if kind_of(node) == "extern"]
 
     @property
     def flops(self) -> int:
-        """Floating point operations of its products."""
+        """Floating-point operations of `products`."""
         return sum(_flops(node) for node in self.products)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of other tensors that are written to memory on the way: inputs and outputs of products."""
+        """Bytes of the intermediate tensors that are written to memory: inputs and outputs of `products`."""
         inside = set(self.nodes)
         ends = [_viewed(i) for node in self.products for i in (node, *node.all_input_nodes)]
         written = {node for node in ends if node in inside and is_tensor(node)} - {_viewed(self.node)}
@@ -69,14 +73,14 @@ class RecomputedTensor:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that are read and written."""
+        """Bytes that recomputing reads and writes."""
         inside = set(self.nodes)
         read = {i for node in self.nodes for i in node.all_input_nodes if i not in inside and is_tensor(i)}
         return sum(nbytes_of(node) for node in read) + 2 * self.written_bytes + nbytes_of(self.node)
 
 
 def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, RecomputedTensor]:
-    """The saved tensors that backward could recompute, by name; forward returns its own outputs first, `num_outputs` of them."""
+    """Return the saved tensors that backward could recompute, by name; the first `num_outputs` results are the graph's own."""
     returned: Any = forward.output_node().args[0]
     tensors = list(dict.fromkeys(node for node in returned if is_tensor(node)))
     held = {node for node in returned[:num_outputs] if is_tensor(node)}
@@ -98,7 +102,7 @@ def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, Recom
 
 
 def _operations_of(node: fx.Node, saved: set[fx.Node], written: set[Any]) -> set[fx.Node]:
-    """The operations between saved tensors, or inputs of the graph, and a node; empty if one of them cannot run again."""
+    """Return the operations that compute a node from saved tensors or inputs; empty if one of them cannot run again."""
     cone, stack = set[fx.Node](), [node]
     while stack:
         one = stack.pop()
@@ -141,7 +145,7 @@ def _has_fixed_sizes(value: Tensor) -> bool:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """The tensor that a node is a view of."""
+    """Return the tensor that a node is a view of."""
     while node.op == "call_function" and kind_of(node) == "view" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -158,7 +162,7 @@ def _flops(node: fx.Node) -> int:
 def recompute_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, tensors: Iterable[RecomputedTensor]
 ) -> None:
-    """Let backward recompute saved tensors, and forward save them no longer. No tensor is a source of another one."""
+    """Let backward recompute saved tensors, and forward no longer save them; no tensor may be a source of another."""
     returned: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     for tensor in tensors:
         known = {node.name: node for node in backward.graph.nodes}
@@ -175,7 +179,7 @@ def recompute_saved(
 
 
 def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], order: dict[fx.Node, int]) -> None:
-    """Let backward compute `node` of forward before `first`; `known`: nodes of backward by name, `order`: their places."""
+    """Let backward compute `node` of forward before `first`; `known`: backward's nodes by name, `order`: their positions."""
     old = known.get(node.name)
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: known[n.name])
     if old is None:
@@ -191,7 +195,7 @@ def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], or
 
 
 def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: int) -> fx.Node:
-    """The placeholder in backward of a node of forward, which is saved from now on."""
+    """Save a node of forward, and return its new placeholder in backward."""
     _save(node, returned, num_outputs)
     with graph.inserting_after(_last_saved(graph)):
         placeholder = graph.placeholder(node.name)
@@ -200,7 +204,7 @@ def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: i
 
 
 def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
-    """Let forward save tensors that backward recomputes, and no longer those that only the recomputation reads."""
+    """Let forward save tensors that backward recomputes, and drop saved tensors that only the recomputation reads."""
     output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for node in [node for node in backward.graph.nodes if node.name in names & computed.keys() and node.op == "call_function"]:
@@ -216,7 +220,7 @@ def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
 
 
 def _save(node: fx.Node, returned: list[Any], num_outputs: int) -> None:
-    """Add a node of forward to what it saves, behind the other tensors and before the sizes."""
+    """Add a node of forward to the saved tensors, before the symbolic sizes."""
     at = next((i for i in range(num_outputs, len(returned)) if not is_tensor(returned[i])), len(returned))
     returned.insert(at, node)
 
@@ -226,5 +230,5 @@ def _last_saved(backward: fx.Graph) -> fx.Node:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether a node of a graph is a tensor."""
+    """Return whether a node of a graph is a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)

@@ -1,6 +1,6 @@
 """Packs the activations that a model saves for backward, and unpacks each one when backward uses it.
 
-`trace.module_watch.Watch` reports every saved tensor to `Activations.save`, which replaces it by hooks of autograd
+`autograd.module_watch.Watch` reports every saved tensor to `Activations.save`, which replaces it by hooks of autograd
 (`register_hooks` of the saved tensor). What is stored depends on what backward needs (`autograd/operations.py`):
 
     backward needs          stored                                    unpacked
@@ -35,7 +35,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -49,23 +48,28 @@ from paredown.codec.recompute import NO_BOUND, empty_mask, pack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
-from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
-from paredown.roles import Role
+from paredown.plan.storage import keeps_enough
 from paredown.session.eager.forward_passes import ActivationBytes, ForwardCount, ForwardStorage, PackingTime, ThreadState
 from paredown.session.eager.recomputed_values import RecomputedValues, decode_steps_of
-from paredown.session.eager.slot_decisions import HELD_BY_CALLER, IN_PLACE, NOT_FREED, REASONS, SlotDecisions, StorageDecision
+from paredown.session.eager.slot_decisions import (
+    HELD_BY_CALLER,
+    IN_PLACE,
+    NOT_FREED,
+    REASONS,
+    SlotDecisions,
+    StorageDecision,
+    form_for,
+    storage_decision,
+)
 from paredown.session.eager.stored_tensors import (
     DecodedCopies,
     StoragePiece,
     StoredForm,
-    StoredIntegers,
     StoredMask,
-    StoredShape,
     StoredValues,
     StoredView,
-    has_expired,
 )
-from paredown.session.value_bounds import Bounds, ValueBounds, use_and_detail
+from paredown.session.value_bounds import ValueBounds, use_and_detail
 
 FP32 = Format.parse("fp32")
 VALUE = Use.VALUE
@@ -87,7 +91,7 @@ class Activations:
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
-        # another form for some tensors
+        # makes another form for some tensors, as offloading does
         self.form_of: Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None] | None = None
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         # On a GPU, called with the slots of the smallest tensors and their largest bytes when these change; None: all are packed
@@ -106,7 +110,7 @@ class Activations:
 
     @property
     def forwards(self) -> int:
-        """Number of forward passes so far."""
+        """The number of forward passes so far."""
         return self.count.value
 
     @forwards.setter
@@ -119,17 +123,14 @@ class Activations:
         return sum(form.nbytes for form in self.stored_forms())
 
     def stored_forms(self) -> list[StoredForm]:
-        """All forms that are stored at this moment."""
+        """Return all forms that are stored at this moment."""
         alive = [form for ref in self._forms if (form := ref()) is not None]
         self._forms = [weakref.ref(form) for form in alive]
         return alive
 
     @contextmanager
     def storing_exactly(self) -> Generator[None]:
-        """A context in which packed tensors are stored in float32; those that would be recomputed are stored themselves.
-
-        Recomputing rounds in another order.
-        """
+        """Return a context in which packed tensors are stored in float32; those that would be recomputed (with rounding) are stored too."""
         decide = self.decide
 
         def exact(*arguments: Any) -> StorageDecision:
@@ -143,13 +144,13 @@ class Activations:
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Generator[None]:
-        """A context in which `observer` is called after each saved tensor is packed."""
+        """Return a context in which `observer` is called after each saved tensor is packed."""
         with patched_attributes(self, on_packed=observer):
             yield
 
     @contextmanager
     def restored_after(self) -> Generator[Callable[[], None]]:
-        """A context that restores decisions and counts when it ends; yields what sets the number of forward passes back."""
+        """Return a context that restores decisions and counts at its end; it yields a function that resets the number of passes."""
         forwards, restored = self.forwards, self.restored
         decisions, not_packed = dict(self.decisions), dict(self.not_packed)
 
@@ -183,7 +184,7 @@ class Activations:
         self._plan_number += 1
 
     def begin(self, *, is_sharded: bool) -> None:
-        """Start of a forward pass."""
+        """Start a forward pass."""
         self.count.add()
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
@@ -192,13 +193,13 @@ class Activations:
         self._running.append(storage)
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """The pass that began in this thread entered through a module: `PassOutputs.begin`."""
+        """Record that the pass which began in this thread entered the model through a module (`PassOutputs.begin`)."""
         storage = self._current_storage()
         self._local.outputs.begin(storage, arguments, outputs)
         storage.pack_again(self.count, pack_mask)
 
     def end(self, output: Any) -> None:
-        """End of a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
+        """End a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
 
         It stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not packed
         shares it. If other references keep the memory alive, packing saves nothing: `not_freed` has the slots.
@@ -212,24 +213,15 @@ class Activations:
         outputs = {t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()}
         if storage.is_inside:
             self._local.outputs.end(storage, outputs)
-        held = storage.unpacked
-        held.update(outputs)
-        forms = {key: form for key, form in storage.forms.items() if key[0] not in storage.produced}
-        for key, form in forms.items():
-            if (original := form.original()) is not None:
-                held.setdefault(key[0], original)
-        restored, alive = list[Any](), list[Any]()
-        for key, form in forms.items():
-            holder = held.get(key[0])
-            if holder is not None:
-                if form.restore_original(holder):
-                    restored.append(key)
-            elif not has_expired(form.weak_storage):
-                alive.append(key)
+        storage.unpacked.update(outputs)
+        forms, (restored, alive) = storage.forms, storage.restore_held(storage.unpacked)
         if not storage.is_replayed:
             self._restored_left = frozenset(forms[key].name for key in restored if key[0] in left)
         self.restored = self._restored_left.union(forms[key].name for key in restored)
-        baseline = self._count_bytes(storage, {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}})
+        unmodified = {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}}
+        baseline = storage.baseline_bytes(unmodified)
+        if baseline > self.largest.baseline:
+            self.largest = ActivationBytes(sum(unmodified.values()) + sum(form.nbytes for form in forms.values()), baseline)
         if self.count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
             self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
         self.not_freed = dict.fromkeys(self._local.outputs.held, HELD_BY_CALLER)
@@ -246,23 +238,13 @@ class Activations:
         if has_changed:
             self.max_left_bytes = 0
         else:
-            packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in storage.forms.items()}
-            sizes = {**packed, **storage.left, **dict.fromkeys(held, 0)}
-            self.max_left_bytes, self._chosen_for = max_left_bytes([size for size in sizes.values() if size]), baseline
+            self.max_left_bytes, self._chosen_for = max_left_bytes(storage.packable_sizes(held)), baseline
         self.small = {name for name, slot in self._slots.items() if slot.nbytes <= self.max_left_bytes}
         for name in self.small:
             self.decisions.pop(name, None)
             del self._slots[name]
         if has_changed or self.small:
             leave_out(self.small, self.max_left_bytes)
-
-    def _count_bytes(self, storage: ForwardStorage, unmodified: dict[int, int]) -> int:
-        """Update `largest`, and return the bytes of the baseline; `unmodified`: storage -> bytes of tensors that stay in memory."""
-        originals = {key[0]: form.original_bytes for key, form in storage.forms.items()}
-        baseline = sum({**originals, **unmodified}.values())
-        if baseline > self.largest.baseline:
-            self.largest = ActivationBytes(sum(unmodified.values()) + sum(form.nbytes for form in storage.forms.values()), baseline)
-        return baseline
 
     def save(self, saved: Saved) -> None:
         """Replace one saved tensor by its stored form, if it can be packed."""
@@ -283,12 +265,15 @@ class Activations:
             self._store(saved, piece, slot, storage, saved.node, saved.raw)
 
     def saved_by(self, *ends: str) -> dict[str, tuple[torch.Size, int]]:
-        """Shape and bytes of the slots whose names end so."""
+        """Return shape and bytes of the slots whose names end with one of `ends`."""
         found = {name: slot.memory for name, slot in self._slots.items() if name.endswith(ends)}
         return {name: (size, nbytes) for name, (_, _, nbytes, size, *_) in found.items()}
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """`save` for a tensor in the same place of the model as one of an earlier pass, which `seen` describes: its slot is replayed."""
+        """Save a tensor as the tensor in the same place of the model was saved in an earlier pass, which `seen` describes.
+
+        Decisions of its slot are used again if nothing they depend on has changed.
+        """
         slot: SlotDecisions | None = seen.slot
         if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
             piece = StoragePiece(tensor, slot.known)
@@ -312,15 +297,15 @@ class Activations:
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def replay_key(self) -> Any:
-        """The number of the plan and seed that slots are decided for; None if `on_packed` is to see every packed tensor."""
+        """Return a number that changes with plan and seed; None if every packed tensor must be reported to `on_packed`."""
         return self._plan_number if self.on_packed is None and self._plan_number >= 0 else None
 
     def begin_replay(self) -> None:
-        """The pass that began in this thread repeats an earlier one: tensors that stayed unmodified in it are not reported."""
+        """Record that the pass in this thread repeats an earlier one: tensors that stayed unmodified in it are not reported."""
         self._current_storage().is_replayed = True
 
     def is_left(self, storage: int) -> bool:
-        """Whether the plan left tensors with this storage unmodified in the last forward pass of this thread."""
+        """Return whether the last forward pass of this thread left tensors with this storage unmodified."""
         return storage in self._local.left
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
@@ -332,7 +317,7 @@ class Activations:
     def _store(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Store a piece, and measure the time on a CPU; `node`, `raw`: those of the saved tensor."""
+        """Store a piece, and measure the time on a CPU; `node`, `raw`: autograd's node and handle of the saved tensor."""
         start = self.packing_time.clock()
         with self._lock:
             self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
@@ -350,9 +335,9 @@ class Activations:
         if found[0] is VALUE:
             form = self._values(saved, piece, previous, slot, storage, node)
         elif previous is None:
-            form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[found[0]](self, saved, piece, found[1])
+            form = self._sign(piece, slot, storage) if slot.can_be_delayed else form_for(*found, piece)
         if form is None:
-            self._leave(piece, slot, storage, is_packable=found[0] is VALUE)
+            self._leave(saved, piece, slot, storage, found[0])
             return
         base = tensor._base
         if form is not previous:
@@ -375,9 +360,11 @@ class Activations:
         if self.not_packed:
             self.not_packed.pop(saved.name, None)
 
-    def _leave(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, *, is_packable: bool) -> None:
+    def _leave(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, use: Use) -> None:
         """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
-        storage.left[piece.key] = slot.nbytes if is_packable else 0
+        if use is Use.EXACT:
+            self.not_packed.setdefault(saved.name, saved.reason)
+        storage.left[piece.key] = slot.nbytes if use is VALUE else 0
         if not slot.is_unmodified and slot.use is not Use.EXACT:
             storage.needed.add(piece.address)
         storage.unpacked[piece.address] = unmodified = piece.tensor
@@ -387,25 +374,16 @@ class Activations:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
 
     def _current_storage(self) -> ForwardStorage:
-        """That of the forward pass of this thread; in a worker thread that of the pass started last, a new one if all have ended."""
+        """Return the state of this thread's forward pass; in a worker thread that of the pass started last, or a new one."""
         return self._local.storage or (self._running[-1] if self._running else ForwardStorage())
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
-        """The format of a slot: the plan's, limited by what backward needs and by dtype and size."""
-        numel = piece.numel
-        decision = self._decided.get(key := (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered))
+        """Return how a slot is stored: as the plan requests, limited by what backward needs and by dtype and size."""
+        decision = self._decided.get(key := (saved.name, piece.numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered))
         if decision is None:
-            asked = self.plan.find((saved.name,), Role.ACTIVATION)
-            dtype = str(piece.tensor.dtype).removeprefix("torch.")
-            format, reason = resolve_format(asked, self.plan.needs_of(saved.name, saved.needs), dtype=dtype, numel=numel)
-            rounding = asked.resolved_rounding if is_same_level(asked.format, format) else Rounding.NEAREST_EVEN
-            overflow = asked.overflow if format is asked.format else None
-            decision = StorageDecision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
-            self._decided[key] = decision
+            decision = self._decided[key] = storage_decision(self.plan, saved, piece)
         self.decisions[saved.name] = decision
         return decision
-
-    # --- one function for each use: the stored form, None to leave the tensor unmodified -----------------------------------------
 
     def _values(
         self,
@@ -469,7 +447,7 @@ class Activations:
         return codec.encode(tensor, step, mask.bits)
 
     def _determined(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm | None:
-        """A form that recomputes the tensor, if an operation before it determines it."""
+        """Return a form that recomputes the tensor from a stored one, if an operation before it allows that; otherwise None."""
         recomputation = rematerialization_of(piece.tensor)
         slot.is_never_recomputed = recomputation is None
         while recomputation is not None:
@@ -482,7 +460,7 @@ class Activations:
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
     ) -> StoredForm | None:
-        """A form that recomputes the tensor from one that is stored already; None if it cannot, or not precisely enough."""
+        """Return a form that recomputes the tensor by `rematerialization`; None if it cannot, or not precisely enough."""
         view = storage.source(rematerialization.source)
         if view is None or not piece.is_whole:
             return None
@@ -499,7 +477,7 @@ class Activations:
         return RecomputedValues(piece, source, steps)
 
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
-        """Whether decoded values of `form` are precise enough for the operation of `saved`."""
+        """Return whether the decoded values of `form` are precise enough for the operation that saved `saved`."""
         values = form.source if type(form) is RecomputedValues else form
         if type(values) is not StoredValues or values.stored is None:
             return True
@@ -511,7 +489,7 @@ class Activations:
         return True
 
     def _sign(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm:
-        """The mask of a ReLU: packed now, or delayed if the slot of another operation encoded the same tensor in the last pass."""
+        """Return the mask of a ReLU: packed now, or delayed if in the last pass another operation encoded the same tensor."""
         x = piece.tensor
         if slot.is_delayed and self.on_packed is None:
             form = StoredMask(piece, None, (1.0, 0.0), x.detach())
@@ -519,34 +497,3 @@ class Activations:
             form = StoredMask(piece, pack_mask(x, 0.0, NO_BOUND), (1.0, 0.0))
         storage.masks[piece.key] = form, slot
         return form
-
-    def _bits(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
-        bounds: Bounds = detail
-        if bounds.values is None:
-            return None
-        x = piece.tensor
-        is_in_order = x.is_cuda and piece.is_whole and x.numel() == piece.numel and x.storage_offset() == 0
-        within = bounds.low, bounds.high
-        return StoredMask(piece, pack_mask(x if is_in_order else piece.flat(), *within), bounds.values, bounds=within)
-
-    def _integers(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
-        width: torch.dtype = detail
-        return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else StoredIntegers(piece, width)
-
-    def _shape(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
-        return StoredShape(piece)
-
-    def _exact(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
-        self.not_packed.setdefault(saved.name, saved.reason)
-        return None
-
-
-Maker = Callable[[Activations, Saved, StoragePiece, Any], StoredForm | None]
-MAKERS: dict[Use, Maker] = {
-    Use.SIGN: Activations._bits,
-    Use.INSIDE: Activations._bits,
-    Use.MASK: Activations._bits,
-    Use.INDEX: Activations._integers,
-    Use.SHAPE: Activations._shape,
-    Use.EXACT: Activations._exact,
-}

@@ -1,4 +1,4 @@
-"""What a session knows of its forward passes: what each one stores, how many there were, and the time that packing took.
+"""The forward passes of a session: the forms that each one stores, their number, and the time that packing took.
 
 ForwardStorage      the stored forms of a running forward pass, and the storages that it leaves unmodified
 PassOutputs         what passes through modules stored of their outputs, which arguments of later ones may be
@@ -46,7 +46,6 @@ class ForwardStorage:
     # storage addresses that later passes report though they are in `unpacked`: values decided that, or others are recomputed from them
     needed: set[int] = field(default_factory=set)
     is_replayed: bool = False  # whether tensors that the plan leaves unmodified are not reported (autograd/repeated_passes.py)
-    is_replayed: bool = False  # whether tensors that the plan leaves unmodified are not reported (trace/replay.py)
     is_inside: bool = False  # whether the pass entered the model through a module inside of it
     produced: set[int] = field(default_factory=set)  # storages that earlier passes produced, and that it got or was made from
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
@@ -55,8 +54,37 @@ class ForwardStorage:
     # saved tensor is packed, and the entry lives as long as the forward pass.
     sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
+    def baseline_bytes(self, unmodified: Mapping[int, int]) -> int:
+        """Return the bytes that this pass saves without a plan; `unmodified`: storage address -> bytes of tensors that stay in memory."""
+        originals = {key[0]: form.original_bytes for key, form in self.forms.items()}
+        return sum({**originals, **unmodified}.values())
+
+    def restore_held(self, held: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
+        """Let forms refer to their original where a tensor of `held` keeps it alive; `held` is by storage address.
+
+        Returns the keys of these forms, and the keys of those whose original is alive although no known tensor refers to it.
+        """
+        forms = {key: form for key, form in self.forms.items() if key[0] not in self.produced}
+        for key, form in forms.items():
+            if (original := form.original()) is not None:
+                held.setdefault(key[0], original)
+        restored, alive = list[Any](), list[Any]()
+        for key, form in forms.items():
+            holder = held.get(key[0])
+            if holder is not None:
+                if form.restore_original(holder):
+                    restored.append(key)
+            elif not has_expired(form.weak_storage):
+                alive.append(key)
+        return restored, alive
+
+    def packable_sizes(self, held: Iterable[Any]) -> list[int]:
+        """Return the bytes of the pieces that packing could free; those with a key in `held` stay in memory anyway."""
+        packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in self.forms.items()}
+        return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
+
     def source(self, node: Any) -> StoredView | None:
-        """The stored operand of `node` from which other tensors can be recomputed; None if there is none."""
+        """Return the stored operand of `node` from which other tensors can be recomputed; None if there is none."""
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
 
@@ -68,7 +96,10 @@ class ForwardStorage:
                 mask.pack(pack_mask)
 
     def pack_again(self, count: ForwardCount, pack_mask: PackMask) -> None:
-        """Pack the forms of earlier passes again that referred to the original while the caller held it."""
+        """Pack again the outputs of earlier passes that this pass got as arguments.
+
+        While the caller held such an output, its form referred to the original in place of packed data.
+        """
         for form in self.forms.values():
             if type(form) is StoredMask:
                 form.pack_again(pack_mask)

@@ -130,7 +130,7 @@ class ProductLayers:
                 self.attach()
 
     def linear(self, path: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output of the layer at `path`."""
+        """Return the output of the layer at `path`."""
         reason = self.reason_at_call(path, x, weight)
         if reason:
             self.left[path] = self.elements[path], reason
@@ -140,7 +140,7 @@ class ProductLayers:
         return row_linear(x, weight, bias, self.elements[path], self._shared)
 
     def reason_at_call(self, path: str, x: Tensor, weight: Tensor) -> str:
-        """Why a call with these operands multiplies in the model's dtype; "" if it multiplies codes."""
+        """Return why a call with these operands multiplies in the model's dtype; "" if it multiplies codes."""
         rows = x.numel() // max(1, x.shape[-1])
         if rows == 0 or (rows < MIN_ROWS and path not in self._named):
             return FEW_ROWS
@@ -182,7 +182,7 @@ class ProductLayers:
             yield Change(PRODUCT, "; ".join(self._asked), "nothing", NONE_FOUND)
 
     def explain(self) -> list[SlotExplanation]:
-        """A row for each layer that multiplies codes."""
+        """Return a row for each layer that multiplies codes."""
         return [SlotExplanation(f"{PRODUCT}={path}", of, of, MULTIPLIED) for path, of in self.multiplied.items()]
 
     def say(self) -> str:

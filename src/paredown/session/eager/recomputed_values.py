@@ -53,7 +53,7 @@ class RecomputedValues(StoredForm):
 def decode_steps_of(
     rule: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
 ) -> DecodeSteps | None:
-    """The steps that compute `result` from the values of `source`; None if their memory layouts differ or an operand is missing.
+    """Return the steps that compute `result` from the values of `source`; None if their memory layouts differ or an operand is missing.
 
     `keeps_parameters`: the model keeps its parameters until backward, so they are referenced; otherwise they are copied.
     """

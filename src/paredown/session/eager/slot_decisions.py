@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -12,9 +13,13 @@ from paredown.autograd.graph import Saved
 from paredown.autograd.operations import Use
 from paredown.autograd.rematerialization import SOURCE_OPS
 from paredown.codec.packed import FlatCodec
+from paredown.codec.recompute import pack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
-from paredown.session.eager.stored_tensors import StoragePiece, StoredView
+from paredown.plan.plan import Plan
+from paredown.plan.storage import is_same_level, resolve_format
+from paredown.roles import Role
+from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredIntegers, StoredMask, StoredShape, StoredView
 from paredown.session.value_bounds import depends_on_values
 
 REASONS = {
@@ -49,7 +54,17 @@ class StorageDecision:
     rounding: Rounding
     overflow: Overflow | None
     reason: str
-    tensor_id: int
+    tensor_id: int  # in the seed of random bits
+
+
+def storage_decision(plan: Plan, saved: Saved, piece: StoragePiece) -> StorageDecision:
+    """Return how a slot is stored: as the plan requests, limited by what backward needs and by dtype and size."""
+    asked = plan.find((saved.name,), Role.ACTIVATION)
+    dtype = str(piece.tensor.dtype).removeprefix("torch.")
+    format, reason = resolve_format(asked, plan.needs_of(saved.name, saved.needs), dtype=dtype, numel=piece.numel)
+    rounding = asked.resolved_rounding if is_same_level(asked.format, format) else Rounding.NEAREST_EVEN
+    overflow = asked.overflow if format is asked.format else None
+    return StorageDecision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
 
 
 IN_ONE_PASS = ("cuda",)  # devices with a kernel that encodes a tensor and packs its mask
@@ -94,3 +109,20 @@ class SlotDecisions:
 def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
     """Return all properties of a tensor that decisions depend on: device, dtype, storage bytes, size, strides and offset."""
     return tensor.get_device(), tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def form_for(use: Use, detail: Any, piece: StoragePiece) -> StoredForm | None:
+    """Return the stored form of a piece of which backward needs less than the values; None to leave it unmodified.
+
+    `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
+    """
+    if use is Use.SHAPE:
+        return StoredShape(piece)
+    if use is Use.INDEX:
+        is_smaller = detail.itemsize < piece.tensor.itemsize and not piece.tensor.is_floating_point()
+        return StoredIntegers(piece, detail) if is_smaller else None
+    if use is Use.EXACT or detail.values is None:
+        return None
+    x, bounds = piece.tensor, (detail.low, detail.high)
+    is_in_order = x.is_cuda and piece.is_whole and x.numel() == piece.numel and x.storage_offset() == 0
+    return StoredMask(piece, pack_mask(x if is_in_order else piece.flat(), *bounds), detail.values, bounds=bounds)

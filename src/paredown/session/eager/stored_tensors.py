@@ -32,7 +32,7 @@ has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
 
 class StoragePiece:
-    """The flat piece of memory that is packed for a saved tensor: its whole storage, or a copy of a view that is a small part of it.
+    """The flat piece of memory that is packed for a saved tensor: its storage, or a copy of a view of a small part of it.
 
     Two pieces have the same `key` if they are the same memory with the same contents. That holds while a weak reference to the storage
     exists, which keeps `address` from being reused.
@@ -41,7 +41,7 @@ class StoragePiece:
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
-        """`known`: whether the piece is the whole storage, and its number of values, of an earlier tensor with the same layout."""
+        """Choose the piece; `known` is (is_whole, numel) of an earlier tensor with the same layout, which saves computing them."""
         self.tensor = tensor
         self.storage = storage = tensor.untyped_storage()
         self.address = address = storage._cdata
@@ -54,12 +54,12 @@ class StoragePiece:
         self.key: tuple[Any, ...] = key if known[0] else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def flat(self) -> Tensor:
-        """The values of the piece in memory order, shape (numel,)."""
+        """Return the values of the piece in memory order, shape (numel,)."""
         source = self.tensor if self.is_whole else self.tensor.clone()
         return source.as_strided((self.numel,), (1,), 0)
 
     def layout(self) -> ViewLayout:
-        """The layout of the saved tensor within the piece."""
+        """Return the layout of the saved tensor within the piece."""
         tensor = self.tensor
         if self.is_whole:
             is_all = tensor.numel() == self.numel and is_dense(tensor.size(), tensor.stride())
@@ -79,20 +79,20 @@ class StorageRef:
         free(self.cdata)  # bound here: modules are cleared before the last objects at exit
 
     def expired(self) -> bool:
-        """Whether the storage was freed."""
+        """Return whether the storage was freed."""
         return bool(has_expired(self.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage; None if it was freed."""
+        """Return the storage; None if it was freed."""
         return torch.UntypedStorage._new_with_weak_ptr(self.cdata)
 
 
 def no_tensor() -> Tensor | None:
-    """None, as a reference to a tensor that is gone."""
+    """Return None, in place of a weak reference to a tensor."""
 
 
 class StoredForm(ABC):
-    """What is stored in place of a flat piece of memory."""
+    """An abstract stored form of a flat piece of memory."""
 
     __slots__ = (
         *(
@@ -129,7 +129,7 @@ class StoredForm(ABC):
         return self._packed_bytes() if self.plain_values is None else 0
 
     def values(self) -> Tensor:
-        """The unpacked values of the piece, shape (numel,)."""
+        """Return the unpacked values of the piece, shape (numel,)."""
         if self.plain_values is None:
             return self._unpacked()
         if self.plain_values._version != self.version:
@@ -137,13 +137,13 @@ class StoredForm(ABC):
         return self.plain_values
 
     def is_of(self, piece: StoragePiece) -> bool:
-        """Whether this form stores the memory of `piece`."""
+        """Return whether this form stores the memory of `piece`."""
         return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:
-        """Refer to the original storage, which `holder` keeps alive, and drop the packed data.
+        """Refer to the original storage, which `holder` keeps alive, and drop the packed data; return whether that was possible.
 
-        False if it was modified since, or if `holder` has other memory by now, as a packed weight that is no longer decoded.
+        It is not if the storage was modified since, or if `holder` has other memory by now, as a packed weight that is no longer decoded.
         """
         if not self.is_whole or holder.dtype is not self.dtype or holder._version != self.version:
             return False
@@ -154,7 +154,7 @@ class StoredForm(ABC):
         return True
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The unpacked values of the piece as a tensor with these sizes and strides, which is all of the piece."""
+        """Return the whole piece, unpacked, as a tensor with these sizes and strides."""
         return self.values().as_strided(size, stride)
 
     @abstractmethod
@@ -174,7 +174,7 @@ class StoredValues(StoredForm):
     __slots__ = ("_copies", "_copy", "codec", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
-        """`stored`: what `codec` encoded."""
+        """Hold `stored`, which is what `codec.encode` returned for the piece."""
         super().__init__(piece)
         self.codec, self.stored, self._copies = codec, stored, copies
         self._copy: DecodedCopy | None = None  # of values that several saved tensors share
@@ -185,14 +185,17 @@ class StoredValues(StoredForm):
         return self.codec.packed(self.stored) if self.stored is not None else None
 
     def replace(self, codec: FlatCodec, stored: Any) -> None:
-        """Store the same values in another format, and drop the original after `restore_original`."""
+        """Store the same values in another format, and refer to the original no longer."""
         self.codec, self.stored, self.plain_values = codec, stored, None
 
     def _packed_bytes(self) -> int:
         return self.codec.nbytes if self.stored is not None else 0
 
     def _unpacked(self) -> Tensor:
-        """The decoded values; where several saved tensors share them, the copy that was decoded last, if it is alive."""
+        """Return the decoded values.
+
+        Several saved tensors that share them get the copy that was decoded last, while it is alive.
+        """
         if self.num_views == 1:
             return self.codec.decode(self.stored, (self.numel,), (1,))
         copy = self._copy
@@ -211,7 +214,7 @@ class StoredValues(StoredForm):
         return values
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The same without a flat tensor in between, where a kernel decodes and no other saved tensor shares it."""
+        """Return the whole piece as a tensor; a kernel decodes into it if no other saved tensor shares the values."""
         if self.num_views > 1 or self.plain_values is not None or not self.codec.takes_address:
             return self.values().as_strided(size, stride)
         return self.codec.decode(self.stored, size, stride)
@@ -221,7 +224,7 @@ class StoredValues(StoredForm):
 
 
 class DecodedCopy:
-    """The values of a form that several saved tensors share, as they were decoded last."""
+    """The last decoded values of a form that several saved tensors share."""
 
     __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
 
@@ -232,7 +235,7 @@ class DecodedCopy:
         self.num_unpacked = 0  # saved tensors that were unpacked so far
 
     def values(self, dtype: torch.dtype) -> Tensor | None:
-        """The values; None if they are freed, or held on another stream."""
+        """Return the values; None if they were freed, or are held on another CUDA stream."""
         if self.held is not None:
             return self.held if current_stream(self.held.get_device()) == self.stream else None
         alive = self.alive.storage() if self.alive is not None else None
@@ -240,9 +243,9 @@ class DecodedCopy:
 
 
 class DecodedCopies:
-    """Holds decoded values on a GPU from one use in backward to the next, as of the input of two branches: it is decoded once.
+    """Holds decoded values on a GPU from one use in backward to the next, so that the input of two branches is decoded once.
 
-    At most MAX_HELD copies exist, and none that could raise the peak: it must be above the memory in use by FREE_COPIES times the bytes.
+    At most MAX_HELD copies exist, and none that could raise the peak: FREE_COPIES times its bytes must be free below the peak so far.
     """
 
     def __init__(self) -> None:
@@ -270,7 +273,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # No
 
 
 def memory_in_use(index: int) -> tuple[int, int]:
-    """Bytes that tensors on a GPU take at the moment, and the most that they took; (0, 0) of an allocator that does not count."""
+    """Return the bytes allocated on a GPU at the moment and at the peak; (0, 0) for an allocator that does not count them."""
     try:
         counts = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
     except (KeyError, RuntimeError):
@@ -282,8 +285,8 @@ def memory_in_use(index: int) -> tuple[int, int]:
 class StoredMask(StoredForm):
     """One exact bit for each value, decoded as one of two values.
 
-    `delayed`: a tensor that the operation after it is going to encode. The mask is packed in the same pass over memory, or at the latest
-    when the forward pass ends.
+    `delayed`: a tensor that the next operation is going to encode. The mask is packed in the same pass over memory, or at the latest when
+    the forward pass ends.
     """
 
     __slots__ = ("bits", "bounds", "delayed", "inside", "outside")
@@ -297,13 +300,13 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """`bits`: of the values between `bounds`, which are decoded as `values[0]`."""
+        """Hold `bits`: 1 for values between `bounds`, which are decoded as `values[0]`, and 0 for others, decoded as `values[1]`."""
         super().__init__(piece)
         self.bits, self.delayed, self.bounds = bits, delayed, bounds
         self.inside, self.outside = values
 
     def pack(self, pack_mask: PackMask) -> None:
-        """Pack a mask that was delayed until now."""
+        """Pack a delayed mask, if it is not packed yet."""
         tensor, self.delayed = self.delayed, None
         if tensor is not None and tensor._version == self.version:
             self.bits = pack_mask(tensor, *self.bounds)
@@ -328,7 +331,7 @@ class StoredMask(StoredForm):
 
 @final
 class StoredIntegers(StoredForm):
-    """Integers in a smaller dtype."""
+    """Integers that are stored in a smaller dtype."""
 
     __slots__ = ("small",)
 
@@ -377,7 +380,7 @@ class ViewLayout(NamedTuple):
 
 
 class StoredView:
-    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it."""
+    """A stored form and the layout of a saved tensor in it, which replace the tensor in the autograd graph."""
 
     __slots__ = ("form", "layout")
 
@@ -385,18 +388,18 @@ class StoredView:
         self.form, self.layout = form, layout
 
     def __call__(self, tensor: Tensor) -> StoredView:
-        """This view: it is its own pack hook, which spares a function for each saved tensor."""
+        """Return this view: it serves as its own pack hook, which spares a function for each saved tensor."""
         return self
 
     def tensor(self) -> Tensor:
-        """The unpacked saved tensor."""
+        """Return the unpacked saved tensor."""
         size, stride, offset, is_all = self.layout
         if is_all:
             return self.form.tensor(size, stride)
         return self.form.values().as_strided(size, stride, offset)
 
     def relu_output(self) -> Tensor:
-        """The output of a ReLU for its backward: its mask without unpacking it, if that is what is stored."""
+        """Return a ReLU's output for its backward: the packed mask itself if that is stored, otherwise the unpacked tensor."""
         form, layout = self.form, self.layout
         if layout.is_all and type(form) is StoredMask and form.bits is not None:
             return ReluOutput(form.bits, layout.size, layout.stride, form.dtype)
@@ -404,7 +407,7 @@ class StoredView:
 
 
 def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether a tensor has every place of its memory once, in some order of its dimensions."""
+    """Return whether a tensor covers its memory without gaps or overlaps, in some order of its dimensions."""
     expected = 1
     for step, length in sorted((step, length) for step, length in zip(stride, size, strict=True) if length != 1):
         if step != expected:
@@ -414,6 +417,6 @@ def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """The whole storage as a 1-D tensor."""
+    """Return the whole storage as a 1-D tensor."""
     numel = storage.nbytes() // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]

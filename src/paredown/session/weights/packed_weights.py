@@ -48,8 +48,8 @@ from paredown.session.weights.saved_weights import (
     Accumulators,
     PackedModule,
     WeightCall,
-    accumulator_of,
     export_plain,
+    gradient_node,
     hook_of_checkpoint,
     is_frozen_linear,
     keeps_objects,
@@ -78,7 +78,7 @@ class Weights:
     def __init__(
         self, plan: Plan, model: nn.Module, *, is_compiled: bool, checkpointed: frozenset[nn.Module] = frozenset()
     ) -> None:
-        """`checkpointed`: the modules in plan.recompute, whose own hooks end before those here."""
+        """Prepare packing; the hooks of the `checkpointed` modules, those in plan.recompute, end before the hooks registered here."""
         self.weights: dict[str, Weight] = {}  # those of `shards` too
         self.shards: dict[str, PackedShard] = {}  # the packed weights that fully_shard manages
         self.small: dict[str, Format] = {}
@@ -96,7 +96,7 @@ class Weights:
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
     def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
-        """Whether there is nothing to pack: the dtype is the format already, or the parameter is small."""
+        """Return whether a parameter is not packed because its dtype is the format already, or because it is small."""
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
             self._plain.add(name)
             return True
@@ -128,7 +128,7 @@ class Weights:
         return sum(weight.nbytes for weight in self.weights.values())
 
     def changes(self) -> Iterator[Change]:
-        """The weights that are not stored as the plan requests."""
+        """Yield the weights that are not stored as the plan requests."""
         self._remove_released()
         if self.small:
             asked = ", ".join(dict.fromkeys(str(format) for format in self.small.values()))
@@ -155,7 +155,7 @@ class Weights:
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
 
     def _added(self, parameters: dict[str, nn.Parameter]) -> Iterator[Change]:
-        """Changes of the parameters that were added to the model after apply."""
+        """Yield a row for each parameter that was added to the model after apply."""
         names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
         known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
         for name, parameter in parameters.items():
@@ -173,7 +173,7 @@ class Weights:
             self.not_packed[name] = weight.packed.format, RELEASED
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of each module, tied ones under each of their names; a module may refer back to one that contains it."""
+        """Yield the parameters of each module, tied ones under each of their names; modules may refer back to one that contains them."""
         model = self._model()
         sharded = packed_shards.sharded_of_whole(model) if model is not None and self.shards else {}
         for path, module in model.named_modules() if model is not None else ():
@@ -251,7 +251,7 @@ class Weights:
         place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             for weight in place.weights():  # now: autograd numbers the node that finding one creates, and `Watch` reads the numbers
-                _accumulator(weight, place.accumulators)
+                gradient_node(weight, place.accumulators)
         hook = Hook(partial(self._enter, place))
         for weight in weights:
             self._hooks.setdefault(weight, []).append(hook)
@@ -295,13 +295,13 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Begin a use of a weight: make its parameter plain, and count the references to it before anything can refer to its memory."""
+        """Begin a use of a weight: decode its parameter, and count the references to it before anything refers to its memory."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
                 weight.show()
             if weight.accumulator is None:
-                weight.accumulator = _accumulator(weight, accumulators)
+                weight.accumulator = gradient_node(weight, accumulators)
             if (weight.users == 1 or weight.is_pinned) and weight not in self._held:
                 weight.references = weight.count_references()
 
@@ -313,7 +313,7 @@ class Weights:
             self._finish(calls.pop(), output)
 
     def _finish(self, call: WeightCall, output: Any) -> None:
-        """End of a module's call: replace the weights that it saved, and pack its parameters."""
+        """End a module's call: replace the weights that it saved, and pack its parameters again."""
         weights, is_deferred = call.weights, call.end_saves()
         if not weights:
             return
@@ -336,7 +336,7 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _free(self, weight: Weight, is_hooked: bool) -> None:
-        """Free the decoded values of a parameter unless other code refers to its tensor, or, with `is_hooked`, to its Python object."""
+        """Free the decoded values of a parameter unless other code refers to its tensor, or with `is_hooked` to its Python object."""
         if weight.is_referenced(by_objects=is_hooked):
             self._hold(weight, is_hooked)
             return
@@ -347,7 +347,7 @@ class Weights:
         weight.hide()
 
     def _hold(self, weight: Weight, is_hooked: bool) -> None:
-        """Leave a parameter unpacked, since other code refers to it, and try to pack it again when its gradient is accumulated.
+        """Leave a parameter unpacked because other code refers to it, and try again when its gradient is accumulated.
 
         Frozen parameters of a checkpointed module have no gradient: they are tried again at the next call of this method, and when
         backward ends.
@@ -380,7 +380,7 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _end_interrupted(self, interrupted: list[WeightCall]) -> None:
-        """End calls of this thread that an exception ended without their forward hooks."""
+        """End calls of this thread that an exception ended before their forward hooks ran."""
         for call in reversed(list(interrupted)):
             self._calls().remove(call)
             call.end_saves()
@@ -388,8 +388,6 @@ class Weights:
                 with self._lock:
                     weight.users -= 1
                     self._hold(weight, is_hooked=True)
-
-    # --- hooks of the whole model -------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._end_interrupted(self._calls())
@@ -412,7 +410,7 @@ class Weights:
             self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """Called after load_state_dict: parameters that assign=True replaced are packed before the next forward pass."""
+        """After load_state_dict, let the next forward pass pack the parameters that assign=True replaced."""
         self._repack_shards()
         for name, parameter in self._named():
             weight = self.weights.get(name) if name not in self.shards else None
@@ -434,7 +432,7 @@ class Weights:
     # --- outside of modules -------------------------------------------------------------------------------------------
 
     def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """Called after an operation outside the weights' modules used their decoded values: replace those that it saved."""
+        """After an operation outside the weights' modules, replace the decoded values that it saved for backward."""
         if torch.is_grad_enabled():
             release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
             if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
@@ -449,20 +447,20 @@ class Weights:
                     self._frozen_linears.pop(weight, None)
 
     def _pin(self, weight: Weight) -> None:
-        """Leave a weight unpacked, because torch.compile runs its module and hooks have no effect there."""
+        """Leave a weight unpacked, because torch.compile runs its module, where hooks have no effect."""
         weight.pin()
         self.pinned.update(name for name, other in self.weights.items() if other is weight)
 
     @contextmanager
     def keeping_saved(self) -> Generator[None]:
-        """A context in which weights that autograd saves are not replaced by packed ones."""
+        """Return a context in which weights that autograd saves are not replaced by packed ones."""
         finish = self._finish
         with patched_attributes(self, _finish=lambda call, output: finish(call, None), _held={}):
             yield
 
     @contextmanager
     def unpacked(self) -> Generator[None]:
-        """A context in which all parameters are unpacked; those that change are encoded when it ends."""
+        """Return a context in which all parameters are unpacked; those that change are encoded when it ends."""
         self._remove_released()
         shards = {shard.weight for shard in self.shards.values()}  # which are DTensors all the time
         plain = [weight for weight in self.weights.values() if weight not in shards and weight.parameter is not None]
@@ -478,30 +476,15 @@ class Weights:
                 self._end_use(weight, is_hooked=True)
 
 
-def _accumulator(weight: Weight, known: Accumulators) -> Any:
-    """The node that accumulates the gradient of a weight, which is added to `known`; None for frozen ones and in inference mode."""
-    parameter = weight.parameter
-    if parameter is None or not parameter.requires_grad:
-        return None
-    like, node = known.get(weight, (None, None))
-    if like is weight.empty:  # otherwise there is none yet, or the dtype or device changed, and with it the node
-        return node
-    if torch.is_inference_mode_enabled():
-        return None
-    node = accumulator_of(parameter)
-    known[weight] = weight.empty, node
-    return node
-
-
 def _retry_after_gradient(retry: weakref.WeakMethod[Any], ref: weakref.ref[Weight], parameter: Tensor) -> None:
-    """A post-accumulate-grad hook of a parameter: backward has used it, so that it may be packed."""
+    """Pack a parameter once its gradient is accumulated: backward has used it by then."""
     method, weight = retry(), ref()
     if method is not None and weight is not None:
         method(weight, in_backward=True)
 
 
 def reason_to_keep_plain(parameter: Tensor, format: Format) -> str | None:
-    """Why a parameter cannot be stored packed; None if it can."""
+    """Return why a parameter cannot be stored packed; None if it can."""
     if type(parameter) is not nn.Parameter:
         return "another session has it" if type(parameter) is PackedParameter else QUANTIZED_BEFORE.format(type(parameter).__name__)
     if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:

@@ -63,7 +63,7 @@ class DeferredWeight:
         self.accumulator = (weight.accumulator or accumulator_of(saved)) if saved.is_leaf and saved.requires_grad else None
 
     def tensor(self) -> Tensor:
-        """The decoded saved tensor."""
+        """Return the decoded saved tensor."""
         self.weight.check_version(self.version)
         return self.weight.shared(self.dtype).as_strided(self.size, self.stride, self.offset)
 
@@ -163,7 +163,7 @@ class CheckpointedSaves:
         return (packed, None) if weight is None or tensor.dtype is not weight.dtype else (None, DeferredWeight(weight, tensor))
 
     def unpack(self, packed: tuple[Any, DeferredWeight | None]) -> Tensor:
-        """The saved tensor."""
+        """Return the saved tensor."""
         return self._outer[1](packed[0]) if packed[1] is None else packed[1].tensor()
 
     def leave(self) -> None:
@@ -194,6 +194,27 @@ def accumulator_of(parameter: Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
+Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the AccumulateGrad node of its parameter
+
+
+def gradient_node(weight: Weight, known: Accumulators) -> Any:
+    """Return the node that accumulates the gradient of a weight, and add it to `known`.
+
+    None for frozen weights, and in inference mode.
+    """
+    parameter = weight.parameter
+    if parameter is None or not parameter.requires_grad:
+        return None
+    like, node = known.get(weight, (None, None))
+    if like is weight.empty:  # otherwise there is none yet, or the dtype or device changed, and with it the node
+        return node
+    if torch.is_inference_mode_enabled():
+        return None
+    node = accumulator_of(parameter)
+    known[weight] = weight.empty, node
+    return node
+
+
 def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Yield (node, indices of the edges that lead to it) for nodes behind `values` with a sequence number of at least `first`."""
     pending: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
@@ -207,7 +228,7 @@ def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
 
 
 def leads_to_weight(values: Any) -> bool:
-    """Whether a tensor in `values` is a view or a cast of a packed weight that was decoded outside its module."""
+    """Return whether a tensor in `values` is a view or a cast of a packed weight that was decoded outside its module."""
     return any(_source(t)[0] == DECODED for t in tensors_in(values))
 
 
@@ -224,7 +245,7 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
 
 
 def _weight_behind(tensor: Tensor) -> Weight | None:
-    """Return the packed weight whose decoded values, or a cast of them, a saved tensor is; None if it is neither."""
+    """Return the packed weight from which a saved tensor was decoded, or decoded and cast; None if there is none."""
     name, node, names = _source(tensor)
     weight: Weight | None = None
     if name == DECODED:
@@ -269,9 +290,6 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 # --- calls of modules with packed parameters --------------------------------------------------------------------------------------
-
-
-Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the AccumulateGrad node of its parameter
 
 
 class PackedModule:

@@ -1,4 +1,4 @@
-"""What was tried, picked and trained, as one value and one page."""
+"""Reports: trials, picks and trainings as one record, and the HTML page that shows it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
 
 
 def render(record: Record, *, live: str = "") -> str:
-    """The HTML page of a record; `live` is the path of the event stream of a served page."""
+    """Return the HTML page of a record; `live` is the path of the event stream of a page that is served."""
     value = drawn(record)
     parts = {
         "policy": escape(policy(is_live=bool(live))),
@@ -49,7 +49,7 @@ def render(record: Record, *, live: str = "") -> str:
 
 
 def drawn(record: Record) -> dict[str, Any]:
-    """The JSON of a record with the first sentence about each study, as the script of the page reads it."""
+    """Return the JSON that the page's script reads: that of the record, and a first sentence about each study."""
     return {**record.to_json(), "summaries": [scrub(study.summary()) for study in record.studies]}
 
 
@@ -59,12 +59,15 @@ def write(record: Record, path: str | os.PathLike[str]) -> None:
 
 
 def embedded(value: dict[str, Any]) -> str:
-    """The JSON of a record, escaped for a script element."""
+    """Return the JSON of a record, escaped for a script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
 def policy(*, is_live: bool) -> str:
-    """The Content-Security-Policy: the script and style of the page, and for a live page connections to its server."""
+    """Return the Content-Security-Policy of the page.
+
+    It allows the page's own script and style, and for a live page connections to its server.
+    """
     allowed = [
         f"script-src '{_hash(script())}'",
         f"style-src '{_hash(style())}'",
@@ -81,23 +84,23 @@ def _hash(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def script() -> str:
-    """All scripts in one function, so that their names are not global."""
+    """Return all scripts in one function, so that their names are not global."""
     return '"use strict";\n(() => {\n' + "\n".join(asset(name) for name in SCRIPTS) + "\n})();\n"
 
 
 @lru_cache(maxsize=1)
 def style() -> str:
-    """The style sheet."""
+    """Return the style sheet."""
     return asset("page.css")
 
 
 def asset(name: str) -> str:
-    """The text of a file in static/."""
+    """Return the text of a file in static/."""
     return (files("paredown.study.report") / "static" / name).read_text(encoding="utf-8")
 
 
 def in_plain(value: dict[str, Any]) -> str:
-    """Tables of the plans for browsers without JavaScript; `value` is the JSON of the record."""
+    """Return tables of the plans in HTML, for browsers without JavaScript; `value` is the JSON of the record."""
     parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
     for study, summary in zip(value["studies"], value["summaries"], strict=True):
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(summary)}</p><p>{escape(study['reason'])}</p>")
@@ -106,7 +109,10 @@ def in_plain(value: dict[str, Any]) -> str:
 
 
 def _plain_table(study: dict[str, Any]) -> Table:
-    """Peaks and errors of the plans; posterior means have a column of their own where they are not the measured errors."""
+    """Return a table with peaks and errors of the plans.
+
+    Posterior means have a column of their own if they differ from the measured errors.
+    """
     marks, metric = study["marks"], study["metric"]
     has_posterior = any(mark["error"] != mark["measured"] for mark in marks if mark["error"] is not None)
     keys = {f"measured {metric}": "measured", "posterior mean": "error"} if has_posterior else {metric: "error"}

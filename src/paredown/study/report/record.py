@@ -75,7 +75,7 @@ SHORTEST = 4  # characters of a host or user name that is removed; shorter names
 
 @lru_cache(maxsize=1 << 14)
 def scrub(text: str) -> str:
-    """`text` without absolute paths, host and user names and database addresses."""
+    """Return `text` without absolute paths, host and user names and database addresses."""
     text = SURROGATE.sub("\ufffd", text)
     if "/" in text or "\\" in text:
         text = text.replace(_home(), "~")  # first, since it can contain spaces
@@ -88,7 +88,7 @@ def scrub(text: str) -> str:
 
 
 def scrub_all(value: Any, names: Mapping[str, str] | None = None) -> Any:
-    """A JSON value with every text and key scrubbed; `names` maps texts to their replacements."""
+    """Return a JSON value with every text and key scrubbed; `names` maps texts to their replacements."""
     names = names or {}
     if isinstance(value, str):
         return names.get(value) or scrub(value)
@@ -98,7 +98,7 @@ def scrub_all(value: Any, names: Mapping[str, str] | None = None) -> Any:
 
 
 def scrub_names(names: Iterable[str]) -> dict[str, str]:
-    """Scrubbed names, numbered if scrubbing makes two of them equal.
+    """Return a scrubbed name for each name, numbered if scrubbing makes two of them equal.
 
     >>> scrub_names(["/home/ann/plan.json", "/home/bob/plan.json", "lpmm"])
     {'/home/ann/plan.json': 'plan.json', '/home/bob/plan.json': 'plan.json (2)', 'lpmm': 'lpmm'}
@@ -113,14 +113,14 @@ def scrub_names(names: Iterable[str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _home() -> str:
-    """The home folder of this user, or a text that never occurs if the path is too short to be replaced safely."""
+    """Return the home folder of this user, or a text that never occurs if the path is too short to be replaced safely."""
     home = str(Path.home())
     return home if len(home) > SHORTEST else "\ud800"
 
 
 @lru_cache(maxsize=1)
 def _names() -> re.Pattern[str]:
-    """A pattern of the names of this host and this user; it matches nothing if they are short or common."""
+    """Return a pattern that matches the names of this host and user; it matches nothing if they are short or common."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a user id without a name
@@ -141,7 +141,10 @@ MOST_CURVES = 200  # training curves that are drawn
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """The content of a report page. `changes`: slots not stored as the plan asks; `given`: the storage of every slot."""
+    """The content of a report page.
+
+    `changes`: slots that are not stored as the plan requests; `given`: the storage of every slot.
+    """
 
     title: str
     studies: tuple[Study, ...] = ()
@@ -161,7 +164,10 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """The record of a pick; a `trace` of its step adds memory by plan, a `session` adds its changes and guard actions."""
+        """Return the record of a pick.
+
+        A `trace` of its step adds memory by plan; a `session` adds its changes and guard actions.
+        """
         study = study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
@@ -172,7 +178,10 @@ class Record:
     def of_trials(
         title: str, trials: Iterable[Trial], *, labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[RunTimes] = ()
     ) -> Record:
-        """The record of trials, with a study for each task; `labels` names plans, `times` has the time and host of each trial."""
+        """Return the record of trials, with a study for each task.
+
+        `labels` names plans, `times` has the time and host of each trial.
+        """
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
@@ -182,7 +191,7 @@ class Record:
 
     @staticmethod
     def of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
-        """The record of a store: its finished trials, and the progress of its sweeps."""
+        """Return the record of a store: its finished trials, and the progress of its sweeps."""
         from paredown.study.report.store_record import record_of_store
 
         return record_of_store(store, sweep=sweep, title=title)
@@ -190,7 +199,10 @@ class Record:
     def with_trials(
         self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[RunTimes] = ()
     ) -> Record:
-        """This record with further trials: rows, curves, versions and commit; `times` is empty, or has the time and host of each."""
+        """Return this record with further trials: rows, curves, versions and commit.
+
+        `times` is empty, or has the time and host of each.
+        """
         rows = list(trials)
         names = labels if isinstance(labels, Labels) else Labels(labels)
         last = _last(rows)
@@ -210,7 +222,7 @@ class Record:
         )
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
-        """This record with the memory of a step under these plans, in the study of `task` (default: the first)."""
+        """Return this record with the memory of a step under these plans, in the study of `task` (default: the first)."""
         studies = self.studies or (Study(task or trace.model),)
         task = task or studies[0].task
         if task not in (study.task for study in studies):
@@ -223,19 +235,19 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """This record with the storage of every slot, changes and guard actions of an open session that ran a step."""
+        """Return this record with the storage of every slot, the changes and the guard actions of an open session that ran a step."""
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value, with all texts scrubbed."""
+        """Return the JSON value, with all texts scrubbed."""
         labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
         tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
         return {"version": VERSION, **scrub_all(dump_dataclass(self), scrub_names(tasks) | scrub_names(labels))}
 
     @staticmethod
     def from_json(value: Any) -> Record:
-        """The record whose `to_json` is `value`; ReportError if it is not one."""
+        """Return the record whose `to_json` is `value`; ReportError if it is not one."""
         names = [row.name for row in fields(Record)]
         return read_dataclass(
             Record, object_parts(value, "record", names, ("version", "title"), VERSION, ReportError, oldest=2), "record"
@@ -247,13 +259,13 @@ class Record:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Record:
-        """The record that `save` wrote; ReportError if the file holds none."""
+        """Return the record that `save` wrote; ReportError if the file holds none."""
         hint = "Records are written by record.save(path)."
         return load_json(path, "record", ReportError, Record.from_json, hint=hint, name=Path(path).name)
 
 
 def _last(trials: list[Trial]) -> list[int]:
-    """The positions of the last trials of each task, the same number for each, about MOST_RUNS in total."""
+    """Return the positions of the last trials of each task, the same number for each, about MOST_RUNS in total."""
     if len(trials) <= MOST_RUNS:
         return list(range(len(trials)))
     left = dict.fromkeys((trial.task for trial in trials), max(1, MOST_RUNS // len({trial.task for trial in trials})))
@@ -265,7 +277,7 @@ def _last(trials: list[Trial]) -> list[int]:
 
 
 def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
-    """Rows of trials; the first run of each plan on a task has a curve, at most MOST_CURVES in total."""
+    """Return trials as rows; the first run of each plan on a task has a curve, at most MOST_CURVES in total."""
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
     runs: list[ReportedTrial] = []
@@ -277,7 +289,7 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
 
 
 def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
-    """A trial as a row of the report, with its curve if `has_curve`."""
+    """Return a trial as a row of the report, with its curve if `has_curve`."""
     return ReportedTrial(
         trial.task,
         label,
@@ -298,7 +310,7 @@ def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial
 
 
 def _joined(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Every name with its distinct values, separated by commas.
+    """Return each name with its distinct values, separated by commas.
 
     >>> _joined([{"torch": "2.11"}, {"torch": "2.13"}, {"torch": "2.11"}])
     {'torch': '2.11, 2.13'}

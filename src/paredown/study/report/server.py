@@ -38,7 +38,7 @@ class RecordSource(ABC):
 
     @abstractmethod
     def read(self) -> Record | None:
-        """The current record, or None if it has not changed since the last call; ParedownError if it cannot be read."""
+        """Return the current record; None if it has not changed since the last call. ParedownError if it cannot be read."""
 
     def close(self) -> None:
         """Release resources; by default there are none."""
@@ -46,14 +46,14 @@ class RecordSource(ABC):
 
 
 class FileSource(RecordSource):
-    """The record in a JSON file."""
+    """A source that reads the record in a JSON file."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
         self._seen: object = None
 
     def read(self) -> Record | None:
-        """The record, if the file has changed since the last call."""
+        """Return the record if the file has changed since the last call; otherwise None."""
         try:
             status = self._path.stat()
             seen = (status.st_mtime_ns, status.st_size)
@@ -67,7 +67,7 @@ class FileSource(RecordSource):
 
 
 class StoreSource(RecordSource):
-    """The trials of a store."""
+    """A source that makes the record of a store's trials."""
 
     def __init__(self, address: str | PathLike[str], *, sweep: str | None = None) -> None:
         from paredown.study.report.store_record import open_to_read
@@ -77,7 +77,7 @@ class StoreSource(RecordSource):
         self._seen: object = None
 
     def read(self) -> Record | None:
-        """The record, if a trial was added, claimed or finished since the last call."""
+        """Return the record if a trial was added, claimed or finished since the last call; otherwise None."""
         from paredown.study.report.store_record import counts_of
 
         seen = counts_of(self._store)
@@ -93,7 +93,7 @@ class StoreSource(RecordSource):
 
 
 def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> RecordSource:
-    """The source that a text names: a record for a name ending in .json, else a store."""
+    """Return the source that a text names: a record for a name ending in .json, else a store."""
     return FileSource(source) if str(source).lower().endswith(".json") else StoreSource(source, sweep=sweep)
 
 
@@ -129,13 +129,13 @@ class WatchedSource:
         return self._ended.is_set()
 
     def wait(self, number: int, timeout: float) -> int:
-        """The current number, after waiting until it differs from `number`, polling ends, or the timeout passes."""
+        """Wait until the number differs from `number`, polling ends, or the timeout passes, and return the current number."""
         with self._changed:
             self._changed.wait_for(lambda: self.number != number or self.has_ended, timeout)
             return self.number
 
     def event(self) -> tuple[str, str]:
-        """(kind, JSON) of the current event: the record, or the error of reading it."""
+        """Return (kind, JSON) of the current event: the record, or the error of reading it."""
         with self._changed:
             if self._event is None or self._event[0] != self.number:  # serialized once for all open pages
                 value = ("trouble", scrub(self.trouble)) if self.trouble else ("record", drawn(self.record))
@@ -357,7 +357,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus(code), TEXT, f"{HTTPStatus(code).phrase}\n")
 
     def version_string(self) -> str:
-        """The Server header, without versions."""
+        """Return the Server header, which names no versions."""
         return "paredown"
 
     def log_message(self, format: str, *args: Any) -> None:

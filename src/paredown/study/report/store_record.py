@@ -20,19 +20,19 @@ from paredown.study.tasks.trial import Status, Trial
 
 
 def open_to_read(address: str, *, patience_seconds: float = 120.0) -> Store:
-    """Open an existing store; ReportError or StoreError if it is none of paredown's."""
+    """Open an existing store and return it; ReportError or StoreError if it is none of paredown's."""
     with _report_errors():
         return Store(address, may_create=False, patience_seconds=patience_seconds)
 
 
 def counts_of(store: Store) -> tuple[SweepCounts, ...]:
-    """Counts of trials of every sweep, which change whenever the store does."""
+    """Return the counts of trials of every sweep, which change whenever the store does."""
     with _report_errors():
         return tuple(count(store))
 
 
 def record_of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
-    """The record of finished trials by task and plan, with counts of the others."""
+    """Return the record of finished trials by task and plan, with counts of the others."""
     sweeps = counts_of(store)
     shown = [counts for counts in sweeps if sweep is None or counts.sweep == sweep]
     if sweep is not None and not shown:
@@ -55,7 +55,10 @@ def record_of_store(store: Store, *, sweep: str | None = None, title: str = "") 
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[RunTimes]:
-    """The times of trials, with hosts numbered by their first trial: a page can be shared, and has no names of machines."""
+    """Return the times of trials, and their hosts as numbers in the order of their first trials.
+
+    A page can be shared, and has no names of machines.
+    """
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:
@@ -66,7 +69,7 @@ def _times(finished: Sequence[Mapping[str, Any]]) -> list[RunTimes]:
 
 @contextmanager
 def _report_errors() -> Generator[None]:
-    """A context that turns errors of reading foreign or damaged stores into ReportError."""
+    """Return a context that turns errors of reading foreign or damaged stores into ReportError."""
     try:
         yield
     except StoreError:

@@ -34,7 +34,10 @@ SEEDS = (
 
 @dataclass(frozen=True)
 class PlanMark:
-    """A plan on the chart: its peak, measured or else predicted, and its mean error over runs; error None: no run of it finished."""
+    """A plan on the chart: its peak (measured, or predicted) and its mean error over runs.
+
+    `error` is None if no run of it finished.
+    """
 
     label: str
     nbytes: int  # what a budget is compared with
@@ -54,14 +57,14 @@ class PlanMark:
 
 
 class BudgetPick(NamedTuple):
-    """The best plan for budgets from `nbytes` up to the next row."""
+    """The best plan for a range of budgets, which begins at `nbytes` and ends at the `nbytes` of the next row."""
 
     nbytes: int
     label: str
 
 
 class SlotRow(NamedTuple):
-    """How a slot is stored under a plan, and why (plan/explanation.py); `written_bytes` are those of the baseline."""
+    """The storage of a slot under a plan, with the reason (plan/explanation.py); `written_bytes` are those of the baseline."""
 
     slot: str
     role: str
@@ -88,7 +91,10 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Study:
-    """The results of one task. `written`: the label of the baseline; `full_bytes`: its predicted peak memory."""
+    """The results of one task.
+
+    `written`: the label of the baseline; `full_bytes`: its predicted peak memory.
+    """
 
     task: str
     metric: str = "error"
@@ -115,7 +121,7 @@ class Study:
             raise ReportError(f"task {self.task!r}: `picks` must be sorted by rising bytes; these are not.")
 
     def summary(self) -> str:
-        """Return what the picked plan gives and what it costs, in one sentence; without a pick, what the plans span."""
+        """Return one sentence on the benefit and cost of the picked plan; without a pick, on the range of the plans."""
         baseline, plan = self.compared()
         if baseline is not None and plan is not None:
             said = f"{'; '.join(say_comparison(baseline, plan, self.budget_bytes, self.metric))}."
@@ -131,7 +137,7 @@ class Study:
         return f"{len(self.marks)} plans, from {' to '.join(ends)}." if len(known) > 1 else f"The best plan needs {ends[0]}."
 
     def compared(self) -> tuple[PlanMark | None, PlanMark | None]:
-        """Return the baseline and the plan that the report is about, both of trials, or both of predictions."""
+        """Return the baseline and the plan that the report is about: both with numbers of trials, or both with predictions."""
         kept = [PlanMark(row.label, row.peak_bytes) for row in self.kept]
         rows = kept if not self.marks else [] if self.budget_bytes is not None else self._as_accurate()
         label = self.picked or min(((row.nbytes, row.label) for row in rows), default=(0, ""))[1]
@@ -142,14 +148,14 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """The plans of less memory than the baseline whose intervals of error overlap with its own, or are lower."""
+        """Return the plans that take less memory than the baseline, and whose intervals of error reach its own or are lower."""
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
         known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
         return [mark for mark, least in known if least is not None and most is not None and least <= most]
 
     def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
-        """This study with further footprints, and with label and peak of the baseline if it had none."""
+        """Return this study with further footprints, and with label and peak of the baseline if it had none."""
         known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
         return replace(self, kept=(*self.kept, *kept), **known)
 
@@ -188,7 +194,9 @@ class ReportedProgress:
 
 
 def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ...]:
-    """The best plan for each budget: the least error, among equals the fewest bytes; none above the baseline of the label `written`.
+    """Return the best plan for each budget: the least error, and among equals the fewest bytes.
+
+    None is above the baseline, which has the label `written`.
 
     >>> choose([PlanMark("a", 10, 0.5), PlanMark("b", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 5)])
     (BudgetPick(nbytes=10, label='a'), BudgetPick(nbytes=30, label='c'))
@@ -205,7 +213,7 @@ def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ..
 
 
 def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
-    """Return the marks with `on_front` set on the line that the page draws: errors fall along it, and `picked` is one of its plans.
+    """Return the marks, with `on_front` set for plans on the line that the page draws: errors fall along it, and it has `picked`.
 
     A plan with less memory and less error than `picked` is not on it; the page says beside it why it was not picked.
 
@@ -233,7 +241,7 @@ MOST_LINES = 40  # lines of a plan on a page
 
 
 def say_comparison(baseline: PlanMark, plan: PlanMark, budget_bytes: int | None, metric: str) -> Iterator[str]:
-    """Yield peak, error and step time of a plan beside the baseline's; "about" where a number is predicted.
+    """Yield texts with peak, error and step time of a plan beside the baseline's; "about" marks predicted numbers.
 
     >>> before = PlanMark("baseline", 20000, 0.044, measured=0.044, measured_bytes=20000, step_seconds=0.1)
     >>> after = PlanMark("small", 9000, 0.046, measured=0.046, measured_bytes=9000, step_seconds=0.16)
@@ -260,7 +268,7 @@ def say_comparison(baseline: PlanMark, plan: PlanMark, budget_bytes: int | None,
 
 
 def say_error(mark: PlanMark, metric: str) -> str:
-    """Return the mean error with its standard error, or without one where it is not a mean of several runs.
+    """Return the mean error with its standard error, or alone if it is not a mean of several runs.
 
     >>> say_error(PlanMark("a", 1, 0.046, 0.041, 0.051, measured=0.046, num_trials=3), "error")
     '4.6 % \u00b1 0.5'
@@ -277,7 +285,7 @@ def say_error(mark: PlanMark, metric: str) -> str:
 
 
 def in_words(plan: Plan) -> tuple[str, ...]:
-    """The plan as text, a line for each rule, at most MOST_LINES."""
+    """Return the plan as text, a line for each rule, at most MOST_LINES."""
     lines = plan.explain().splitlines()
     more = [f"and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES else []
     return (*lines[:MOST_LINES], *more)
@@ -291,7 +299,7 @@ LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuB
 
 
 def study_of_pick(picked: Picked) -> Study:
-    """The study of a pick."""
+    """Return the study that shows a pick."""
     frontier = picked.frontier
     counts = Counter(trial.plan.key for trial in picked.trials)
     marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
@@ -343,7 +351,6 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
 
 
 def _prior_note(picked: Picked) -> list[str]:
-    """A note on the prior and its most similar tasks; none without a prior."""
     if not picked.prior:
         return []
     most = ", ".join(f"{name} ({weight:.0%})" for name, weight in picked.used[:3])
@@ -351,7 +358,7 @@ def _prior_note(picked: Picked) -> list[str]:
 
 
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
-    """The study of measured trials: a mark for each plan with known bytes, and means over seeds."""
+    """Return the study that shows measured trials: a mark for each plan with known bytes, and means over seeds."""
     by_label: dict[str, list[Trial]] = {}
     for trial in with_baseline_steps(trials):
         by_label.setdefault(labels.of(trial.plan, task), []).append(trial)
@@ -366,7 +373,7 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
 
 
 def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
-    """The mark of a plan from its trials; None if no trial has a peak."""
+    """Return the mark of a plan from its trials; None if no trial has a peak."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
     if not sizes and not measured:
@@ -393,7 +400,10 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
 
 
 def with_baseline_steps(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials of a task; those without a baseline's step time get the median of the baseline's trials on their device."""
+    """Return the trials of a task, each with a step time of the baseline if one is known.
+
+    A trial that lacks it gets the median of the baseline's trials on its device.
+    """
     by_device: dict[str, list[float]] = {}
     for trial in trials:
         if trial.plan.changes_nothing and trial.step_seconds is not None:
@@ -408,7 +418,7 @@ def with_baseline_steps(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
-    """The fields of a mark's step time: the median ratio, and the median seconds if all trials ran on one device."""
+    """Return the step-time fields of a mark: the median ratio, and the median seconds if all trials ran on one device."""
     timed = [trial for trial in trials if trial.step_seconds is not None]
     ratios = [trial.step_ratio for trial in timed if trial.step_ratio is not None]
     seconds = [trial.step_seconds for trial in timed if trial.step_seconds is not None]
@@ -421,7 +431,7 @@ def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def _say_seeds(num: int, standard: float | None, metric: str) -> str:
-    """The number of seeds and the standard error of their mean, in the units of the page.
+    """Return the number of seeds and the standard error of their mean, in the units of the page.
 
     >>> _say_seeds(3, 0.0058, "error"), _say_seeds(2, 0.25, "loss"), _say_seeds(1, None, "error")
     ('mean of 3 seeds, standard error 0.58 points', 'mean of 2 seeds, standard error 0.25', 'one seed: no standard error')
@@ -433,7 +443,7 @@ def _say_seeds(num: int, standard: float | None, metric: str) -> str:
 
 
 def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[tuple[int, float], ...]:
-    """A curve of at most `most` points, each the mean of consecutive points, rounded to four digits.
+    """Return a curve of at most `most` points, each the mean of consecutive points, rounded to four digits.
 
     >>> thin([(1, 4.0), (2, 2.0), (3, 1.0), (4, 0.123456)], 2)
     ((2, 3.0), (4, 0.5617))
@@ -442,13 +452,13 @@ def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[t
 
 
 def parts_of(values: Sequence[Any], most: int = MOST_POINTS) -> list[Sequence[Any]]:
-    """Return consecutive parts of the values, of the same length but for the last one, and at most `most`."""
+    """Return the values in at most `most` consecutive parts of the same length, but for the last."""
     width = -(-len(values) // most) or 1
     return [values[i : i + width] for i in range(0, len(values), width)]
 
 
 def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
-    """The memory of a step under each of these plans, by label."""
+    """Return the memory of a step under each of these plans, by label."""
     return tuple(_kept(trace, label, plan) for label, plan in plans.items())
 
 
@@ -472,7 +482,7 @@ def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
 
 
 def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
-    """Plans whose memory a report shows: the baseline, the picked plan, and at most `most` of the Pareto front."""
+    """Return the plans whose memory a report shows: the baseline, the picked plan, and at most `most` of the Pareto front."""
     points = picked.frontier.points
     plans = {point.label: point.plan for point in points if point.plan.changes_nothing} or {BASELINE: Plan()}
     plans |= {picked.label: picked.plan} if picked.plan is not None else {}
@@ -481,7 +491,7 @@ def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
 
 
 def _spread(points: Sequence[Point], most: int) -> Iterable[Point]:
-    """At most `most` of the points, evenly spaced from the first to the last."""
+    """Return at most `most` of the points, evenly spaced from the first to the last."""
     if len(points) <= most:
         return points
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]

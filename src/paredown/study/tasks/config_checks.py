@@ -23,7 +23,7 @@ DIFFUSERS = "_class_name"
 
 
 def check_config(value: Any, path: Path) -> None:
-    """TaskError for a value that is no config of a transformers model, or of one that is too deep to build."""
+    """Raise TaskError for a value that is no config of a transformers model, or of one that is too deep to build."""
     if isinstance(value, Mapping) and DIFFUSERS in value:
         raise TaskError(
             f"{path} is a config of diffusers ({brief(value[DIFFUSERS])}), and only those of transformers are built. Write a function that "
@@ -36,7 +36,7 @@ def check_config(value: Any, path: Path) -> None:
 
 
 def check_counts(value: Any, where: str) -> None:
-    """TaskError for the first field that asks for more than MOST_LAYERS layers, blocks or experts."""
+    """Raise TaskError for the first field that requests more than MOST_LAYERS layers, blocks or experts."""
     for name, count in _counts(value, ""):
         if count > MOST_LAYERS:
             raise TaskError(
@@ -46,7 +46,7 @@ def check_counts(value: Any, where: str) -> None:
 
 
 def _counts(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    """The integers in a JSON value that count layers, each with the path of its field."""
+    """Yield the integers in a JSON value that count layers, each with the path of its field."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _counts(part, f"{name}.{key}" if name else str(key))

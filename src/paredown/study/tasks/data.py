@@ -48,18 +48,21 @@ class Data(ABC):
     @property
     @abstractmethod
     def num_answers(self) -> int | None:
-        """The number of classes, or 256 for a text; None where answers are no classes."""
+        """The number of classes, or 256 for a text; None if answers are no classes."""
 
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Training batches without end. Memory that all batches share is allocated before this returns, not at the first batch."""
+        """Return training batches without end.
+
+        Memory that all batches share is allocated before this returns, not at the first batch.
+        """
 
     @abstractmethod
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
-        """All test examples, in batches of at most `batch`."""
+        """Return all test examples, in batches of at most `batch`."""
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """The same batches, made several at a time: faster, with more memory."""
+        """Return the batches of `batches`, of which several are made at once: faster, with more memory."""
         return self.batches(batch, seed=seed, device=device)
 
     @property
@@ -74,9 +77,10 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """Preprocessing of pictures: grey pictures are repeated to `channels`.
+    """Preprocessing of pictures.
 
-    In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left to right, both at random.
+    Grey pictures are repeated to `channels`. In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left
+    to right, both at random.
     """
 
     channels: int | None = None  # None: unchanged
@@ -149,12 +153,15 @@ class Examples(Data):
 
     @cached_property
     def num_answers(self) -> int | None:  # type: ignore[override]
-        """The number of classes; None where answers are no classes."""
+        """The number of classes; None if answers are no classes."""
         return int(self.y_train.max()) + 1 if self.has_classes else None
 
     @cached_property
     def normalization(self) -> Pair | None:
-        """Mean and standard deviation of each channel of the training pictures, both (channels, 1, 1); None unless they are uint8."""
+        """Mean and standard deviation of each channel of the training pictures, both (channels, 1, 1).
+
+        None unless the pictures are uint8.
+        """
         if self.x_train.dtype is not torch.uint8 or self.x_train.dim() != 4:
             return None
         counts = torch.stack([torch.bincount(x.flatten(), minlength=NUM_BYTES) for x in self.x_train.transpose(0, 1)]).double()
@@ -164,7 +171,7 @@ class Examples(Data):
         return mean.float()[:, None, None], std.float()[:, None, None]
 
     def model_inputs(self, x: Tensor) -> Tensor:
-        """Stored examples as the model gets them: normalized, and with as many channels as `look` asks for."""
+        """Return stored examples as the model gets them: normalized, with the channels that `look` requests."""
         if self.normalization is not None:
             mean, std = (part.to(x.device, non_blocking=True) for part in self.normalization)
             x = (x.float() - mean) / std
@@ -173,16 +180,16 @@ class Examples(Data):
         return x
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Training batches without end."""
+        """Return training batches without end."""
         return self._pairs(batch, batch, seed, device)
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """The same batches, NUM_AHEAD of them made at once."""
+        """Return the batches of `batches`, NUM_AHEAD of which are made at once."""
         chunks = self._pairs(batch, NUM_AHEAD * batch, seed, device)
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """`size` examples at a time, in the order of batches of `batch` examples."""
+        """Return `size` examples at a time, in the order in which batches of `batch` examples have them."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch
@@ -194,12 +201,15 @@ class Examples(Data):
         )
 
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
-        """All test examples, in batches of at most `batch`."""
+        """Yield all test examples, in batches of at most `batch`."""
         for x, y in zip(self.x_test.split(batch), self.y_test.split(batch), strict=True):
             yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """The random numbers of one pass: example indices (num,), and offsets (down, right, mirrored) of each, (num, 3) or (num, 0)."""
+        """Return the random numbers of one pass over the examples.
+
+        They are example indices (num,), and offsets (down, right, mirrored) of each, (num, 3) or (num, 0).
+        """
         order = torch.randperm(self.num_train, generator=source)[:num]
         bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
         moves = torch.empty(num, len(bounds), dtype=torch.int64)
@@ -212,7 +222,7 @@ class Examples(Data):
         return self.look.shift > 0 or self.look.mirror
 
     def _moved(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Pictures shifted and mirrored by `offsets` (num, 3), padded with zeros."""
+        """Return pictures shifted and mirrored by `offsets` (num, 3), padded with zeros."""
         if not self._is_moved:
             return x
         height, width = x.shape[-2:]
@@ -228,7 +238,10 @@ class Examples(Data):
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Text(Data):
-    """The bytes of a text. Training pieces start anywhere in its first nine tenths; test pieces are evenly spaced in the last tenth."""
+    """The bytes of a text, which a model predicts one after the other.
+
+    Training pieces start anywhere in its first nine tenths; test pieces are evenly spaced in the last tenth.
+    """
 
     read: Tensor  # (num_bytes,) uint8
     length: int = 64  # bytes of a piece
@@ -257,18 +270,18 @@ class Text(Data):
 
     @property
     def num_answers(self) -> int:
-        """256: the model predicts the next byte."""
+        """The number 256: the model predicts the next byte."""
         return NUM_BYTES
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Batches of training pieces without end."""
+        """Return batches of training pieces without end."""
         source = torch.Generator().manual_seed(seed)
         read, offsets = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
         starts = (torch.randint(self.num_train, (batch, 1), generator=source).to(device) for _ in count())
         return (_shifted(read[start + offsets]) for start in starts)
 
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
-        """The test pieces, in batches of at most `batch`."""
+        """Yield the test pieces, in batches of at most `batch`."""
         pieces = self.read[self.cut :].unfold(0, self.length + 1, self.length + 1)
         chosen = pieces[torch.arange(self.num_test) * len(pieces) // self.num_test]
         for part in chosen.split(batch):
@@ -276,5 +289,5 @@ class Text(Data):
 
 
 def _shifted(pieces: Tensor) -> Pair:
-    """Inputs and next bytes, both (num, length), of pieces (num, length + 1)."""
+    """Return inputs and next bytes, both (num, length), of pieces (num, length + 1)."""
     return pieces[:, :-1].long(), pieces[:, 1:].long()

@@ -48,7 +48,7 @@ READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  #
 
 
 def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
-    """The pictures of an `.npz`. `superclass` keeps the classes of one superclass, by the arrays `coarse_train` and `coarse_test`."""
+    """Return the pictures of an `.npz`; `superclass` keeps the classes of one, by the arrays `coarse_train` and `coarse_test`."""
     arrays = _loaded(path)
     splits = _by_name(arrays) or _by_shape(arrays)
     missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in splits]
@@ -78,13 +78,13 @@ def _loaded(path: Path) -> dict[str, Array]:
 
 
 def check_unpacked_size(unpacked_bytes: int, packed_bytes: int) -> None:
-    """ValueError for a decompression bomb: pictures and texts are compressed ten times at most."""
+    """Raise ValueError for a decompression bomb, since pictures and texts are compressed ten times at most."""
     if unpacked_bytes > BOMB_BYTES and unpacked_bytes > BOMB_RATIO * packed_bytes:
         raise ValueError(f"its {packed_bytes} bytes unpack to {unpacked_bytes} and more, which no pictures or texts do")
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
-    """Split and kind of an array by its name; None where the name has no or two of either."""
+    """Return split and kind of an array from its name; None if the name has none or two of either."""
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word]
     splits, kinds = [SPLITS[w] for w in words if w in SPLITS], [WORDS[w] for w in words if w in WORDS]
     return (splits[0], kinds[0]) if len(splits) == len(kinds) == 1 else None
@@ -95,19 +95,22 @@ def _by_name(arrays: Mapping[str, Array]) -> Arrays:
 
 
 def _by_shape(arrays: Mapping[str, Array]) -> Arrays:
-    """One array of pictures and one of labels, divided into a training and a test split; empty if there are more or fewer."""
+    """Return one array of pictures and one of labels, divided into a training and a test split.
+
+    Empty if there are several arrays that could be either, or none.
+    """
     pictures = [array for array in arrays.values() if array.ndim in (3, 4)]
     labels = [a for a in arrays.values() if pictures and _are_labels(a, len(pictures[0]))]
     return split(pictures[0], labels[0].reshape(-1)) if len(pictures) == len(labels) == 1 else {}
 
 
 def _are_labels(array: Array, num: int) -> bool:
-    """Whether an array has one label for each of `num` pictures: (num,) or (num, 1)."""
+    """Return whether an array has one label for each of `num` pictures: (num,) or (num, 1)."""
     return array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"
 
 
 def split(x: Array, y: Array) -> Arrays:
-    """The arrays of both splits: every fifth example of each class is in the test split, the others are in the training split."""
+    """Return the arrays of both splits: every fifth example of each class is a test example."""
     rank = np.zeros(len(y), dtype=np.int64)  # of each example within its class
     for label in np.unique(y):
         rank[y == label] = np.arange((y == label).sum())
@@ -118,7 +121,6 @@ def split(x: Array, y: Array) -> Arrays:
 
 
 def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, file: str) -> Arrays:
-    """The examples of superclass `number`."""
     if not {"coarse_train", "coarse_test"} <= arrays.keys():
         raise TaskError(
             f"{file} has no superclasses: these are the arrays coarse_train and coarse_test, and it has {', '.join(arrays)}."
@@ -130,7 +132,7 @@ def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, fil
 
 
 def examples_of(splits: Mapping[tuple[str, str], Array], class_names: Sequence[str], file: str) -> Examples:
-    """Examples from arrays by split and kind; classes are numbered from 0 in the order of their labels."""
+    """Return examples from arrays by split and kind; classes are numbered from 0 in the order of their labels."""
     labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)
@@ -155,7 +157,7 @@ def _labels(array: Array, what: str) -> Array:
 
 
 def _channels_first(array: Array, what: str) -> Tensor:
-    """Pictures as (num, channels, height, width): uint8 where all are whole numbers from 0 to 255, else float32."""
+    """Return pictures as (num, channels, height, width): uint8 if all are whole numbers from 0 to 255, else float32."""
     grey = array[:, None] if array.ndim == 3 else array
     is_last = grey.ndim == 4 and grey.shape[1] not in (1, 3) and grey.shape[3] in (1, 3)
     picture = np.moveaxis(grey, 3, 1) if is_last else grey
@@ -169,7 +171,7 @@ def _channels_first(array: Array, what: str) -> Tensor:
 
 
 def scaled(data: Examples, side: int) -> Examples:
-    """The same pictures, resized to `side` x `side` pixels."""
+    """Return the same pictures, resized to `side` x `side` pixels."""
     if data.x_train.shape[-2:] == (side, side):
         return data
     x = [
@@ -196,7 +198,7 @@ IDX = {
 
 
 def read_digits() -> Examples:
-    """scikit-learn's handwritten digits, a file of this package; the last fifth is the test split."""
+    """Return scikit-learn's handwritten digits, a file of this package; the last fifth is the test split."""
     with (resources.files("paredown") / "data" / "digits.npz").open("rb") as file, np.load(file) as arrays:
         x, y = np.rint(arrays["x"] * (255 / MAX_GREY)).astype(np.uint8), arrays["y"].astype(np.int64)
     parts = {"train": slice(None, NUM_TRAIN_DIGITS), "test": slice(NUM_TRAIN_DIGITS, None)}
@@ -204,7 +206,7 @@ def read_digits() -> Examples:
 
 
 def read_fashion_mnist(folder: Path | None = None) -> Examples:
-    """Fashion-MNIST from `folder`, by default that of Debian's package dataset-fashion-mnist."""
+    """Return Fashion-MNIST from `folder`, by default that of Debian's package dataset-fashion-mnist."""
     folder = DEBIAN if folder is None else folder
     if not folder.is_dir():
         raise TaskError(
@@ -215,7 +217,7 @@ def read_fashion_mnist(folder: Path | None = None) -> Examples:
 
 
 def read_text(path: Path, length: int) -> Text:
-    """The bytes of a file, decompressed if it is a `.gz`."""
+    """Return the bytes of a file as a text, decompressed if it is a `.gz`."""
     try:
         read = _unzipped(path) if path.suffix == ".gz" else path.read_bytes()
     except READ_ERRORS as error:
@@ -224,7 +226,7 @@ def read_text(path: Path, length: int) -> Text:
 
 
 def _unzipped(path: Path) -> bytes:
-    """The contents of a .gz, read in chunks so that a decompression bomb is refused early."""
+    """Return the contents of a .gz, read in chunks so that a decompression bomb is refused early."""
     chunks: list[bytes] = []
     file_bytes, unpacked_bytes = path.stat().st_size, 0
     with gzip.open(path) as file:
@@ -239,17 +241,17 @@ def _unzipped(path: Path) -> bytes:
 
 
 def read_idx(folder: Path, class_names: Sequence[str] = ()) -> Examples:
-    """The four idx files of MNIST and data sets like it, `.gz` or not."""
+    """Return the examples in four idx files (`.gz` or not), as MNIST and data sets like it have them."""
     return examples_of({kind: _idx_array(folder, IDX[kind]) for kind in NEEDED}, class_names, folder.name)
 
 
 def is_idx(folder: Path) -> bool:
-    """Whether a folder has idx files."""
+    """Return whether a folder has idx files."""
     return any((folder / f"{IDX['train', 'x']}{ending}").exists() for ending in ("", ".gz"))
 
 
 def _idx_array(folder: Path, name: str) -> Array:
-    """The array of an idx file.
+    """Return the array of an idx file, a tensor of bytes.
 
     Layout: two zero bytes, the byte 8 (for uint8), the number of dimensions, each dimension as big-endian uint32, then the values.
     """
@@ -269,7 +271,10 @@ def _idx_array(folder: Path, name: str) -> Array:
 
 
 def read_folder(folder: Path, *, side: int | None = None) -> Examples:
-    """Pictures in one folder per class, under `train` and `test`; without these two, every fifth picture is a test example."""
+    """Return the pictures in one folder per class, under `train` and `test`.
+
+    Without these two, every fifth picture is a test example.
+    """
     if is_idx(folder):
         return read_idx(folder)
     halves = {name: folder / name for name in ("train", "test") if (folder / name).is_dir()}
@@ -296,7 +301,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _pictures(folder: Path, names: Sequence[str], side: int | None) -> tuple[Array, Array]:
-    """All pictures (num, height, width, 3) uint8 and their classes."""
+    """Return all pictures, (num, height, width, 3) uint8, and their class numbers."""
     paths = [
         (path, number)
         for number, name in enumerate(names)
@@ -338,7 +343,10 @@ SAVE_WEIGHTS = "Write it by torch.save(model.state_dict(), FILE), from a model o
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
-    """The model with the weights of a state dict that torch.save wrote; those of other names or shapes stay new and are logged."""
+    """Return the model with the weights of a state dict that torch.save wrote.
+
+    Parameters of other names or shapes stay as they are, and are logged.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (*READ_ERRORS, RuntimeError, pickle.UnpicklingError) as error:

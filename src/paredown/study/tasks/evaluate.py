@@ -81,7 +81,7 @@ class Meter(ABC):
 
     @abstractmethod
     def after(self, step: int) -> None:
-        """Called after each step, counted from 1."""
+        """Record the end of a step, counted from 1."""
 
 
 @final
@@ -100,10 +100,10 @@ class CudaMeter(Meter):
         self._before, self._runs = torch.cuda.memory_allocated(self._device), True
 
     def after(self, step: int) -> None:
-        """Nothing to do: the allocator counts all steps."""
+        """Do nothing: the allocator counts all steps."""
 
     def stop(self) -> None:
-        """Read the peak."""
+        """Read the peak from the allocator."""
         if self._runs:
             self.bytes, self._runs = torch.cuda.max_memory_allocated(self._device) - self._before, False
 
@@ -130,14 +130,14 @@ class CpuMeter(Meter):
             self.stop()
 
     def stop(self) -> None:
-        """Sum the recorded allocations and releases."""
+        """Stop the profiler, and sum the recorded allocations and releases."""
         if self._runs:
             self._runs = False
             self.bytes = largest_sum([event for thread in autograd._disable_profiler_legacy() for event in thread])
 
 
 def largest_sum(events: list[Any]) -> int:
-    """The largest running sum of allocated minus released bytes.
+    """Return the largest running sum of allocated minus released bytes.
 
     Memory may be released that was allocated before the first event, and does not count. Events have no addresses: a release counts if
     something of its size was allocated and is not released yet.
@@ -157,7 +157,7 @@ def largest_sum(events: list[Any]) -> int:
 
 
 def meter_of(device: torch.device) -> Meter:
-    """The peak memory meter for this device."""
+    """Return a meter of peak memory for this device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
@@ -168,13 +168,13 @@ ROOT = Path(__file__).parents[4]  # of a checkout, which has src/paredown/study/
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the machine type of a CPU, such as 'x86_64 CPU'."""
+    """Return the name of a GPU, or the machine type of a CPU, such as 'x86_64 CPU'."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Versions of paredown, Python and the packages that numbers depend on, and of CUDA where torch has it."""
+    """Return the versions of paredown, Python and the packages that numbers depend on, and of CUDA if torch has it."""
     by_name = {"paredown": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -187,9 +187,10 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """The commit of the checkout that paredown runs from, with `-dirty` where files were changed; empty for an installed package.
+    """Return the commit of the checkout that paredown runs from, with `-dirty` if files were changed.
 
-    The environment variable PAREDOWN_COMMIT replaces it, for a checkout that was copied without its history.
+    Empty for an installed package. The environment variable PAREDOWN_COMMIT replaces it, for a checkout that was copied without its
+    history.
     """
     if os.environ.get("PAREDOWN_COMMIT"):
         return os.environ["PAREDOWN_COMMIT"]
@@ -216,16 +217,16 @@ def evaluate(
     mode: Any = "store",
     progress: ProgressCallback | None = None,
 ) -> Trial:
-    """Train `task` under `plan` from `seed`, and evaluate it on the test split. `task` is a Task or a name.
+    """Train `task`, a Task or a name, under `plan` from `seed`, evaluate it on the test split, and return the trial.
 
-    `device`: CUDA if available when None. `mode`: "store" or "simulate", as in `apply`. `progress(step, steps, training loss)` is called up
-    to a hundred times.
+    `device`: CUDA if available when None. `mode`: "store" or "simulate", as in `apply`. `progress(step, steps, training loss)` is called
+    up to a hundred times.
     """
     return trial_and_model(make_setting(task, plan, seed=seed, device=device, mode=mode), progress)[0]
 
 
 def trial_and_model(setting: TrainingSetup, progress: ProgressCallback | None = None) -> tuple[Trial, nn.Module | None]:
-    """The trial of `evaluate`, and the trained model with plain weights; None after running out of memory."""
+    """Return the trial of `evaluate`, and the trained model with plain weights (None after running out of memory)."""
     meter, timer = meter_of(setting.device), StepTimer(setting.device)
     if setting.device.type == "cpu" and setting.plan.rules:
         load_loops()
@@ -240,7 +241,10 @@ def trial_and_model(setting: TrainingSetup, progress: ProgressCallback | None = 
 
 
 def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> float | None:
-    """The median seconds of an unmodified step, from NUM_STEPS steps without evaluation; None where they run out of memory."""
+    """Return the median seconds of an unmodified step, from NUM_STEPS steps without evaluation.
+
+    None if they run out of memory.
+    """
     setting = make_setting(task, Plan(), seed=seed, device=device)
     timer = StepTimer(setting.device)
     try:
@@ -258,18 +262,18 @@ def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> floa
 
 
 def empty_trial(setting: TrainingSetup) -> Trial:
-    """The trial before it runs: names, predicted peak, device, versions and commit."""
+    """Return the trial before it runs: names, predicted peak, device, versions and commit."""
     head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
     return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
 
 
 def curve_of(task: Task) -> LossCurve:
-    """The loss curve of a task before its first step."""
+    """Return the loss curve of a task before its first step."""
     return LossCurve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
 
 
 def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> TrainingSetup:
-    """The arguments of `evaluate`, checked, as a TrainingSetup."""
+    """Return the arguments of `evaluate`, checked, as a TrainingSetup."""
     if isinstance(task, Plan):
         raise TaskError("evaluate takes the task first, then the plan: paredown.evaluate(task, plan).")
     task = find_task(task) if isinstance(task, str) else task
@@ -281,7 +285,7 @@ def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mod
 
 
 def find_device(device: Any) -> torch.device:
-    """The torch.device of that name; CUDA if available when None."""
+    """Return the torch.device of this name; CUDA if available when None."""
     num_gpus = torch.cuda.device_count()
     allowed = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))]
     wanted = str(device) if device is not None else "cuda" if num_gpus else "cpu"
@@ -293,7 +297,10 @@ def find_device(device: Any) -> torch.device:
 def _outcome(
     head: Trial, setting: TrainingSetup, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module | None]:
-    """The trial without peak memory and times, and the model. After running out of memory, memory that the exception held is freed."""
+    """Return the trial without peak memory and times, and the model.
+
+    After running out of memory, memory that the exception held is freed.
+    """
     task, curve = setting.task, curve_of(setting.task)
     try:
         return _run(head, setting, curve, meter, timer, progress)
@@ -314,7 +321,7 @@ def _outcome(
 def _run(
     head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module]:
-    """Train and evaluate; the session is closed after an exception too."""
+    """Train, evaluate, and return the trial and the model; the session is closed after an exception too."""
 
     def after(step: int) -> None:
         meter.after(step)
@@ -340,7 +347,10 @@ def _run(
 
 
 def _predicted(setting: TrainingSetup) -> int | None:
-    """The footprint's peak; None where the step cannot be traced, or a simulated plan has rules for values that no step stores."""
+    """Return the peak of the footprint.
+
+    None if the step cannot be traced, or if a simulated plan has rules for values that no step stores.
+    """
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
@@ -364,7 +374,7 @@ _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKe
 
 @contextmanager
 def seeded(setting: TrainingSetup) -> Generator[None]:
-    """Seed torch's random states inside the context, and restore them afterwards."""
+    """Return a context in which torch's random states are seeded; they are restored when it ends."""
     devices = [setting.device] if setting.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(setting.seed)
@@ -373,7 +383,7 @@ def seeded(setting: TrainingSetup) -> Generator[None]:
 
 @contextmanager
 def deterministic(device: torch.device) -> Generator[None]:
-    """Use deterministic CUDA algorithms where torch has them; nothing to do on a CPU."""
+    """Return a context with deterministic CUDA algorithms where torch has them; on a CPU it does nothing."""
     if device.type != "cuda":
         yield
         return

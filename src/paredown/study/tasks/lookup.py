@@ -114,7 +114,7 @@ TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": 
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """The options after `#`, converted to the types of OPTIONS; others to int, float, bool or str, whichever fits first.
+    """Return the options after `#`, converted to the types of OPTIONS; others to the first of int, float, bool and str that fits.
 
     >>> parse_options("steps=20,lr=0.1,mirror=true,width=16,gelu=tanh")
     {'steps': 20, 'lr': 0.1, 'mirror': True, 'width': 16, 'gelu': 'tanh'}
@@ -146,7 +146,7 @@ WITHOUT_CONVOLUTIONS = ("mlp", "vit")  # channels_last gains nothing: a vit has 
 
 
 def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> Task:
-    """The task of a built-in model on `data`."""
+    """Return the task of a built-in model on `data`."""
     is_text = isinstance(data, Text)
     model = options.get("model", "gpt" if is_text else "resnet18")
     _check_model(model, is_text=is_text)
@@ -167,7 +167,7 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
 
 
 def _new_model(build: partial[nn.Module], start: str, seed: int) -> nn.Module:
-    """A new model, with the weights of the file `start` if there is one to read; `evaluate` has seeded torch before the call."""
+    """Return a new model, with the weights of the file `start` if there is one; `evaluate` seeds torch before the call."""
     model = build()
     return load_weights(model, find_file(start, None)) if start and not next(model.parameters()).is_meta else model
 
@@ -189,7 +189,7 @@ def _refuse(options: Mapping[str, Any], names: tuple[str, ...], what: str) -> No
 
 
 def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Examples:
-    """The pictures with the transform for `model`: three channels for all but the MLP."""
+    """Return the pictures with the transform that `model` needs: three channels for all but the MLP."""
     if "side" in options:
         if options["side"] < 1:
             raise TaskError(f"side is {options['side']}; pictures have at least one pixel.")
@@ -203,7 +203,7 @@ def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Example
 
 
 def _keywords(model: str, data: Data, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of the model: those that the data decides, then the user's."""
+    """Return the keyword arguments of the model: those that follow from the data, then the user's."""
     given = {name: value for name, value in options.items() if name not in OPTIONS}
     if isinstance(data, Text):
         return {"vocabulary": NUM_BYTES, **({"context": data.length} if model == "gpt" else {}), **given}
@@ -215,7 +215,7 @@ def _keywords(model: str, data: Data, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _check_build(model: str, build: partial[nn.Module], data: Examples | Text) -> None:
-    """Build and call the model once on the meta device; TaskError where it raises."""
+    """Raise TaskError if the model cannot be built and called on the meta device."""
     x = next(data.tests(2, device=torch.device("cpu")))[0].to("meta")
     try:
         with torch.device("meta"):
@@ -248,17 +248,14 @@ def _optimizer_settings(model: str, options: Mapping[str, Any]) -> OptimizerSett
 
 
 def autocast_dtype(name: str) -> torch.dtype | None:
-    """The dtype of autocast by its name; None for "none"."""
+    """Return the dtype of autocast by its name; None for "none"."""
     if name not in DTYPES:
         raise TaskError(f"autocast {name!r} is unknown. Allowed: {', '.join(DTYPES)}.")
     return DTYPES[name]
 
 
-# --- Code of the user ---
-
-
 def call_user_function(source: Path | str, function: str, options: Mapping[str, Any]) -> Any:
-    """The value of `function(**options)`, a function of a file (a path) or of a module (a name)."""
+    """Return `function(**options)` for a function of a file (a path) or of a module (a name)."""
     name = source.name if isinstance(source, Path) else source
     with _errors_as_task_errors(name):
         module = _imported(source) if isinstance(source, Path) else _module(source)
@@ -273,7 +270,7 @@ def call_user_function(source: Path | str, function: str, options: Mapping[str, 
 
 @contextmanager
 def _errors_as_task_errors(name: str) -> Generator[None]:
-    """Turn exceptions of the user's code, sys.exit included, into a TaskError with their type and text."""
+    """Return a context that turns exceptions of the user's code, sys.exit included, into a TaskError with type and text."""
     try:
         yield
     except TaskError:
@@ -283,7 +280,7 @@ def _errors_as_task_errors(name: str) -> Generator[None]:
 
 
 def _imported(path: Path) -> Any:
-    """The module of a file, which may import modules of its folder."""
+    """Return the module of a file, which may import modules of its folder."""
     name = f"paredown_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -295,7 +292,7 @@ def _imported(path: Path) -> Any:
 
 
 def _module(name: str) -> Any:
-    """A module by name, also from the current folder."""
+    """Return a module by name; the current folder is searched too."""
     with _on_sys_path(Path()):
         return importlib.import_module(name)
 
@@ -310,8 +307,6 @@ def _on_sys_path(folder: Path) -> Generator[None]:
         sys.path.remove(path)
 
 
-# --- Tasks by name ---
-
 SHOWN_FUNCTIONS = 8
 LENGTH = 64  # bytes of a training piece of a text
 ALLOWED = "digits, fashion_mnist, images:FILE.npz, images:FOLDER, text:FILE, or path/to/file.py:function"
@@ -319,10 +314,11 @@ WITHOUT_FILE: dict[str, Callable[[], Examples]] = {"digits": read_digits, "fashi
 WITH_FILE = ("images", "text")
 DATA = "PAREDOWN_DATA"
 DATA_FOLDERS = ("", "images", "text")  # folders of PAREDOWN_DATA that are searched
+Stamp = tuple[int, int]  # modification time and size of a file
 
 
 def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
-    """The task that `text` names; with `folder`, code only from files under it."""
+    """Return the task that `text` names; with `folder`, code runs only from files under it."""
     if not isinstance(text, str):
         raise TaskError(f"the name of a task is a str, not {type(text).__name__}. Allowed: {ALLOWED}.")
     head, _, tail = text.strip().partition("#")
@@ -354,7 +350,7 @@ def _without_file(kind: str, options: Mapping[str, Any]) -> Examples:
 
 
 def check_has_function(head: str, folder: Path | None = None) -> None:
-    """TaskError if `head` is a Python file without a function behind it; the functions that the file defines are listed.
+    """Raise TaskError, with the functions that the file defines, if `head` is a Python file without a function behind it.
 
     >>> check_has_function("net.py")
     Traceback (most recent call last):
@@ -376,7 +372,7 @@ def check_has_function(head: str, folder: Path | None = None) -> None:
 
 
 def _functions(path: Path) -> list[str]:
-    """Names of the functions that a Python file defines, by its text alone: nothing runs."""
+    """Return the names of the functions that a Python file defines, from its text: nothing runs."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):
@@ -390,8 +386,7 @@ def _task_of_file(kind: str, file: str, options: Mapping[str, Any], folder: Path
     if kind == "text":
         return named_task(name, _text(path, options), options)
     if not path.is_dir():
-        stamp = path.stat()
-        return named_task(name, _arrays(path, options.get("superclass"), (stamp.st_mtime_ns, stamp.st_size)), options)
+        return named_task(name, _arrays(path, options.get("superclass"), _stamp(path)), options)
     if "superclass" in options:
         raise TaskError("a folder of pictures has no superclasses.")
     return named_task(name, read_folder(path, side=options.get("side")), options)
@@ -407,25 +402,25 @@ def _text(path: Path, options: Mapping[str, Any]) -> Text:
 
 
 @lru_cache(maxsize=4)
-def _arrays(path: Path, superclass: int | None, stamp: tuple[int, int]) -> Examples:
-    """The arrays of a file with this time stamp and size; cached, as tasks of twenty superclasses read one file in turn."""
+def _arrays(path: Path, superclass: int | None, stamp: Stamp) -> Examples:
+    """Return the arrays of a file with this `_stamp`; cached, since tasks of twenty superclasses read one file in turn."""
     return read_arrays(path, superclass=superclass)
 
 
 def _name(head: str, options: Mapping[str, Any]) -> str:
-    """The name of a task, with its options in alphabetical order, so that one task has one name."""
+    """Return the name of a task, with its options in alphabetical order, so that one task has one name."""
     return head + "#" * bool(options) + ",".join(f"{name}={value}" for name, value in sorted(options.items()))
 
 
 def _portable(file: str) -> str:
-    """A relative path without `..`, unchanged; the file name alone of any other path, so that trials contain no local path."""
+    """Return a relative path without `..` unchanged, and of any other path its name, so that trials contain no local path."""
     path = Path(file)
     is_outside = path.is_absolute() or PureWindowsPath(file).is_absolute() or ".." in path.parts or file.startswith("~")
     return PureWindowsPath(file).name if is_outside else path.as_posix()
 
 
 def portable_text(text: str) -> str:
-    """A task's text without local paths, for messages and files: absolute paths and those with `..` are shortened to the file name.
+    """Return a task's text for messages and files: absolute paths, and those with `..`, are shortened to the file name.
 
     >>> portable_text("images:/data/ann/faces.npz#steps=3,from=/data/ann/w.pt")
     'images:faces.npz#steps=3,from=w.pt'
@@ -439,7 +434,7 @@ def portable_text(text: str) -> str:
 
 
 def find_file(file: str, folder: Path | None) -> Path:
-    """The path of `file`: under `folder` (the current folder when None), or under PAREDOWN_DATA."""
+    """Return the path of `file`: under `folder` (the current folder when None), or under PAREDOWN_DATA."""
     data = Path(os.environ[DATA]) if os.environ.get(DATA) else None
     roots = [folder if folder is not None else Path(), *((data / inside for inside in DATA_FOLDERS) if data is not None else ())]
     for root in roots:
@@ -455,15 +450,11 @@ def find_file(file: str, folder: Path | None) -> Path:
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Whether a path is under `root` after following symbolic links."""
+    """Return whether a path is under `root` after following symbolic links."""
     return path.resolve().is_relative_to(root.resolve())
 
 
-# --- Tasks from files of the user ---------------------------------------------------------------------------------------
-
-
 def _user_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Task:
-    """The Task that a function of a file returns."""
     file, _, function = text.rpartition(":")
     path = (folder or Path()) / file
     if folder is not None and not is_inside(path, folder):
@@ -476,14 +467,11 @@ def _user_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Ta
     return task
 
 
-# --- Cached tasks ---
-
 NUM_CACHED = 32  # a sweep that runs cheap plans first alternates between its tasks
-Stamp = tuple[int, int]
 
 
 def cached_task(text: str, folder: Path | None) -> Task:
-    """`find_task(text, folder)`, cached by text and by the time stamp of its file. `folder` None: the current folder, for data only."""
+    """Return `find_task(text, folder)`, cached by text and file stamp. `folder` None: the current folder, for data only."""
     head = text.strip().partition("#")[0].strip()
     if ".py:" in head:
         if folder is None:
@@ -503,6 +491,5 @@ def _cached_task(text: str, folder: Path, stamp: Stamp | None) -> Task:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Modification time and size of a file."""
     stat = path.stat()
     return stat.st_mtime_ns, stat.st_size

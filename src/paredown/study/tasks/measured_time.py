@@ -28,14 +28,14 @@ NUM_STEPS = NUM_WARM_UP + 9  # of a run for its step time alone
 
 
 class StepTimer:
-    """Notes the end of each step of a run; `seconds` is the median time between two ends."""
+    """Records the end of each step of a run; `seconds` is the median time between two ends."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device, self._clock = device, clock
         self._ends: deque[Any] = deque(maxlen=MOST_STEPS + 1)
 
     def after(self, step: int) -> None:
-        """Called after each step, counted from 1."""
+        """Record the end of a step, counted from 1."""
         if step >= NUM_WARM_UP:
             self._ends.append(self._end())
 
@@ -47,7 +47,7 @@ class StepTimer:
         return event
 
     def seconds(self) -> float | None:
-        """The median; None after fewer than FEWEST_STEPS timed steps."""
+        """Return the median seconds of a step; None after fewer than FEWEST_STEPS timed steps."""
         if len(self._ends) <= FEWEST_STEPS:
             return None
         if self._device.type != "cuda":

@@ -35,7 +35,7 @@ from paredown.study.tasks.trial import Trial
 
 @dataclass(eq=False)
 class Training:
-    """A training of which `start` did the first NUM_MEASURED_STEPS steps, to measure their peak memory; `step` does one more."""
+    """A training whose first NUM_MEASURED_STEPS steps `start` takes, to measure their peak memory; `step` takes one more."""
 
     loop: Loop
     peak_bytes: int | None
@@ -45,7 +45,7 @@ class Training:
 
     @staticmethod
     def start(task: Task, plan: Plan, *, seed: int, sessions: ExitStack) -> Training:
-        """Start a training on the CPU and do the measured steps; its session stays open until `sessions` closes."""
+        """Start a training on the CPU and take the measured steps; its session stays open until `sessions` closes."""
         setting = make_setting(task, plan, seed=seed, device="cpu")
         batches = task.data.batches(task.batch, seed=seed, device=setting.device)
         curve, meter = curve_of(task), meter_of(setting.device)
@@ -67,7 +67,7 @@ class Training:
         return self.loop.setting.task.steps - NUM_MEASURED_STEPS - len(self.step_seconds)
 
     def step(self) -> float:
-        """Train on the next batch and note the CPU seconds of this thread; returns the last loss of the curve."""
+        """Train on the next batch, record the CPU seconds of this thread, and return the last loss of the curve."""
         task = self.loop.setting.task
         lr, (x, answers) = task_learning_rate(task, task.steps - self.num_steps_left), next(self.batches)
         begun = time.thread_time()
@@ -105,10 +105,10 @@ class Training:
 
 
 def paired_difference(baseline: Tensor, plan: Tensor) -> tuple[float, float]:
-    """Return how much more often the plan is wrong than the baseline, as a share of all answers, and the standard error of that.
+    """Return how much more often the plan is wrong than the baseline, as a share of all answers, and its standard error.
 
-    Both arguments have a row of booleans for each seed. The standard error is the larger one of two: of the mean over seeds, which a
-    few seeds that happen to agree make too small, and of the mean over all pairs of answers, which leaves out what a seed changes for all.
+    Both arguments have a row of booleans for each seed. The standard error is the larger one of two: of the mean over seeds, which a few
+    seeds that happen to agree make too small, and of the mean over all pairs of answers, which leaves out what a seed changes for all.
     """
     pairs = plan.double() - baseline.double()  # (seeds, examples): 1, 0 or -1
     by_seed = pairs.mean(1)

@@ -32,7 +32,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> scalar tensor, th
 
 
 class NamedOptimizer(NamedTuple):
-    """The optimizer of a name: a class of paredown.optim, and the arguments that the name implies."""
+    """The optimizer that a name means: a class of paredown.optim, and the arguments that the name implies."""
 
     kind: str
     options: Mapping[str, Any]
@@ -52,7 +52,7 @@ SCHEDULES = ("cosine", "constant")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How a task is optimized: an optimizer of RULES, its peak learning rate, and further arguments of its class in `options`.
+    """The optimizer of a task: a name of RULES, its peak learning rate, and further arguments of its class in `options`.
 
     `schedule`: "cosine" is a linear warmup in the first tenth of the run and a cosine decay to a hundredth, "constant" has neither.
     `max_norm`: clip gradients to this norm. `loss_scale`: the initial scale of a torch.amp.GradScaler; None: no scaler. `loss_factor`: a
@@ -81,7 +81,7 @@ class OptimizerSettings:
 
 
 def share_wrong(output: Tensor, answers: Tensor) -> Tensor:
-    """The share of wrong answers: argmax of logits (..., num_answers) compared with class numbers (...)."""
+    """Return the share of wrong answers: argmax of logits (..., num_answers) compared with class numbers (...)."""
     return (output.argmax(-1) != answers).float().mean()
 
 
@@ -90,13 +90,14 @@ METRICS: Mapping[str, Loss | None] = MappingProxyType({"error": share_wrong, "lo
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Task:
-    """What to train and how to evaluate it. `make_model(seed)` returns a new model on the CPU; torch is seeded before the call.
+    """A model, data, a loss and a number of steps: what to train and how to evaluate it.
 
-    `loss(output, answers)` is the mean over a batch; cross entropy by default. `metric`: "error" is the share of wrong answers, "loss" the
-    loss; a function is called like the loss and returns the mean error of a batch; lower is better. `autocast`: the dtype of the
-    autocast context around forward and loss. `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether
-    the model is in channels_last memory format, where convolutions are faster and need no workspace to transpose tensors; leave it False
-    for a model that calls `view` on feature maps.
+    `make_model(seed)` returns a new model on the CPU; torch is seeded before the call. `loss(output, answers)` is the mean over a batch;
+    cross entropy by default. `metric`: "error" is the share of wrong answers, "loss" the loss; a function is called like the loss and
+    returns the mean error of a batch; lower is better. `autocast`: the dtype of the autocast context around forward and loss.
+    `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether the model is in channels_last memory
+    format, where convolutions are faster and need no workspace to transpose tensors; leave it False for a model that calls `view` on
+    feature maps.
     """
 
     name: str

@@ -17,7 +17,10 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 def model_family(model: nn.Module) -> str:
-    """The family of a model, from the types of its modules: attention with an embedding is "gpt", attention without one "vit"."""
+    """Return the family of a model, from the types of its modules.
+
+    Attention with an embedding is "gpt", attention without one "vit".
+    """
     modules = list(model.modules())
     if any("attention" in type(module).__name__.lower() for module in modules):
         return "gpt" if any(isinstance(module, nn.Embedding) for module in modules) else "vit"
@@ -27,7 +30,7 @@ def model_family(model: nn.Module) -> str:
 
 
 def task_family(task: Task) -> str:
-    """The family of a task's model, which is built on the meta device where its code allows that."""
+    """Return the family of a task's model, which is built on the meta device if its code allows that."""
     try:
         with torch.device("meta"):
             return model_family(task.make_model(0))

@@ -57,7 +57,7 @@ def trace_task(
     compiled: bool = False,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Trace:
-    """The trace of one step of `task`, for the footprint of `plan` (None: the baseline). Random states are not changed.
+    """Return the trace of one step of `task`, for the footprint of `plan` (None: the baseline); random states are not changed.
 
     `device`: "cpu" or "cuda", with or without a number; CUDA if available when None. `batch_size` and the name `optimizer` replace the
     task's own. `compiled` and `chunked_loss`: as in `trace_step`. Traces are cached for the last few tasks.
@@ -67,7 +67,10 @@ def trace_task(
 
 
 def formats_state(plan: Plan) -> bool:
-    """Whether a plan has rules for weights, gradients or optimizer state: its optimizer step then allocates no temporaries."""
+    """Return whether a plan has rules for weights, gradients or optimizer state.
+
+    The optimizer step of such a plan allocates no temporaries.
+    """
     return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR, Role.FROZEN) for key, _ in plan.rules)
 
 
@@ -75,7 +78,7 @@ def formats_state(plan: Plan) -> bool:
 def _trace(
     task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
-    """`trace_task`; `step`: whether it is compiled, and whether its loss is computed in chunks."""
+    """Return `trace_task`; `step`: whether the step is compiled, and whether its loss is computed in chunks."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).placed_model(), _first_batch(task)
     if batch_size is not None:
@@ -87,7 +90,10 @@ def _trace(
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
-    """The batch with `new_batch_size` examples instead of `batch_size`: tensors on the meta device, with shapes and no values."""
+    """Return the batch with `new_batch_size` examples instead of `batch_size`.
+
+    Its tensors are on the meta device, with shapes and without values.
+    """
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim or len(tensor) != batch_size:
@@ -100,7 +106,7 @@ def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
 
 
 def predicted_bytes(text: str, plan: Plan, folder: Path, device: str | None = None) -> int:
-    """Predicted peak bytes of a plan on a task by name; `cheap_first` ranks by it.
+    """Return the predicted peak bytes of a plan on a task by name; `cheap_first` sorts by them.
 
     A simulated plan with rules for values that no step stores has the bytes of PEPPP's memory model.
     """
@@ -111,20 +117,23 @@ def predicted_bytes(text: str, plan: Plan, folder: Path, device: str | None = No
 
 
 def peppp_bytes(text: str, plan: Plan, folder: Path | None) -> float:
-    """Bytes of a step in PEPPP's memory model, which counts every tensor of the step in the plan's formats."""
+    """Return the bytes of a step in PEPPP's memory model, which counts every tensor of the step in the plan's formats."""
     return plan_bytes(outline_task(_task_by_name(text, folder)), plan)
 
 
 @lru_cache(maxsize=4)
 def outline_task(task: Task) -> Outline:
-    """The outline of a forward pass on the task's first batch: every tensor that an operation computes."""
+    """Return the outline of a forward pass on the task's first batch: every tensor that an operation computes."""
     x, _ = _first_batch(task)
     return outline(TrainingSetup(task, Plan(), 0, CPU).model(), (x,))
 
 
 @lru_cache(maxsize=4)
 def _task_by_name(text: str, folder: Path | None) -> Task:
-    """The same Task for the same name, so that traces of tasks of the user's code, which `cached_task` makes anew, are cached too."""
+    """Return the same Task for the same name.
+
+    Traces are cached by Task, and `cached_task` makes those of the user's code anew in each call.
+    """
     return cached_task(text, folder)
 
 

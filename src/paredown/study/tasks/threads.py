@@ -33,7 +33,7 @@ CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def num_threads(sizes: Iterable[int], *, most: int) -> int:
-    """The number of threads, at most `most`, for operations on tensors with these numbers of values."""
+    """Return the number of threads, at most `most`, that suits operations on tensors with these numbers of values."""
     values = list(sizes)
     total = sum(values)
     mean = sum(n * n for n in values) // total if total else 0
@@ -41,13 +41,13 @@ def num_threads(sizes: Iterable[int], *, most: int) -> int:
 
 
 def sizes_of(trace: Trace) -> list[int]:
-    """Numbers of values of the tensors that the operations of a step write, and of its weights."""
+    """Return the numbers of values of the tensors that the operations of a step write, and of its weights."""
     return [*(output.nbytes // VALUE_BYTES for output in trace.outputs), *(slot.numel for slot in trace.of(Role.WEIGHT))]
 
 
 @contextmanager
 def suited_threads(task: Task, device: torch.device | str) -> Generator[None]:
-    """A block in which torch uses the number of threads that suits `task`; unchanged on a GPU, or where the user chose it."""
+    """Return a context in which torch uses the number of threads that suits `task`; unchanged on a GPU, or if the user chose it."""
     before = torch.get_num_threads()
     is_fixed = before == 1 or str(device) != "cpu" or any(os.environ.get(name) for name in CHOSEN_BY_USER)
     wanted = before if is_fixed else _wanted(task, before)

@@ -49,14 +49,17 @@ MIN_STEPS_TO_STOP = 100
 
 
 class Verdict(NamedTuple):
-    """Why a run ends before its last step."""
+    """The status and reason of a run that ends before its last step."""
 
     status: Status
     reason: str
 
 
 class LossCurve:
-    """The points (step, mean loss since the point before) of a run, steps counted from 1, and its verdict."""
+    """The loss curve of a run, and its verdict.
+
+    Points are (step, mean loss since the point before), with steps counted from 1.
+    """
 
     def __init__(self, steps: int, *, blind_loss: float | None = None, stops_early: bool = True) -> None:
         self.points: list[tuple[int, float]] = []
@@ -70,7 +73,7 @@ class LossCurve:
         self._sum: Tensor | None = None
 
     def add(self, loss: Tensor) -> bool:
-        """Add the loss of one more step; True when this made a new point."""
+        """Add the loss of one more step, and return whether this made a new point."""
         loss = loss.detach().float()
         self._sum = loss if self._sum is None else self._sum + loss
         if not self.is_point(self.step + 1):
@@ -81,11 +84,11 @@ class LossCurve:
         return True
 
     def is_point(self, step: int) -> bool:
-        """Whether a point of the curve is at this step."""
+        """Return whether the curve has a point at this step."""
         return step % self._every == 0 or step >= self._steps
 
     def may_stop(self, step: int) -> bool:
-        """Whether a run may be stopped as hopeless at this step; it is then evaluated with its weights of that step."""
+        """Return whether a run may be stopped as hopeless at this step; it is then evaluated with its weights of that step."""
         return step in self._stop_steps
 
     def point(self, total: float) -> None:
@@ -112,7 +115,10 @@ class LossCurve:
         return None
 
     def _hopeless(self) -> Verdict | None:
-        """STOPPED when the means of the last quarter and of the last tenth are both no better than random guessing."""
+        """Return a verdict STOPPED if the run is no better than random guessing; otherwise None.
+
+        The means of the last quarter and of the last tenth are compared with the loss of guessing.
+        """
         quarter_start, tenth_start = self.step - self._steps // 4, self.step - self._steps // 10
         guessing_loss = self._blind_loss if self._blind_loss is not None else self.points[0][1]
         quarter, tenth = self._mean(quarter_start), self._mean(tenth_start)
@@ -124,7 +130,6 @@ class LossCurve:
         return Verdict(Status.STOPPED, f"hopeless: the mean training loss of {means}, and {reference} {guessing_loss:.4g}")
 
     def _mean(self, since: int) -> float:
-        """The mean loss of the points after step `since`."""
         late = [loss for step, loss in self.points if step > since]
         return sum(late) / len(late)
 
@@ -139,7 +144,10 @@ ProgressCallback = Callable[[int, int, float], None]  # step, steps, training lo
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
-    """Linear warmup to `peak` in the first tenth of the steps, then cosine decay to a hundredth of it; `step` is counted from 0."""
+    """Return the learning rate at a step, counted from 0.
+
+    It rises linearly to `peak` in the first tenth of the steps, then falls to a hundredth of that along a cosine.
+    """
     num_warmup = max(num_steps // WARMUP_PART, 1)
     if step < num_warmup:
         return peak * (step + 1) / num_warmup
@@ -148,12 +156,15 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 
 def task_learning_rate(task: Task, step: int) -> float:
-    """The learning rate of a step of a task, counted from 0."""
+    """Return the learning rate of a task at a step, counted from 0."""
     return task.settings.lr if task.settings.schedule == "constant" else learning_rate(step, task.steps, task.settings.lr)
 
 
 def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
-    """The optimizer that `settings` names; in store mode of `paredown.optim`, with the formats of the model's session."""
+    """Return the optimizer that `settings` names.
+
+    In store mode it is one of `paredown.optim`, with the formats of the model's session.
+    """
     kind, implied = RULES[settings.optimizer]
     options = {"lr": settings.lr, **implied, **settings.options}
     if kind == "Muon":
@@ -171,7 +182,7 @@ def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int =
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A task, the plan to train it under, the seed and the device: all that decides the numbers of a trial."""
+    """A task, the plan to train it under, the seed and the device, which together decide the numbers of a trial."""
 
     task: Task
     plan: Plan
@@ -180,12 +191,15 @@ class TrainingSetup:
     mode: Any = "store"
 
     def model(self) -> nn.Module:
-        """A new model on the CPU. Seeds torch first, so that torch's random state afterwards depends on the seed alone."""
+        """Return a new model on the CPU.
+
+        torch is seeded first, so that its random state afterwards depends on the seed alone.
+        """
         torch.manual_seed(self.seed)
         return self.task.make_model(self.seed)
 
     def placed_model(self) -> nn.Module:
-        """The same model on its device, in channels_last memory format where that is faster.
+        """Return a new model on its device, in channels_last memory format where that is faster.
 
         Convolutions in fp32 without TF32, as wide simulated formats need them, are slow in channels_last.
         """
@@ -195,12 +209,12 @@ class TrainingSetup:
         return model.to(memory_format=torch.channels_last) if is_channels_last else model  # type: ignore[call-overload]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context around forward and loss."""
+        """Return the autocast context of forward and loss."""
         dtype = self.task.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def session(self, model: nn.Module) -> Any:
-        """The session of the plan on `model`; a null context for the baseline in store mode."""
+        """Return the session of the plan on `model`; a null context for the baseline in store mode."""
         if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
         if self.mode != "store":
@@ -210,7 +224,7 @@ class TrainingSetup:
 
 @dataclass
 class Loop:
-    """A model with its session and optimizer; `step` trains on one batch."""
+    """A model with its session and optimizer, which `step` trains on one batch."""
 
     setting: TrainingSetup
     model: nn.Module
@@ -226,7 +240,7 @@ class Loop:
         self.scaler = None if scale is None else torch.amp.GradScaler(device.type, init_scale=scale)
 
     def step(self, x: Tensor, answers: Tensor, lr: float) -> Tensor:
-        """Train on a batch at learning rate `lr`; its loss."""
+        """Train on a batch at learning rate `lr`, and return its loss."""
         self.set_learning_rate(lr)
         return self.run_step(x, answers)
 
@@ -239,7 +253,7 @@ class Loop:
                 group["lr"] = lr
 
     def run_step(self, x: Tensor, answers: Tensor) -> Tensor:
-        """Train on a batch at the learning rate that was set last; returns the loss of the batch."""
+        """Train on a batch at the learning rate that was set last, and return its loss."""
         with self.setting.autocast(), getattr(self.session, "following", nullcontext)():
             loss = self.setting.task.loss(self.model(x), answers)
         if self.scaler is None:
@@ -256,7 +270,7 @@ class Loop:
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
-        """Gradients of the loss; gradients of activations are `loss_factor` times as large on the way."""
+        """Compute the gradients of the loss; those of activations are `loss_factor` times as large on the way."""
         factor = self.setting.task.settings.loss_factor
         if factor is None:
             loss.backward()
@@ -268,7 +282,7 @@ class Loop:
             packed.mul_(1 / factor)
 
     def scores(self, x: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean error and mean loss of a batch."""
+        """Return the mean error and the mean loss of a batch."""
         with self.setting.autocast():
             output = self.model(x)
         output = output.float() if isinstance(output, Tensor) else output
@@ -309,7 +323,7 @@ def train(
 
 @torch.no_grad()
 def judge(loop: Loop) -> tuple[float, float]:
-    """Mean error and mean loss on all test examples, with the plan's session still open."""
+    """Return the mean error and the mean loss on all test examples, with the plan's session still open."""
     task, setting = loop.setting.task, loop.setting
     error, loss, count = 0.0, 0.0, 0
     loop.model.eval()
@@ -322,7 +336,7 @@ def judge(loop: Loop) -> tuple[float, float]:
 
 
 def with_scores(trial: Trial, error: float, loss: float) -> Trial:
-    """The trial with its error and loss on the test split; DIVERGED where one of them is not finite."""
+    """Return the trial with its error and loss on the test split; DIVERGED if one of them is not finite."""
     if not (math.isfinite(error) and math.isfinite(loss)):
         return replace(trial, status=Status.DIVERGED, reason=f"on the test split the error is {error:.4g} and the loss {loss:.4g}")
     return replace(trial, error=error, loss=loss)

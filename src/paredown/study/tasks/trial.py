@@ -40,7 +40,7 @@ VERSION = 1  # of the JSON
 
 
 class Status(str, Enum):
-    """How a trial ended."""
+    """The way in which a trial ended."""
 
     DONE = "done"
     DIVERGED = "diverged"
@@ -53,7 +53,10 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, repr=False)
 class Trial:
-    """The result of training a task under a plan. None: unknown. Numbers are finite; `reason` describes a loss that is not."""
+    """The result of training a task under a plan.
+
+    None means unknown. Numbers are finite; `reason` describes a loss that is not.
+    """
 
     task: str  # its name
     plan: Plan
@@ -91,13 +94,13 @@ class Trial:
 
     @property
     def step_ratio(self) -> float | None:
-        """The step time in times of the unmodified step's on the same machine; None where one of them is unknown."""
+        """The step time divided by that of the unmodified step on the same machine; None if one of them is unknown."""
         if self.step_seconds is None or not self.baseline_step_seconds:
             return None
         return self.step_seconds / self.baseline_step_seconds
 
     def _numbers(self) -> list[str]:
-        """The measured and predicted numbers that are known, with their names."""
+        """Return the measured and predicted numbers that are known, with their names."""
         texts: list[str] = []
         texts += [f"error {self.error:.4f}"] if self.error is not None else []
         texts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
@@ -108,14 +111,14 @@ class Trial:
         return texts
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: version and all fields by name."""
+        """Return the JSON value: version and all fields by name."""
         value: dict[str, Any] = {"version": VERSION} | {name: getattr(self, name) for name in NAMES}
         curve = [[step, loss] for step, loss in self.curve]
         return value | {"plan": self.plan.to_json(), "status": self.status.value, "curve": curve, "versions": dict(self.versions)}
 
     @staticmethod
     def from_json(value: Any) -> Trial:
-        """The trial whose `to_json` is `value`; PlanError where `value` is not valid."""
+        """Return the trial whose `to_json` is `value`; PlanError where `value` is not valid."""
         rest = object_parts(value, "trial", NAMES, REQUIRED, VERSION, PlanError)
         rest["plan"] = Plan.from_json(rest["plan"])
         return Trial(**rest)
@@ -146,7 +149,7 @@ CHECKS: dict[str, Check] = {
 
 
 def say_step(seconds: float | None, ratio: float | None) -> str:
-    """A step time as text: relative to the baseline's where that is known, and in milliseconds.
+    """Return a step time as text: relative to the baseline's if that is known, and in milliseconds.
 
     >>> say_step(0.01234, 1.0821), say_step(0.5, None), say_step(None, 1.25)
     ("1.08x the baseline's, 12.3 ms", '500 ms', "1.25x the baseline's")
@@ -156,7 +159,7 @@ def say_step(seconds: float | None, ratio: float | None) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean of `values`; None for fewer than two.
+    """Return the standard error of the mean of `values`; None for fewer than two.
 
     >>> standard_error([1.0, 3.0]), standard_error([1.0])
     (1.0, None)
