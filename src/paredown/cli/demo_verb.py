@@ -126,7 +126,7 @@ class Fit:
         found = Counter((row.role.value, int(Format.parse(row.format).bits_per_value)) for row in slots.that("quantized"))
         texts = [f"{num} {role} tensors in {bits} bits" for (role, bits), num in found.items()]
         parts = [f"stores {' and '.join(texts)}"] if texts else []
-        parts += [f"recomputes {num} from stored ones in backward"] if (num := len(slots.that("recomputed"))) else []
+        parts += [f"recomputes {num} others from them in backward"] if (num := len(slots.that("recomputed"))) else []
         parts += [f"runs {num} layers twice"] if (num := len(self.plan.recompute)) else []
         return f"{', '.join(parts)}; `assign` chose it for this budget."
 
@@ -253,9 +253,9 @@ class DemoResult:
         rows = {
             "Plan": self.fit.in_words(),
             "Accuracy": self._accuracy(),
-            "Time": f"a step takes {after:.0f} instead of {before:.0f} ms of CPU time on one core; steps of the two took turns.{_slow()}",
+            "Time": f"a step takes {after:.0f} instead of {before:.0f} ms of CPU time, on one core, measured in turns.{_slow()}",
             "Report": f"{files['page']} (open it in a browser), after {say_seconds(self.seconds)}; the plan is {files['plan']}.",
-            "Next": "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   (does your model fit?)",
+            "Next": "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   # does your model fit?",
         }
         lines = [*map(heading, _wrapped(self.headline())), "", *_wrapped(f"{NETWORK}; the {self._peak} of a training step:")]
         lines += ["", *self.fit.bars(), "", *(line for name, text in rows.items() for line in _row(name, text))]
@@ -278,7 +278,7 @@ class DemoResult:
     def _accuracy(self) -> str:
         verdict = "the same within the noise" if self.is_noise else "not the same, by more than noise"
         share = f"{100 * self.difference:+.1f} % +- {100 * self.standard_error:.1f}"
-        return f"{verdict}: the errors differ by {share} (+- is a standard error over {NUM_SEEDS} seeds; up to two are noise)."
+        return f"{verdict}: the errors differ by {share} (+- is a standard error over seeds and test digits; up to two are noise)."
 
 
 def _mean_error(trials: Sequence[Trial]) -> str:

@@ -45,9 +45,8 @@ function drawBars(study, kept, budget, label, shown, width) {
   kept.forEach((row, i) => {
     const top = i * step + 18, isShown = row.label === shown, kind = isShown ? "halo strong" : "halo";
     const name = `${isShown ? "▸ " : ""}${calledOf(study, row.label)}${row.label === label ? ", picked" : ""}`;
-    const share = study.full_bytes ? ` · ${percent(row.peak_bytes / study.full_bytes)}` : "";
     texts.push(svg("text", { x: 0, y: top - 5, class: kind }, cut(name, width - 150, isShown)));
-    texts.push(svg("text", { x: width, y: top - 5, "text-anchor": "end", class: kind }, `${bytes(row.peak_bytes)}${share}`));
+    texts.push(svg("text", { x: width, y: top - 5, "text-anchor": "end", class: kind }, bytes(row.peak_bytes)));
     let at = 0;
     for (const [role, nbytes] of rolesOf(row)) {
       root.append(namedTile(`bar:${row.label}:${role}`, calledOf(study, row.label), role, nbytes, row.peak_bytes, { x: x(at), y: top, width: x(nbytes), height: 22 }));
