@@ -305,9 +305,8 @@ class PlanBackend:
         formats = [format for format in plan.activation_formats if format is not None]
         has_few_bits = any(format.element.width < 8 for format in formats)
         loops = KEEPS_LOOPS if plan.multiplies else {}
-        return {**loops, **(INLINES if has_few_bits else {}), **(FREES if device == "cuda" and plan.packs_activations else {})}
         order = {"_post_fusion_custom_pass": ByLastOperation()} if plan.packs_activations else {}
-        return {**order, **(INLINES if has_few_bits else {}), **(FREES if device == "cuda" and plan.packs_activations else {})}
+        return {**loops, **order, **(INLINES if has_few_bits else {}), **(FREES if device == "cuda" and plan.packs_activations else {})}
 
 
 def make_backend(
