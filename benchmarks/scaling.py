@@ -1,7 +1,7 @@
-"""Memory and traffic of one of 8, 64 and 512 GPUs under fully_shard, for 8 and 70 billion parameters: python benchmarks/scaling.py
+"""Memory and traffic of one of 8 and of 64 GPUs under fully_shard, for 8 and 70 billion parameters: python benchmarks/scaling.py
 
 Arithmetic alone: `footprint` of a step that consists of the weights, gradients and moments of a decoder, without activations. The same
-formulas are compared with four processes in tests/session/test_sharded.py. docs/scaling.md has the tables; a test compares them.
+formulas are compared with four processes in tests/session/test_sharded.py. docs/scaling.md has the first table; a test compares it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
 from paredown.sizes import say_bytes
 
-WORLD_SIZES = (8, 64, 512)
+WORLD_SIZES = (8, 64)
 LINK = 50e9  # bytes a second that a GPU sends: 400 Gbit/s
 RATE = 4e14  # operations a second that a GPU computes in bf16, 40 % of an H100's or H200's peak
 IN_8_BITS = "int8/64@bf16"

@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import cross_entropy, interpolate
 
 import paredown as pare
-from paredown.integrations import explain_on_out_of_memory
 from paredown.models import resnet18
 from paredown.study.tasks import find_task
 
@@ -39,10 +38,10 @@ plan = pare.assign(trace, options.budget)
 print(f"within {options.budget}: {pare.footprint(trace, plan).peak_bytes / 2**20:.1f} MiB predicted")
 plan.save("plan.json")
 
-# %% The loop. An out-of-memory error inside of the `with` says which role grew, and what the next smaller plan is
+# %% The loop. An out-of-memory error inside of the `with` says what the peak is made of, and which plan takes less
 session = pare.apply(plan, model)
 optimizer = pare.optim.AdamW(model.parameters(), lr=3e-3)
-with explain_on_out_of_memory(trace, plan):
+with pare.explain_oom(model, optimizer=optimizer):
     for step, (x, y) in zip(range(1, num_steps + 1), batches, strict=False):
         loss = cross_entropy(model(x), y)
         stored = session.stored_bytes

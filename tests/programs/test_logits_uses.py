@@ -146,6 +146,7 @@ def test_what_stays_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.filterwarnings("ignore:torch.optim.SGD updates:UserWarning")  # some programs step, which rounds
+@pytest.mark.filterwarnings("ignore:head.weight is trained and stored:UserWarning")  # or write an update
 def test_logits_of_packed_weights_are_those_of_torch(name: str) -> None:
     """Weights that bfloat16 has are packed without an error."""
     with paredown.apply(PACKED, (model := rounded()), chunked_loss=True):
