@@ -323,7 +323,7 @@ def _rank(given: str, reason: str, slot: str) -> int:
 
 
 def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
-    """Return the bytes of the activations of the largest forward pass, of weights if some are packed, of optimizer state and of gradients."""
+    """Return the bytes of activations in the largest forward pass, of weights if some are packed, of optimizer state and of gradients."""
     most = activations.largest
     rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
     if model is None:
