@@ -1,6 +1,6 @@
 """Measured peaks of trials on a CPU beside their predictions, and what `pick` expects of each plan after trials of the others.
 
-    python benchmarks/bench_cpu_peaks.py                                  # about a minute; rows in results/cpu_peaks.json
+    python benchmarks/bench_cpu_peaks.py                                  # some minutes; rows in results/cpu_peaks.json
     python benchmarks/bench_cpu_peaks.py --task "digits#model=vit,steps=3"
 
 `expected`: the peak of a plan by `pick.pick_loop.expected_peaks`, from the trials of all other plans of the task.
@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from measure import RESULTS, machine
+from torch import nn
 
 import paredown as pare
 from paredown.study.pick.candidates import ROLES, features_of
 from paredown.study.pick.pick_loop import expected_peaks
+from paredown.study.tasks.data import Examples
 from paredown.study.tasks.lookup import find_task
+from paredown.study.tasks.task import Task
 from paredown.study.tasks.task_trace import trace_task
 
 PATH = RESULTS / "cpu_peaks.json"
 
-TASKS = ("digits#model=mlp,steps=3", "digits#model=resnet18,steps=3")
+PICTURES = "five convolutions, 32 x 3 x 64 x 64"  # whose operands oneDNN copies into formats of its own
+TASKS = ("digits#model=mlp,steps=3", "digits#model=resnet18,steps=3", "digits#model=resnet18,steps=2,batch=1024", PICTURES)
 PLANS = {
     "baseline": pare.Plan(),
     **{name: pare.Plan.preset(name) for name in ("activations8", "activations4", "half", "lpmm")},
@@ -31,9 +37,24 @@ PLANS = {
 }
 
 
+def convolutions(seed: int) -> nn.Module:
+    """A network of 260 MiB."""
+    sizes = (3, 48, 48, 48, 48)
+    layers = [[nn.Conv2d(m, n, 3, padding=1), nn.BatchNorm2d(n), nn.ReLU()] for m, n in pairwise(sizes)]
+    last = nn.MaxPool2d(2), nn.Conv2d(48, 96, 3, padding=1), nn.BatchNorm2d(96), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*(layer for group in layers for layer in group), *last, nn.Linear(96, 10))
+
+
+def pictures() -> Task:
+    """`PICTURES`, of random values."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(96, 3, 64, 64, generator=generator), torch.randint(10, (96,), generator=generator)
+    return Task(PICTURES, convolutions, Examples(x, y, x[:32], y[:32]), steps=2, batch=32)
+
+
 def rows_of(name: str) -> list[dict[str, Any]]:
     """A trial of each plan, and what the others say of its peak."""
-    task, rows, roles = find_task(name), list[dict[str, Any]](), list[Any]()
+    task, rows, roles = pictures() if name == PICTURES else find_task(name), list[dict[str, Any]](), list[Any]()
     for label, plan in PLANS.items():
         trial = pare.evaluate(task, plan, device="cpu")
         assert trial.predicted_peak_bytes is not None and trial.measured_peak_bytes is not None, trial.reason
@@ -45,7 +66,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         row["expected"] = int(expected_peaks(memory, others, np.array(roles))[i])
         ratios = (row["measured"] / row["predicted"], row["measured"] / row["expected"])
         print(
-            f"{name:32s} {row['plan']:26s}" + "".join(f"{row[key] / 2**20:10.2f}" for key in ("predicted", "expected", "measured")),
+            f"{name:42s} {row['plan']:26s}" + "".join(f"{row[key] / 2**20:10.2f}" for key in ("predicted", "expected", "measured")),
             end="",
         )
         print("   measured / predicted {:.2f}   measured / expected {:.2f}".format(*ratios), flush=True)

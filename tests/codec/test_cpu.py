@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paredown.codec import cpu, reference
@@ -209,6 +212,25 @@ def test_loops_compile_where_no_folder_can_be_written(monkeypatch: pytest.Monkey
     loops = loops_or_none(torch.ones(1))
     assert loops is not None
     assert loops.entry(lambda n: n + 1)(1) == 2
+
+
+@needs_numba
+def test_what_the_callers_held_is_freed_after_loops_were_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
+    loops = loops_or_none(torch.ones(1))
+    assert loops is not None
+
+    def copy(words: Any, bits: Any) -> None:
+        bits[:] = words[
+            : len(bits)
+        ]  # numba makes an error message of the two shapes, in functions that it fails to compile at first
+
+    def call() -> weakref.ref[Tensor]:
+        held = torch.ones(1)
+        loops.entry(copy)(np.ones(3), np.zeros(2))
+        return weakref.ref(held)
+
+    assert call()() is None
 
 
 def test_a_wrong_path_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

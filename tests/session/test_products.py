@@ -282,6 +282,17 @@ def test_compiled_steps_multiply_the_codes_of_eager_ones_and_pack_as_without(nam
     assert stored[name] <= stored["activations8"]  # codes are made again from what is packed anyway
 
 
+def test_inductor_compiles_products_of_packed_inputs_for_a_cpu() -> None:
+    """Its own kernels: with more tokens than inputs, it failed to fuse the decoding of an input with the transposition of codes."""
+    net, x = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16)), torch.randn(256, 128)
+    with apply(FP8, net):
+        eager = step(net, x)
+    with apply(FP8, net) as session:
+        found = step(session.compile(), x)
+        assert len(session.products.multiplied) == 2 and session._compiled.reports[0].stored_bytes  # type: ignore[union-attr]
+    assert relative_error(found, eager) < NEAR / 2
+
+
 def eager_logits(plan: Plan, net: nn.Module) -> Tensor:
     other = Words()
     other.load_state_dict(net.state_dict())

@@ -17,7 +17,9 @@ is kept on disk, beside this file or in the user's cache folder. numba is import
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,12 +47,26 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 inner: Any = njit(**OPTIONS)
 
 
-def entry(function: Callable[..., Any]) -> Any:
-    """`function`, compiled at its first call and kept on disk; compiled by each process where no folder can be written."""
+def entry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled at its first call and kept on disk; compiled by each process where no folder can be written.
+
+    numba keeps errors of its compiler in reference cycles. Their tracebacks hold the frames of all callers, and so the tensors of a forward
+    pass, which a session then would not decode in backward. They are collected after a call that compiled.
+    """
     try:
-        return njit(cache=True, **OPTIONS)(function)
+        compiled: Any = njit(cache=True, **OPTIONS)(function)
     except RuntimeError:  # numba: "cannot cache function: no locator available"
-        return njit(**OPTIONS)(function)
+        compiled = njit(**OPTIONS)(function)
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        known = len(compiled.overloads)
+        result = compiled(*args)
+        if len(compiled.overloads) > known:
+            gc.collect()
+        return result
+
+    return run
 
 
 class Call(NamedTuple):

@@ -37,6 +37,11 @@ def test_too_many_layers_are_not_built(num: int, tmp_path: Path) -> None:
         check_counts({"vision": {"depths": [2, num]}}, "config.json")
 
 
+def test_fewer_than_no_layers_are_refused() -> None:
+    with pytest.raises(TaskError, match=r"text_config\.num_hidden_layers is -1; a model has 0 layers or more"):
+        check_counts({"vision_feature_layer": -2, "text_config": {"num_hidden_layers": -1}}, "config.json")
+
+
 def test_sizes_are_no_counts() -> None:
     check_counts({"block_size": 1 << 20, "layer_norm_eps": 1e-5, "vocab_size": 10**6, "num_hidden_layers": 126}, "config.json")
 

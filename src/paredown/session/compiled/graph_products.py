@@ -23,7 +23,7 @@ from paredown.loss.graph_head import LINEARS
 from paredown.session.compiled.graph_slots import aten_name
 from paredown.session.eager.products import ProductLayers
 
-DEVICES = ("cuda",)  # with kernels that transpose
+DEVICES = ("cuda", "cpu")  # where an operation transposes
 
 
 def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductLayers, names: Mapping[int, str]) -> None:
@@ -54,15 +54,22 @@ def is_transpose(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and aten_name(node) == TRANSPOSED
 
 
-def call_transposes(backward: fx.GraphModule) -> None:
-    """Let a kernel transpose the codes that a CUDA backward graph reads, which Inductor would fuse into reductions.
+def _devices() -> tuple[str, ...]:
+    """Return the devices that have the operation: CUDA needs its kernels."""
+    return DEVICES if backend.find_kernels() is not None else tuple(device for device in DEVICES if device != "cuda")
 
+
+def call_transposes(backward: fx.GraphModule) -> None:
+    """Let one operation transpose the codes that a backward graph reads, in place of those that Inductor fuses.
+
+    On CUDA it fuses them into reductions; the operation is a kernel. On a CPU it fuses them with the decoding of a packed input, whose
+    blocks it makes a loop of, and fails where tokens and inputs differ in number (`try_loop_split` of torch 2.13, an AssertionError).
     This is done after graphs are partitioned: the partitioner would save the result of an operation that it does not know.
     """
     graph = backward.graph
     for node in list(graph.nodes):
         is_last = is_transpose(node) and not any(is_transpose(user) for user in node.users)
-        if not is_last or node.meta["val"].device.type not in DEVICES or backend.find_kernels() is None:
+        if not is_last or node.meta["val"].device.type not in _devices():
             continue
         chain = [node]
         while is_transpose(chain[-1].args[0]):

@@ -1,4 +1,4 @@
-"""How Inductor compiles `paredown::encode`, `paredown::decode` and `paredown::unpack_bits`.
+"""How Inductor compiles `paredown::encode`, `paredown::decode`, `paredown::unpack_bits` and `paredown::transposed_codes`.
 
 Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
 codec/graph_codec.py:
@@ -48,7 +48,8 @@ from paredown.formats.format import Format
 
 SCALES = ("fp32", "bf16")  # of formats that `paredown::decode` stands for
 OPERATOR = torch.ops.paredown.encode.default
-_through_dispatcher = fallback_handler(OPERATOR, add_to_fallback_set=False)
+TRANSPOSED = torch.ops.paredown.transposed_codes.default
+_through_dispatcher, _transposed = (fallback_handler(operation, add_to_fallback_set=False) for operation in (OPERATOR, TRANSPOSED))
 
 
 # --- decode ---------------------------------------------------------------------------------------------------------------------------
@@ -191,3 +192,12 @@ class EncodeCall(ExternKernel):
     def get_unbacked_symbol_defs(self) -> OrderedSet[Any]:
         """Return the empty set: all sizes are known."""
         return OrderedSet()
+
+
+# --- transposed codes -----------------------------------------------------------------------------------------------------------------
+
+
+@register_lowering(TRANSPOSED, type_promotion_kind=None)
+def transposed_codes(codes: Any) -> Any:
+    """The call of the operation, where `call_transposes` left one: torch 2.13 makes none by itself, since it has a decomposition too."""
+    return _transposed(ExternKernel.require_contiguous(codes))

@@ -156,8 +156,8 @@ class PickLoop:
     def expected(self) -> Array:
         """Expected peak bytes of each plan, (plans,): predicted, plus what the trials say is taken beyond that (`expected_peaks`).
 
-        Without measured peaks, or where they do not count, the prediction alone. On a CPU most of the excess is scratch memory of the
-        codec and copies of convolutions, which depend on the roles that are quantized: `excess_differs`.
+        Without measured peaks, or where they do not count, the prediction alone. On a CPU most of the excess is copies of
+        convolutions' operands, which depend on the roles that are quantized: `excess_differs`.
         """
         memory, peaks = self.candidates.memory, self._peaks
         if not (peaks and self.is_strict):

@@ -18,6 +18,14 @@ from paredown.serial import brief
 
 MOST_LAYERS = 4096  # the deepest published transformers have about 1000
 COUNTED = re.compile(r"layer|block|depth|expert|stage|repeat")  # fields by which modules are built one by one
+LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+)  # others can be -1 for "the last"
 NOT_COUNTED = re.compile(r"(size|dim|freq|interval|id|ids|tokens|offset|width|length|eps|dropout|step)$")
 DIFFUSERS = "_class_name"
 
@@ -36,8 +44,10 @@ def check_config(value: Any, path: Path) -> None:
 
 
 def check_counts(value: Any, where: str) -> None:
-    """Raise TaskError for the first field that requests more than MOST_LAYERS layers, blocks or experts."""
+    """Raise TaskError for the first field that requests more than MOST_LAYERS layers, blocks or experts, or fewer than none of them."""
     for name, count in _counts(value, ""):
+        if count < 0 and name.rpartition(".")[2] in LAYERS:
+            raise TaskError(f"{where}: {name} is {brief(count)}; a model has 0 layers or more. Correct it.")
         if count > MOST_LAYERS:
             raise TaskError(
                 f"{where}: {name} is {brief(count)}; a model is built with at most {MOST_LAYERS} of them. Correct it, or trace fewer "
