@@ -161,7 +161,7 @@ class Estimate:
         lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in self.batch)}.")
         if self.lora is not None:
             share = f"{self.lora.trained_parameters:,} of {self.lora.parameters:,} parameters are trained"
-            lines.append(f"LoRA adapters on {self.lora.layers} linear layers, in the dtype of the base: {share}.")
+            lines.append(f"LoRA adapters on {self.lora.layers} weights, in the dtype of the base: {share}.")
         if layers := self.checkpointed:
             lines.append(f"Activation checkpointing: {len(layers)} layers, {layers[0]} to {layers[-1]}.")
         return [*lines, *([f"Assumed: {', '.join(self.assumed)}."] if self.assumed else [])]

@@ -306,7 +306,12 @@ class PlanBackend:
         has_few_bits = any(format.element.width < 8 for format in formats)
         loops = KEEPS_LOOPS if plan.multiplies else {}
         order = {"_post_fusion_custom_pass": ByLastOperation()} if plan.packs_activations else {}
-        return {**loops, **order, **(INLINES if has_few_bits else {}), **(FREES if device == "cuda" and plan.packs_activations else {})}
+        return {
+            **loops,
+            **order,
+            **(INLINES if has_few_bits else {}),
+            **(FREES if device == "cuda" and plan.packs_activations else {}),
+        }
 
 
 def make_backend(
