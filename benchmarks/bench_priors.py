@@ -1,4 +1,4 @@
-"""What the shipped priors teach: numbers in results/priors.json, pictures in docs/pictures; docs/priors.md cites both.
+"""What the shipped priors teach: numbers in results/priors.json, pictures of docs/priors.md in docs/pictures.
 
 python benchmarks/bench_priors.py
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from heatmap import Dots, Map, draw, draw_dots
+from heatmap import Map, draw
 from looked import find_twins
 from numpy.typing import NDArray
 from seed_effects import VarianceParts, is_calm, variance_parts_of, without_seed_effects
@@ -255,7 +255,7 @@ def _noise_by(prior: PriorData, rows: Array, single: Array, names: Sequence[str]
 
 
 def draw_simulated(prior: PriorData) -> None:
-    """The matrix, and low formats by their bits."""
+    """What configurations lose, by task."""
     chosen = [j for j, plan in enumerate(prior.plans) if plan.level]
     names = [task.name.removesuffix(" sumlast18") for task in prior.tasks]
     title = "Simulated prior: 11 low formats x 9 high formats; dots were not drawn"
@@ -263,17 +263,6 @@ def draw_simulated(prior: PriorData) -> None:
     share = lost(prior)[:, chosen]
     unit = "of what full precision learns is lost"
     _save("simulated", draw(Map(title, names, [labels(prior)[j] for j in chosen], share, 1.0, groups, unit), cell=(8, 13)))
-    series: dict[str, list[tuple[float, float, float, str]]] = {}
-    for level in dict.fromkeys(groups):
-        values = np.nanmean(share[complete(prior)][:, [g == level for g in groups]], axis=1)
-        features = next(plan.features for plan in prior.plans if plan.level == level)
-        point = (features["activation"], float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))), level)
-        series.setdefault(f"{features['exponent']:g} exponent bits", []).append(point)
-    top = max(p[1] for one in series.values() for p in one) * 1.15
-    _save(
-        "simulated_bits",
-        draw_dots(Dots("Low formats: mean over the complete tasks", "bits of the low format", "share lost", series, top)),
-    )
 
 
 # --- stored -----------------------------------------------------------------------------------------------------------
@@ -352,17 +341,13 @@ def within_noise(prior: PriorData) -> dict[str, int]:
 
 
 def draw_stored(prior: PriorData) -> None:
-    """The matrix, plans in the order of their bytes: what is lost, and the same in deviations."""
+    """What plans lose, by task, in the order of their bytes."""
     whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)
     order = np.argsort(np.nanmean(prior.memory / whole[:, None], axis=0), kind="stable")
     names = [labels(prior)[j].replace("@bf16", "").replace("+bf16", "+") for j in order]
     rows = [task.name for task in prior.tasks]
-    for file, title, values, top, unit in (
-        ("stored", "what plans lose", lost(prior), 0.3, "of what full precision learns is lost"),
-        ("stored_noise", "in deviations", _apart(prior), 4.0, "deviations of the difference above full precision"),
-    ):
-        title = f"Stored prior, the fewest bytes first: {title}"
-        _save(file, draw(Map(title, rows, names, values[:, order], top, (), unit), cell=(18, 16)))
+    title, unit = "Stored prior, the fewest bytes first: what plans lose", "of what full precision learns is lost"
+    _save("stored", draw(Map(title, rows, names, lost(prior)[:, order], 0.3, (), unit), cell=(18, 16)))
 
 
 def _save(name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Heat maps and dots as SVG, with nothing but text: a cell for each number, one path for each colour.
+"""Heat maps as SVG, with nothing but text: a cell for each number, one path for each colour.
 
 Colours go from white over yellow and red to black; a missing number is a grey dot.
 """
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 STOPS = ((255, 255, 255), (254, 224, 139), (244, 109, 67), (165, 0, 38), (30, 0, 10))
 NUM_COLOURS = 32
-COLOURS = ("#b2182b", "#2166ac", "#4d9221", "#762a83", "#8c510a")  # of series
 FONT = "font-family='sans-serif' font-size='{}'"
 LEFT, TOP, LEGEND = 150, 30, 60
 LEAST = 400  # pixels right of LEFT, for title and legend
@@ -101,51 +100,6 @@ def _legend(of: Map, y: int) -> list[str]:
     boxes = [f"<rect x='{x}' y='{y}' width='8' height='10' fill='{fill}'/>" for x, fill in steps]
     ends = [text(LEFT - 6, y + 9, "0", anchor="end"), text(LEFT + 174, y + 9, f"{of.top:g} or more: {of.unit}")]
     return [*boxes, *ends]
-
-
-@dataclass(frozen=True)
-class Dots:
-    """Points with bars: (x, mean, deviation, label) in series by name."""
-
-    title: str
-    x_label: str
-    y_label: str
-    series: dict[str, list[tuple[float, float, float, str]]]
-    top: float
-
-
-def draw_dots(of: Dots, *, size: tuple[int, int] = (560, 300)) -> str:
-    """The picture; series have colours."""
-    width, height = size
-    points = [point for series in of.series.values() for point in series]
-    low, high = min(p[0] for p in points) - 0.5, max(p[0] for p in points) + 0.5
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return 60 + (x - low) / (high - low) * (width - 90), height - 50 - min(max(y, 0), of.top) / of.top * (height - 90)
-
-    parts = [text(60, 18, of.title, size=13), text(width / 2, height - 12, of.x_label, anchor="middle")]
-    parts += [text(8, 32, of.y_label)]
-    parts += [f"<path stroke='#888' fill='none' d='M60 44V{height - 50}H{width - 25}'/>"]
-    for y in np.linspace(0, of.top, 6):
-        parts.append(text(54, place(low, float(y))[1] + 4, f"{y:.2g}", anchor="end"))
-    for x in sorted({round(p[0]) for p in points}):
-        parts.append(text(place(x, 0)[0], height - 34, f"{x:g}", anchor="middle"))
-    for number, (name, series) in enumerate(of.series.items()):
-        fill = COLOURS[number % len(COLOURS)]
-        for x, mean, deviation, label in series:
-            (cx, cy), (_, a), (_, b) = place(x, mean), place(x, mean - deviation), place(x, mean + deviation)
-            parts += [
-                f"<path stroke='{fill}' d='M{cx:.1f} {a:.1f}V{b:.1f}'/>",
-                f"<circle cx='{cx:.1f}' cy='{cy:.1f}' r='3.5' fill='{fill}'/>",
-            ]
-            parts += [text(cx + 6, cy - 4 + 16 * (number % 2), label)] if label else []
-        at = 50 + 14 * number
-        parts += [_dot(width - 120, at - 4, fill), text(width - 110, at, name)]
-    return picture(width, height, parts)
-
-
-def _dot(x: float, y: float, fill: str) -> str:
-    return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{fill}'/>"
 
 
 def text(x: float, y: float, said: str, *, size: int = 10, anchor: str = "start", more: str = "") -> str:

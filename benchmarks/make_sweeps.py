@@ -4,7 +4,8 @@
     python benchmarks/make_sweeps.py choose --store trials.db     sweeps/rates.json: of each task the rate with the least error
     python benchmarks/make_sweeps.py sweeps                       all other sweeps, with those rates in the names of their tasks
 
-`docs/priors.md` has the whole way from here to the shipped files. `--tiny` writes sweeps of two tasks, four plans and five steps.
+`benchmarks/sweeps/README.md` has the whole way from here to the shipped files.
+`--tiny` writes sweeps of two tasks, four plans and five steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables and figures of README.md, docs/benchmarks.md, docs/priors.md and docs/sizing.md, from results/*.json alone.
+"""The tables and figures of README.md, docs/benchmarks.md and docs/sizing.md, from results/*.json alone.
 
 Of each job and way it is the newest row; a ratio compares two rows of one commit.
 
@@ -22,7 +22,6 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 README = Path(__file__).parent.parent / "README.md"
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "report.json"
-PRIORS = Path(__file__).parent.parent / "docs" / "priors.md"
 SIZING = Path(__file__).parent.parent / "docs" / "sizing.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
@@ -456,19 +455,20 @@ TABLES: dict[str, Callable[[], str]] = {
         footprints,
         sweeps,
         planning,
+        low_budget_errors,
+        low_budget_regrets,
+        low_budget_shrunken_regrets,
+        state_budget_losses,
+        state_budget_regrets,
     )
 }  # the names that the marks of docs/benchmarks.md have
 README_TABLES: dict[str, Callable[[], str]] = {made.__name__: made for made in (caption, measured, headline)}
 SIZE_TABLES: dict[str, Callable[[], str]] = {"sizes": sizes}
-PRIOR_TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made
-    for made in (low_budget_errors, low_budget_regrets, low_budget_shrunken_regrets, state_budget_losses, state_budget_regrets)
-}
 
 
 def filled(page: str) -> str:
     """The page with its tables as the results have them now."""
-    made = {**TABLES, **README_TABLES, **PRIOR_TABLES, **SIZE_TABLES}
+    made = {**TABLES, **README_TABLES, **SIZE_TABLES}
     return MARKS.sub(lambda mark: f"{mark[1]}{made[mark[2]]()}{mark[3]}", page)
 
 
@@ -477,12 +477,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
-        for page in (PAGE, README, PRIORS, SIZING):
+        for page in (PAGE, README, SIZING):
             page.write_text(filled(page.read_text()))
     else:
-        print(
-            "\n".join(make() for make in (*README_TABLES.values(), *TABLES.values(), *PRIOR_TABLES.values(), *SIZE_TABLES.values()))
-        )
+        print("\n".join(make() for make in (*README_TABLES.values(), *TABLES.values(), *SIZE_TABLES.values())))
 
 
 if __name__ == "__main__":

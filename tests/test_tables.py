@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import claims
-from benchmarks.tables import MARKS, PRIOR_TABLES, README_TABLES, SIZE_TABLES, TABLES, filled
+from benchmarks.tables import MARKS, README_TABLES, SIZE_TABLES, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("benchmarks", "guarantees", "limits", "papers")
@@ -52,7 +52,6 @@ def test_decisions_that_pages_name_are_there() -> None:
     [
         ("docs/benchmarks.md", TABLES),
         ("README.md", README_TABLES),
-        ("docs/priors.md", PRIOR_TABLES),
         ("docs/sizing.md", SIZE_TABLES),
     ],
 )

@@ -2,7 +2,7 @@
 # The collection of both priors on one GPU: sh benchmarks/sweeps/collect.sh 540, as often as it takes.
 #   $1    seconds; what is finished then stays in the stores, and the next call goes on
 #   OUT   folder of the stores, simulated.db and stored.db
-# Trials that store in twelve processes, then simulated ones in captured graphs, which others would starve. docs/priors.md says what becomes of them.
+# Trials that store in twelve processes, then simulated ones in captured graphs, which others would starve. README.md says what becomes of them.
 set -u
 seconds=${1:?how many seconds}
 end=$(($(date +%s) + seconds))
