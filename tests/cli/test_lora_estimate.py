@@ -86,10 +86,7 @@ def test_the_step_is_described_and_a_length_that_cannot_fit_has_advice(config: s
         "estimate", config, "--lora", "4", "--checkpointing", "--length", "64", "--budget", "10KiB", "--device", "cpu"
     )
     assert code == 3
-    assert (
-        "LoRA adapters on 21 weights" in out
-        and "Activation checkpointing: 3 layers, model.layers.0 to model.layers.2." in out
-    )
+    assert "LoRA adapters on 21 weights" in out and "Activation checkpointing: 3 layers, model.layers.0 to model.layers.2." in out
     assert "has the smallest peak" in err and "lower --batch or --length" in err and "paredown plan" not in err
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paredown as pare
-from paredown.errors import ApplyError
+from paredown.errors import ApplyError, BudgetError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
@@ -124,6 +124,21 @@ def test_a_second_attach_goes_on_with_the_same_plan(tmp_path: Path) -> None:
     assert plain_bytes(trainer.model) == 0
     third.close()
     assert plain_bytes(trainer.model) > 0
+
+
+def test_no_training_goes_on_without_the_plan_after_its_session_was_closed_elsewhere(tmp_path: Path) -> None:
+    """By an attach that then found no plan, and by the callback of another trainer of the model."""
+    trainer = trainer_in(tmp_path, max_steps=1)
+    attach(trainer, budget="90%")
+    with pytest.raises(BudgetError):
+        attach(trainer, budget="1%")
+    with pytest.raises(ApplyError, match="no open session"):
+        trainer.train()
+    attach(trainer, PLAN)
+    other = trainer_in(tmp_path, trainer.model, max_steps=1)
+    attach(other, PLAN).close()
+    with pytest.raises(ApplyError, match="no open session"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("closes", [False, True])

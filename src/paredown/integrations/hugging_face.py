@@ -176,9 +176,9 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
     def _open(self) -> Session | SimulatedSession:
         if self.session is None or not self.is_open:
             raise ApplyError(
-                "there is no open session: close() was called, or trainer.add_callback, which runs too late to apply a plan. Call "
-                "paredown.integrations.hugging_face.attach(trainer, plan) before trainer.train(). To train without a plan, call "
-                "trainer.remove_callback(TrainerPlanCallback)."
+                "there is no open session: close() was called, also by another attach, or trainer.add_callback, which runs too late to "
+                "apply a plan. Call paredown.integrations.hugging_face.attach(trainer, plan) before trainer.train(). To train without a "
+                "plan, call trainer.remove_callback(TrainerPlanCallback)."
             )
         return self.session
 

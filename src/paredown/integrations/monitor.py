@@ -34,6 +34,7 @@ from paredown.check.verify import verify_step
 from paredown.errors import ApplyError
 from paredown.optim.base import Optimizer
 from paredown.plan.plan import Plan
+from paredown.session.open_sessions import any_session_of
 from paredown.session.session import Session
 from paredown.simulate.simulated_session import SimulatedSession
 
@@ -161,8 +162,9 @@ class AppliedPlan:
 
     @property
     def is_open(self) -> bool:
-        """Whether the plan is applied to a model at this moment."""
-        return self._monitor is not None
+        """Whether the plan is applied to a model at this moment, which ends too when another `attach` or the user closes the session."""
+        model = self.session.model if self.session is not None and self._monitor is not None else None
+        return model is not None and any_session_of(model) is self.session
 
     def put_on(self, model: nn.Module) -> None:
         """Apply the plan to `model`."""
