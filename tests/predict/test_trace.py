@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from paredown.autograd.module_watch import Watch
 from paredown.autograd.operations import Use
+from paredown.check.verify import verify
 from paredown.errors import TraceError
 from paredown.models import MODELS
+from paredown.plan.plan import Plan
 from paredown.plan.trace import Trace
 from paredown.predict.trace_step import trace_step
 from paredown.roles import Role
@@ -440,3 +442,14 @@ def test_a_transformer_that_reads_its_mask() -> None:
     from torch.nn.modules import transformer
 
     assert transformer._detect_is_causal_mask.__module__ == transformer.__name__, "torch's own is back"
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"), [(nn.MSELoss, r"the class MSELoss: pass an instance, MSELoss\(\)"), ("mse", "not 'mse'")]
+)
+def test_a_loss_that_is_no_function_is_refused(loss: object, said: str) -> None:
+    model, batch = nn.Linear(4, 4), (torch.empty(2, 4), torch.empty(2, 4))
+    with pytest.raises(TraceError, match=said):
+        trace_step(model, batch, loss=loss, device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match=said):
+        verify(model, batch, Plan.preset("activations8"), loss=loss)  # type: ignore[arg-type]

@@ -190,7 +190,7 @@ def restored_state(model: nn.Module) -> Generator[None]:
 
 
 def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor] | None) -> Tensor:
-    arguments = Arguments.of(dict(batch) if isinstance(batch, Mapping) else batch, has_loss=loss is not None)
+    arguments = Arguments.of(dict(batch) if isinstance(batch, Mapping) else batch, loss)
     device = next((p.device.type for p in model.parameters()), "cpu")
     dtype = getattr(torch, trace.dtype)
     dtypes = {p.dtype for p in model.parameters()}

@@ -103,7 +103,7 @@ def verify(
     """
 
     def step(part: Any) -> Tensor:
-        arguments = Arguments.of(dict(part) if isinstance(part, Mapping) else part, has_loss=loss is not None)
+        arguments = Arguments.of(dict(part) if isinstance(part, Mapping) else part, loss)
         device = next((p.device.type for p in model.parameters()), "cpu")
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
             with signature_errors(unwrapped(model), arguments, "verify"):

@@ -118,7 +118,7 @@ class StepTracer:
             step = FakeStep(self.model, self.loss_module, fakes, self.device)
             step.head = head
             step.view_outputs = ViewOutputs(self.model, FakeTensor) if in_session else None
-            arguments = Arguments.of(fakes.batch(_as_dict(self.batch)), has_loss=self.loss is not None)
+            arguments = Arguments.of(fakes.batch(_as_dict(self.batch)), self.loss)
             finish = _run(step, arguments, self.loss, *self.options)
             return finish(TraceBuilder(step).trace(self.state, self.batch, self.options[0])), bool(step.in_place_on_views)
 

@@ -183,3 +183,13 @@ def test_a_plan_for_another_model_is_refused() -> None:
 def test_arguments_that_make_no_trial(arguments: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(TaskError, match=said):
         evaluate(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"loss": torch.nn.MSELoss}, "loss is the class MSELoss"), ({"loss": "mse"}, "loss is str"),
+     ({"make_model": torch.nn.Linear(2, 2)}, "make_model is Linear; pass a function of a seed that returns a new model")],
+)  # fmt: skip
+def test_what_is_no_function_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        make_task(**changes)  # type: ignore[arg-type]

@@ -50,18 +50,21 @@ class Arguments:
     targets: tuple[Any, ...]
 
     @staticmethod
-    def of(batch: Any, *, has_loss: bool) -> Arguments:
+    def of(batch: Any, loss: Any) -> Arguments:
         """Return the arguments in `batch`; with a loss, the last item of a tuple is the target."""
+        if isinstance(loss, type) or not (loss is None or callable(loss)):
+            given = f"the class {loss.__name__}: pass an instance, {loss.__name__}()" if isinstance(loss, type) else repr(loss)
+            raise TraceError(f"loss is a function of the model's output and the target, such as {LOSS_EXAMPLE}, not {given}.")
         if isinstance(batch, dict):
             return Arguments((), batch, ())
         if not isinstance(batch, tuple | list):
             batch = (batch,)
-        if has_loss and len(batch) < 2:
+        if loss is not None and len(batch) < 2:
             raise TraceError(
                 f"with a loss the batch is (inputs..., target); it has {len(batch)} item. Add the target, or leave out the loss."
             )
         items = tuple(batch)
-        return Arguments(items[:-1], {}, items[-1:]) if has_loss else Arguments(items, {}, ())
+        return Arguments(items[:-1], {}, items[-1:]) if loss is not None else Arguments(items, {}, ())
 
 
 @final

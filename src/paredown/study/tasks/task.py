@@ -132,12 +132,24 @@ class Task:
             raise TaskError(
                 f"a batch of {self.batch} is larger than the {self.data.num_train} training examples. Take a smaller batch."
             )
+        self._check_functions()
         if isinstance(self.metric, str) and self.metric not in METRICS:
             raise TaskError(
                 f"metric {self.metric!r} is unknown. Allowed: {', '.join(METRICS)}, or a function of output and answers."
             )
         if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
             raise TaskError(f"autocast is a dtype such as torch.bfloat16, or None, not {self.autocast!r}.")
+
+    def _check_functions(self) -> None:
+        for what, value in (("make_model", self.make_model), ("loss", self.loss)):
+            if (
+                not callable(value)
+                or (what == "loss" and isinstance(value, type))
+                or (what != "loss" and isinstance(value, nn.Module))
+            ):
+                told = "a function of a seed that returns a new model" if what != "loss" else "a function of output and answers"
+                kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+                raise TaskError(f"{what} is {kind}; pass {told}.")
 
     @property
     def judge(self) -> Loss:
