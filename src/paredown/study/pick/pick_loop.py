@@ -418,22 +418,26 @@ class PickLoop:
 
 
 def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArray[np.bool_] | None) -> Array:
-    """Predicted `memory` (plans,) plus the excess of a trial over its prediction, where `peaks` has (plan, measured bytes).
+    """Return the predicted `memory` (plans,) plus the excess of a trial over its prediction, where `peaks` has (plan, measured bytes).
 
     The trial is the plan's own, else the one of nearest prediction, and of several the one of most excess. With `roles` (plans, roles),
-    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes; of a plan that quantizes nothing,
-    trials of other plans say nothing.
+    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes; where none quantizes the same
+    roles, trials that quantize some of them count too. Of a plan that quantizes nothing, trials of other plans say nothing.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
     distance = np.abs(memory[:, None] - memory[tried])
+    is_part = np.zeros(distance.shape, bool)
     if roles is not None:
         num_apart = (roles[:, None] ^ roles[tried]).sum(axis=2).astype(float)
         num_apart[roles[tried].any(axis=1) & (roles.sum(axis=1) == 0)[:, None]] = np.inf
+        is_part = (
+            roles[tried].any(axis=1) & ~(roles[tried] & ~roles[:, None]).any(axis=2) & (num_apart.min(axis=1, keepdims=True) > 0)
+        )
         distance[num_apart > num_apart.min(axis=1, keepdims=True)] = np.inf
         distance[np.isinf(num_apart)] = np.inf
     distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size
     nearest = (distance == distance.min(axis=1, keepdims=True)) & np.isfinite(distance)
-    return memory + np.where(nearest, measured - memory[tried], 0.0).max(axis=1, initial=0.0)
+    return memory + np.where(nearest | is_part, measured - memory[tried], 0.0).max(axis=1, initial=0.0)
 
 
 def _mean(errors: Iterable[float | None]) -> float | None:
