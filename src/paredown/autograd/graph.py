@@ -346,3 +346,8 @@ def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
 def has_storage(tensor: Tensor) -> bool:
     """Return whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
     return type(tensor) in PLAIN_TYPES or hasattr(tensor, "fake_mode")
+
+
+def is_plain_leaf(module: nn.Module) -> bool:
+    """Return whether `module` is of torch.nn and has no children: its slots are named by module and operand, without the operation."""
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

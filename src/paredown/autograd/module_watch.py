@@ -33,16 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from paredown.autograd.checkpoints import HiddenLayer, running_checkpoint
-from paredown.autograd.graph import (
-    ModuleCall,
-    Pass,
-    Saved,
-    next_number,
-    tensors_in,
-)
+from paredown.autograd.graph import ModuleCall, Pass, Saved, is_plain_leaf, next_number, tensors_in
 from paredown.autograd.graph_parts import KnownParts, needs_of
 from paredown.autograd.hooks import Hook, HookPlace, num_running, patched_attributes
-from paredown.autograd.pass_chains import Between, PassChain
+from paredown.autograd.pass_chains import Between, PassChain, likely_entrances
 from paredown.autograd.repeated_passes import Receiver, Replays
 from paredown.autograd.saved_reports import SavedReports
 from paredown.autograd.second_passes import ReentrantSaves, Store, running_backward, top_default_hooks
@@ -487,24 +481,6 @@ def is_around(running: Pass, module: nn.Module) -> bool:
     """Return whether a call of `module` in another thread may belong to the forward pass `running`."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
-
-
-def likely_entrances(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that code outside of a model's forward probably calls: its children, also those in a ModuleList or ModuleDict.
-
-    The forward of nn.Sequential calls all its children.
-    """
-    if type(model) is nn.Sequential:
-        return set()
-    found = set[nn.Module]()
-    for child in model.children():
-        found |= likely_entrances(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else {child}
-    return found
-
-
-def is_plain_leaf(module: nn.Module) -> bool:
-    """Return whether `module` is of torch.nn and has no children: its slots are named by module and operand, without the operation."""
-    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
-from paredown.autograd.graph import next_number
+from paredown.autograd.graph import is_plain_leaf, next_number
 from paredown.autograd.hooks import Hook
-from paredown.autograd.module_watch import is_plain_leaf
 
 MARK = "_paredown_value"  # the attribute of a tensor with (listener, value)
 MOVES = frozenset(
