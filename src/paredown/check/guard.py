@@ -81,7 +81,8 @@ class Limits:
 class Guard:
     """The settings of a guard. `budget`: limit on the predicted peak; None for the predicted peak of the applied plan.
 
-    `sensitivities` decide which slots are lowered so that others can be raised; without them the table of roles decides. With a `batch`
+    `sensitivities` (of `probe`: the gradient error that rounding each slot causes) decide which slots are lowered so that others can be
+    raised; without them the table of roles decides. With a `batch`
     (and its `loss`, as for `probe`; a part of a batch suffices, and takes less memory, as a probe packs nothing) sensitivities are measured
     after 10, 30, 100, 300, ... steps, and formats are chosen anew.
     """
@@ -107,7 +108,7 @@ class Guard:
             parse_bytes(self.budget, whole=1)  # raises here for what is no size, rather than in apply
 
     def budget_for(self, plan: Plan) -> int:
-        """Return the budget in bytes; BudgetError if the predicted peak of `plan` exceeds it."""
+        """Return the budget for the predicted peak in bytes; raise BudgetError if the predicted peak of `plan` exceeds it."""
         peak = footprint(self.trace, plan).peak_bytes
         if self.budget is None:
             return peak
@@ -134,7 +135,7 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
 
 
 def check_model(trace: Trace, model: nn.Module) -> None:
-    """Raise ApplyError if `trace` is of another model, whose slots would never be measured."""
+    """Raise ApplyError if `trace` is of another model: a guard would never measure its slots."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for slot in trace.of(Role.WEIGHT):
         if not slot.stays and shapes.get(slot.name) != slot.shape:
@@ -160,7 +161,7 @@ def probe_steps() -> Iterator[int]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the norm of all gradients together, on their device; infinity or NaN if a value is."""
+    """Return the norm of all gradients together, on their device; infinity or NaN if one of their values is not finite."""
     if not gradients:
         return None
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -184,11 +185,11 @@ class OptimizerSteps:
     suspicions: int = 0
 
     def usual_norm(self) -> float | None:
-        """Return the moving average of gradient norms; None before MIN_NORMS of them."""
+        """Return the moving average of gradient norms; None until MIN_NORMS of them were added."""
         return self.norm if self.num_norms >= MIN_NORMS else None
 
     def update(self, norm: float | None, *, is_taken: bool) -> None:
-        """Add the gradient norm of a step; `is_taken` False counts it as skipped."""
+        """Add the gradient norm of one step, or count the step as skipped if `is_taken` is False."""
         self.left_out = 0 if is_taken else self.left_out + 1
         if is_taken:
             self.suspicions = 0
@@ -214,9 +215,9 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Return whether `optimizer` begins a new training step.
+        """Return whether the call of `optimizer` begins a new training step.
 
-        Of several optimizers, that is the first which has run in the current step already.
+        If a model has several optimizers, a new step begins with the first one that has already run in the current step.
         """
         is_new = not self.done or optimizer in self.done
         self.steps += is_new
@@ -224,15 +225,15 @@ class GuardState:
         return is_new
 
     def is_held(self, name: str) -> bool:
-        """Return whether a slot must not be lowered, since it was raised at most `Limits.hold` steps ago."""
+        """Return whether the slot `name` must not be lowered, because it was raised at most `Limits.hold` steps ago."""
         return self.held_until.get(name, -1) > self.steps
 
     def is_refused(self, name: str) -> bool:
-        """Return whether raising a slot exceeded the budget at most `Limits.hold` steps ago."""
+        """Return whether raising the slot `name` would have exceeded the budget at most `Limits.hold` steps ago."""
         return self.refused_until.get(name, -1) > self.steps
 
     def is_probe_due(self) -> bool:
-        """Return whether sensitivities are measured after this step."""
+        """Return whether the guard measures sensitivities (the gradient error that rounding each slot causes) after this step."""
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
     def update(self, measured: Mapping[str, SlotSignal]) -> None:
@@ -243,7 +244,10 @@ class GuardState:
                 self.looks[name] = signal if before is None else SlotSignal(_mixed(before.error, signal.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
-        """Drop the measurements of a slot that has a new format."""
+        """Drop the measurements of a slot that has a new format.
+
+        `held_until`: the step until which the slot must not be lowered again; None if it may be.
+        """
         self.looks.pop(name, None)
         if held_until is not None:
             self.held_until[name] = held_until

@@ -69,7 +69,7 @@ OVER_BUDGET = "no other slot can be lowered enough to keep the budget"
 
 @final
 class GuardRunner(SessionGuard):
-    """The guard of one session at work; it calls `change(plan)` with each repaired plan."""
+    """The part of a guard that acts in one session; it calls `change(plan)` with each repaired plan."""
 
     def __init__(
         self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
@@ -92,13 +92,13 @@ class GuardRunner(SessionGuard):
 
     @property
     def terms(self) -> RepairTerms:
-        """Trace, budget, sensitivities and levels of a repair."""
+        """Trace, budget, sensitivities and allowed formats, from which a plan is repaired."""
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the forward pass that begins is part of a probe, so that nothing is packed in it.
+        """Return whether the forward pass that begins is part of a probe. Nothing is packed in a probe.
 
-        ApplyError while a CUDA graph is captured.
+        Raises ApplyError while a CUDA graph is captured.
         """
         if is_capturing():
             raise ApplyError(
@@ -108,11 +108,11 @@ class GuardRunner(SessionGuard):
         return self.is_probing
 
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Use `format_of` for the current format of each slot."""
+        """Let the guard call `format_of(slot name)` for the current format of a slot."""
         self.format_of = format_of
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the guard's hooks from optimizers and model."""
         self._handle.remove()
         self._activations.on_packed = None
 
@@ -159,7 +159,7 @@ class GuardRunner(SessionGuard):
         return not alarm
 
     def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
-        """Return why the step must be skipped; "" if the gradient norm is as usual."""
+        """Return why a step with this gradient norm must be skipped; "" if the norm is as usual."""
         if not isfinite(norm):
             return NOT_FINITE
         usual = taken.usual_norm()
@@ -169,7 +169,7 @@ class GuardRunner(SessionGuard):
         return ""
 
     def _wrong(self, measured: Mapping[str, SlotSignal]) -> dict[str, str]:
-        """Return the slots whose rounding error is too large with the reasons, the largest error first."""
+        """Return the slots whose rounding error is too large, each with the reason; the largest error comes first."""
         wrong: dict[str, tuple[float, str]] = {}
         limits = self.guard.limits
         for name, signal in measured.items():
@@ -190,7 +190,7 @@ class GuardRunner(SessionGuard):
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
-        """Return the factor by which the largest value of a slot may grow.
+        """Return the factor by which the largest value of a slot may grow before the slot is raised.
 
         It is infinite for formats with scales, and smaller where backward is not linear.
         """
@@ -201,9 +201,9 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Return the slots to raise if gradients are wrong although all errors are small.
+        """Return the slots to raise if gradients are wrong although all rounding errors are small.
 
-        Pinned slots come first, then those with the largest errors; each time twice as many as the time before.
+        Pinned slots come first, then those with the largest errors. Each call returns twice as many as the call before.
         """
 
         def rank(name: str) -> tuple[bool, float, str]:
@@ -230,7 +230,7 @@ class GuardRunner(SessionGuard):
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
         """Use a repaired plan, and record an action for each slot that has a new format or could not get one.
 
-        `why`: reasons by slot; `whole`: one reason for all.
+        `why`: the reason for each slot, by slot name. `whole`: one reason for all slots, used in place of `why`.
         """
         steps = self.memory.steps
         for move in repaired.moves:
@@ -261,7 +261,7 @@ class GuardRunner(SessionGuard):
         self.actions.append(Action(self.memory.steps, THE_PROBE, "due", "skipped", why))
 
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:
-        """Measure sensitivities, and choose formats by them within the budget."""
+        """Measure sensitivities on `batch` with `loss`, as `probe` does, and choose formats by them within the budget."""
         model = self._model()
         if model is None:
             raise ApplyError("the model of this session was deleted: there is nothing to probe. Keep a reference to the model.")
@@ -309,7 +309,7 @@ class GuardRunner(SessionGuard):
 
 
 def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -> dict[str, dict[str, float]]:
-    """Return the mean of `errors` over all processes, which must have the same slots."""
+    """Return the mean over all processes of the gradient errors by slot and format; all processes must have the same slots."""
     rows = [(name, text) for name in sorted(errors) for text in sorted(errors[name])]
     values = torch.tensor([errors[name][text] for name, text in rows], dtype=torch.float32, device=device)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -331,20 +331,20 @@ def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | Non
 
 
 def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
-    """Return the first examples of `batch`, as many as a probe within the budget can take; None if not even one fits."""
+    """Return the first examples of `batch`, as many as a probe can take within the budget; None if one example is too many."""
     fixed, each = _costs(trace, plan, batch)
     num = int((budget_bytes - fixed) // each) if each else 1 << 62
     return first_examples(batch, num) if num > 0 else None
 
 
 def first_examples(batch: Any, num: int) -> Any:
-    """Return the first `num` examples of `batch`; the batch itself if it has no more."""
+    """Return the first `num` examples of `batch`, or the whole batch if it has at most `num`."""
     total = count_examples(batch)
     return tree_map(lambda leaf: leaf[:num] if _has_examples(leaf, total) else leaf, batch) if num < total else batch
 
 
 def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
-    """Return the bytes that a probe takes whatever the number of examples, and its bytes for each example."""
+    """Return two sizes of a probe in bytes: what it takes for any number of examples, and what each example adds."""
     baseline, current = footprint(trace), footprint(trace, plan)
     held = sum(nbytes for role, nbytes in current.by_role.items() if role not in WITHIN_STEP) + current.workspace_bytes
     share = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) / max(

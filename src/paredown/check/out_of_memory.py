@@ -127,7 +127,7 @@ def explain_shortage(
 
 
 def _named_places(foot: Footprint) -> Iterator[tuple[tuple[str, Role], int]]:
-    """Yield ((module, role), bytes) at the peak, the largest first; bytes that belong to no module are left out."""
+    """Yield ((module, role), bytes) for what is in memory at the peak, the largest first; bytes that belong to no module are left out."""
     return ((place, size) for place, size in foot.places_at_peak().items() if place[0])
 
 
@@ -157,7 +157,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, learning_rate: float | None = None) -> None:
-    """Add an explanation to the traceback of an out-of-memory error; any other error is left unchanged."""
+    """Add an explanation to the traceback of `error` if it is an out-of-memory error; leave any other error unchanged.
+
+    `trace` and `plan` describe the step that ran out of memory. `learning_rate`: that of the training, if known.
+    """
     if not is_out_of_memory(error):
         return
     if trace is not None:
@@ -197,7 +200,10 @@ class LastCall:
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
-        """Add an explanation to an out-of-memory error, from a trace of the call; any other error is left unchanged."""
+        """Trace the last call, and add an explanation to `error` if it is an out-of-memory error; leave any other error unchanged.
+
+        `plan`: the plan of the step that ran out of memory.
+        """
         args, named = self._arguments
         if not is_out_of_memory(error):
             return
@@ -219,7 +225,7 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the batch for `trace_step`: a mapping if the call had keyword arguments, otherwise a tuple.
+        """Return the batch of a call for `trace_step`: a mapping if the call had keyword arguments, otherwise a tuple.
 
         If a loss is given, the tuple ends with a place for its target.
         """
@@ -245,7 +251,8 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
     """Return a context that adds to an out-of-memory error what the peak was made of, and the next plan that takes less memory.
 
     The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is what
-    `trace_step` takes: a name, or the instance. A loss that the model does not return is taken to be a mean, which stores nothing.
+    `trace_step` takes: a name, or the instance. If the model
+    does not return its loss, the mean of its outputs is used, which stores nothing.
     """
     call = LastCall(unwrapped(model), optimizer=optimizer, loss=_loss_of)
     call.learning_rate = learning_rate
@@ -260,7 +267,7 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
 
 
 def _loss_of(output: Any, *_: Any) -> Tensor:
-    """Return the loss that a model returned; without one, the sum of the means of all outputs that require a gradient."""
+    """Return the loss that a model returned; if it returned none, return the sum of the means of all outputs that require a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

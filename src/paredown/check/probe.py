@@ -79,7 +79,7 @@ class ProbeMeasurement:
         self.energies: list[float] = []  # sums of squares of those gradients
 
     def errors(self, formats: Sequence[Format], backwards: int) -> dict[str, dict[str, float]]:
-        """Return the squared relative gradient error by slot and format."""
+        """Return the squared relative gradient error by slot and format, from at most `backwards` backward passes."""
         called = formats if len(formats) <= min(MAX_FORMATS, backwards - 1) else [_middle(formats)]
         noise = NoiseMeasurement(self._trials(called))
         exact = noise.backward(self.loss, self.parameters)
@@ -103,7 +103,7 @@ class ProbeMeasurement:
         return {name: {text: inf if isnan(error) else error for text, error in row.items()} for name, row in errors.items()}
 
     def _trials(self, formats: Sequence[Format]) -> dict[Any, list[SlotRounding]]:
-        """Return for each autograd node the slots that it saved, once for each format in which the node will run."""
+        """Return the slots that each autograd node saved, once for each format in which the node will run."""
         trials: dict[Any, list[SlotRounding]] = defaultdict(list)
         for name in self.slots:
             held = self.board.slots[name]
@@ -116,7 +116,10 @@ class ProbeMeasurement:
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
-        """Return for each slot a factor that corrects its estimated error, from backward passes with groups of slots rounded."""
+        """Return for each slot a factor that corrects its estimated error, from backward passes with groups of slots rounded.
+
+        `parts`: for each slot the exact and the estimated part of its error. `backwards`: the largest number of backward passes.
+        """
         estimates = [name for name, (direct, rest) in parts.items() if rest > MIN_ESTIMATED * (direct + rest)]
         scales: dict[str, float] = {}
         alone = sorted(estimates, key=lambda name: -sum(parts[name]))[: backwards // 3]
@@ -127,7 +130,7 @@ class ProbeMeasurement:
         return scales
 
     def error_of(self, names: Iterable[str], format: Format) -> float:
-        """Return the squared relative gradient error, measured by a backward pass, when these slots are rounded together."""
+        """Round the slots `names` together in one backward pass, and return the squared relative error of its gradients."""
         self.board.round(dict.fromkeys(names, format), turn=1)
         gradients = torch.autograd.grad(self.loss, [p for p, _ in self.trained], retain_graph=True)
         self.board.restore()
@@ -135,9 +138,9 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add estimated errors in `formats`, in which no backward pass ran.
+        """Add estimated errors in those of `formats` that no backward pass has measured.
 
-        Each is the error in format `known` times the ratio of the squared rounding errors of the values in both formats.
+        The estimate is the error in format `known` times the ratio of the squared rounding errors of the values in the two formats.
         """
         for name, row in errors.items() if formats else ():
             held = self.board.slots[name]

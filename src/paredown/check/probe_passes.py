@@ -48,7 +48,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @dataclass(eq=False)
 class HeldSlot:
-    """A slot that a probe rounds: its stored form, its exact values, and the autograd nodes that saved it."""
+    """A slot that a probe rounds: the stored tensor that backward reads, its exact values, and the autograd nodes that saved it."""
 
     name: str
     op: str
@@ -62,18 +62,18 @@ class HeldSlot:
     )  # for several nodes that use the slot one by one
 
     def resolved(self, format: Format) -> Format | None:
-        """Return the format that a session would use if a plan requests `format`; None for unmodified."""
+        """Return the format that a session would use for this slot if a plan requests `format`; None if the slot stays unmodified."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
         return resolve_format(
             Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()
         )[0]
 
     def restore(self) -> None:
-        """Let backward read the exact values again."""
+        """Let backward read the exact values of this slot again."""
         self.form.plain_values, self.form.version = self.exact, self.exact._version
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Let backward read values rounded to `format`; `keeps` stores the packed values for the next call."""
+        """Let backward read the values of this slot rounded to `format`; `keeps` stores the packed values for the next call."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
@@ -81,7 +81,7 @@ class HeldSlot:
         self.form.plain_values, self.form.version = values, values._version
 
     def encode(self, format: Format, seed: Seed) -> PackedTensor:
-        """Return the exact values encoded in `format`, as a session would."""
+        """Return the exact values of this slot encoded in `format`, as a session would encode them."""
         return encode_flat(self.exact, format, Assignment(format).resolved_rounding, None, seed)
 
 
@@ -100,7 +100,7 @@ class HeldForward:
         self._watch.checkpoints.reports_inputs = False  # nodes are called one by one, and no node reads them
 
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
-        """Call `run()`, which calls the model, and return its loss; all slots are exact then."""
+        """Call `run()`, which calls the model, and return its loss. All slots are exact after this call."""
         self._watch.attach()
         try:
             loss = run()
@@ -118,7 +118,7 @@ class HeldForward:
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Let backward read rounded values of the slots in `formats`, and exact ones of others; `turn` selects the random bits."""
+        """Let backward read rounded values of the slots in `formats`, and exact values of others; `turn` selects the random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)
@@ -133,7 +133,7 @@ class HeldForward:
         self._by_form.clear()
 
     def seed_of(self, name: str, turn: int) -> Seed:
-        """Return the seed of a slot's stochastic rounding."""
+        """Return the seed of a slot's stochastic rounding; each `turn` has random bits of its own."""
         return Seed(self._seed, crc32(name.encode()), turn)
 
     def _begin(self) -> bool:
@@ -160,7 +160,7 @@ Energies = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class SlotRounding:
-    """Two functions for a slot and a format: after `round` backward reads its rounded values, after `restore` the exact ones."""
+    """Two functions for one slot in one format: `round` lets backward read rounded values, `restore` the exact ones."""
 
     slot: str
     format: str
@@ -170,9 +170,9 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """Sums of squares of the gradients that went into and came out of an autograd node.
+    """Sums of squares ("energies") of the gradients that went into and came out of an autograd node.
 
-    `differences`: those of the changes of outgoing gradients, by (slot, format) that was rounded.
+    `differences`: the energies of the changes of outgoing gradients, by the (slot, format) that was rounded.
     """
 
     node: Any
@@ -184,7 +184,7 @@ class NodeEnergies:
 class NoiseMeasurement:
     """Measures in one exact backward pass how much rounding each slot changes the gradients.
 
-    `trials`: the slots that a node saved, once for each format, by node.
+    `trials`: by autograd node, the slots that the node saved, once for each format.
     """
 
     def __init__(self, trials: Mapping[Any, Sequence[SlotRounding]]) -> None:
@@ -192,7 +192,7 @@ class NoiseMeasurement:
         self._measured: list[NodeEnergies] = []
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the exact gradients of `parameters`; the graph stays usable."""
+        """Return the exact gradients of `parameters`; the graph can be used again."""
         handles = [node.register_hook(self._hook(node)) for node in nodes_behind(loss)]
         try:
             return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -201,9 +201,10 @@ class NoiseMeasurement:
                 handle.remove()
 
     def errors(self, parameters: Sequence[Tensor], energies: Sequence[float]) -> dict[tuple[str, str], tuple[float, float]]:
-        """Return two squared errors for each (slot, format).
+        """Return two squared gradient errors for each (slot, format).
 
-        The first is that of parameters to which an edge of the slot's node leads directly, the second an estimate for all others.
+        The first is the error in parameters to which an edge of the slot's node leads directly, the second an estimate for all others.
+        `energies`: the sum of squares of each parameter's gradient, in the order of `parameters`.
         """
         of_parameters = {id(p): 1 / energy for p, energy in zip(parameters, energies, strict=True) if energy > 0}
         numbers = iter(_numbers(tensor for measured in self._measured for tensor in _tensors(measured)))
@@ -272,7 +273,7 @@ def _numbers(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def energy_of(tensor: Tensor | None) -> Tensor | None:
-    """Return the sum of squares of a tensor, on its device; None for None and for integers."""
+    """Return the sum of squares of a tensor, on its device; None if `tensor` is None or has integers."""
     if tensor is None or not tensor.is_floating_point():
         return None
     return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
@@ -290,7 +291,7 @@ def nodes_behind(loss: Tensor) -> list[Any]:
 
 
 def _run(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Run one autograd node: `incoming` are the gradients of its outputs; return those of its inputs."""
+    """Run backward of one autograd node: `incoming` are the gradients of its outputs; return the gradients of its inputs."""
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     with torch.no_grad():
         outgoing = node.apply(*incoming) if is_custom else node(*incoming)
@@ -306,7 +307,7 @@ VIEWS_AND_CASTS = frozenset(("TBackward0", "TransposeBackward0", "ToCopyBackward
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """Return the parameter that a node leads to through views and casts only; None if there is another operation between."""
+    """Return the parameter to which a node leads through views and casts; None if there is any other operation between them."""
     while node is not None and node.name() in VIEWS_AND_CASTS:
         node = node.next_functions[0][0]
     return node.variable if node is not None and node.name() == ACCUMULATE else None

@@ -78,7 +78,7 @@ class Compared:
 
     @staticmethod
     def of(name: str, exact_error: float, error: float, exact_tolerance: float, tolerance: float) -> Compared:
-        """Return the row of a parameter, with the verdict that follows from the tolerances."""
+        """Return the row of the parameter `name`, with the verdict that follows from its two errors and their tolerances."""
         verdict = WRONG if exact_error > exact_tolerance else OFF if error > tolerance else OK
         return Compared(name, min(exact_error, LARGEST), min(error, LARGEST), verdict)
 
@@ -87,7 +87,7 @@ class Compared:
 class Fault:
     """A slot at fault, and the parameter whose gradient has the largest error.
 
-    `error`: with all slots of its group stored; `alone`: with this one.
+    `error`: the gradient error with all slots of the failing set stored; `alone`: with only this slot stored.
     """
 
     slot: str
@@ -256,7 +256,10 @@ class FaultSearch:
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Return disjoint minimal sets of slots that fail together, and whether the test fails with no slot stored."""
+        """Return disjoint minimal sets of slots that fail together, and whether the test fails with no slot stored.
+
+        `fails(names)` stores the slots `names`, and returns whether gradients are off.
+        """
         groups, rest = list[list[str]](), list(slots)
         if self._fails(fails, ()):
             return groups, True
@@ -267,7 +270,10 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return the smallest part of `candidates` that fails together with `kept`; `is_known`: `kept` alone does not fail."""
+        """Return the smallest part of `candidates` that fails together with the slots `kept`.
+
+        `is_known`: it is known that `kept` alone does not fail.
+        """
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

@@ -176,9 +176,10 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 def _session(
     opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
 ) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
-    """Return a context with a session for the plan, and the values that its packed weights had before.
+    """Return a context with a session for the plan, and the values that its packed weights had before packing.
 
-    It is the open session of the model (whose original weights are gone), or a temporary one; the end of that restores the weights.
+    If the model has an open session (whose original weights are gone), that one is used. Otherwise the context opens a temporary session,
+    and restores the weights when it ends.
     """
     if opened is not None:
         yield opened, {}
@@ -252,7 +253,7 @@ class VerificationRuns:
     # --- runs -----------------------------------------------------------------------------------------------------------
 
     def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
-        """Return the gradients of a step in which the slots `names` are stored; None: all.
+        """Return the gradients of a step in which the slots `names` are stored (None: all slots).
 
         `is_exact` stores them in float32; `records_formats` fills `formats` and `errors`.
         """
@@ -288,13 +289,13 @@ class VerificationRuns:
         return max(distances)
 
     def _product_errors(self) -> dict[str, float]:
-        """Return the expected rounding error in each layer that multiplies 8-bit codes: of input, weight and gradient together."""
+        """Return the expected rounding error of each layer that multiplies 8-bit codes: of its input, weight and gradient together."""
         multiplied = self.products.multiplied if self.products is not None else {}
         formats = {path: Format.parse(f"{element}/64@fp32") for path, element in multiplied.items()}
         return {f"product={path}": sqrt(3) * expected_error(format, Rounding.NEAREST_EVEN) for path, format in formats.items()}
 
     def _weights_off(self) -> list[Fault]:
-        """Return a row for each weight that packing has changed by more than its format explains."""
+        """Return a row for each weight if packing has changed it by more than its format explains."""
         found: list[Fault] = []
         for name, weight in self.session.runs.packed_weights.items():
             error = weight.rounding_error
@@ -313,7 +314,7 @@ class VerificationRuns:
 
     @contextmanager
     def _having(self, values: Callable[[str, Tensor], Tensor], names: Collection[str]) -> Generator[None]:
-        """Return a context in which the unpacked weights `names` have other values."""
+        """Return a context in which each unpacked weight in `names` has the values `values(name, weight)`."""
         parameters = {name: p for name, p in self.model.named_parameters() if name in names}
         decoded = {name: p.detach().clone() for name, p in parameters.items()}
         try:
@@ -369,17 +370,17 @@ class VerificationRuns:
         ]
 
     def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
-        """Return the relative error of each gradient: 0 for the same bits, infinity if it is missing or not finite."""
+        """Return the relative error of each of `gradients`: 0 if it has the baseline's bits, infinity if it is missing or not finite."""
         baseline = self.baseline if is_exact or self.original is None else self.original
         return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
 
     # --- slots at fault -------------------------------------------------------------------------------------------------
 
     def _faults(self, off: Iterable[bool], limits: Mapping[bool, float]) -> tuple[list[Fault], list[str]]:
-        """Return the slots at fault, and notes.
+        """Return the slots at fault, and notes for the user.
 
-        Slots that are wrong under the exact plan come first, if that is in `off`; then those that are wrong under the plan, among all
-        others.
+        `off`: the plans whose gradients exceed the tolerance, True for the exact plan and False for the plan. `limits`: their tolerances.
+        Slots that are wrong under the exact plan come first. Then come those that are wrong under the plan, searched among all other slots.
         """
         faults, notes, runs = list[Fault](), list[str](), FaultSearch(MAX_RUNS)
         for is_exact in off:
@@ -399,9 +400,9 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """Return a row for each slot of a group: the errors with the whole group stored, and with this slot alone.
+        """Return a row for each slot of a failing group: its errors with the whole group stored, and with this slot alone.
 
-        For an empty group the row says that gradients differ with nothing stored.
+        If the group is empty, the row says that gradients differ with nothing stored.
         """
         errors = self._distances(self.stored(group, is_exact=is_exact), is_exact=is_exact)
         error, parameter = max(zip(errors, self.names, strict=True))

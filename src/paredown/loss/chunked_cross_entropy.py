@@ -100,7 +100,7 @@ class Elementwise:
         return logits
 
     def gradient(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of the logits, from that of the transformed logits."""
+        """Return the gradient of the logits, from the gradient of the transformed logits."""
         results = [logits]  # before the first call, and of each call
         for name, value in self.calls:
             results.append(ELEMENTWISE[name](results[-1], value))
@@ -146,7 +146,8 @@ def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> 
 class ChunkSettings:
     """How logits are computed in chunks.
 
-    `dtype`: of the matrix products. `transform`: elementwise, such as soft-capping. `num_rows`: of a chunk. `loss_dtype`: that of the
+    `dtype`: that of the matrix products. `transform`: an elementwise function of the logits, such as soft-capping. `num_rows`: the number
+    of rows in a chunk. `loss_dtype`: that of the
     result outside autocast. `device`: the type of device that a trace is for, which fake tensors do not have.
     """
 
@@ -192,7 +193,7 @@ def chunked_cross_entropy(
 
 
 def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: CrossEntropy) -> None:
-    """Raise ValueError if shapes, target dtype or options do not fit."""
+    """Raise ValueError if shapes, target dtype or options of a cross entropy do not fit together."""
     if options.reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {options.reduction!r} is unknown. Allowed: 'mean', 'sum' and 'none'.")
     if not 0.0 <= options.label_smoothing <= 1.0:
@@ -270,7 +271,7 @@ class Rows:
             torch.ops.aten._assert_async.msg(is_class.all(), f"a target is no class: classes are 0 to {num_classes - 1}")
 
     def _terms(self, part: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return target (0 if ignored), `own`, `smooth`, and whether the row counts, for each row of a chunk, as (num_rows, 1)."""
+        """Return target (0 if ignored), `own`, `smooth`, and whether the row counts, for each row of the chunk `part`, as (num_rows, 1)."""
         target = self._target[part, None]
         is_used = target != self._ignore_index
         target, used = torch.where(is_used, target, 0), is_used.to(self._dtype)
@@ -278,7 +279,7 @@ class Rows:
         return target, own, used * self._smooth if self._smooth else None, is_used
 
     def losses(self, log_probs: Tensor, part: slice) -> Tensor:
-        """Return the loss of each row of a chunk."""
+        """Return the loss of each row of the chunk `part` from its log probabilities."""
         target, own, smooth, is_used = self._terms(part)
         losses = -own * log_probs.gather(1, target)
         if smooth is not None:
@@ -287,7 +288,7 @@ class Rows:
         return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
-        """Return `losses`; unless `scale` is None, the same kernel overwrites `logits` by their `gradient_`, before the transform."""
+        """Return losses of a chunk; unless `scale` is None, the kernel also overwrites `logits` by the gradient before the transform."""
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
             return torch.empty(len(logits), dtype=self._dtype)
@@ -298,7 +299,7 @@ class Rows:
         return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale, self._scales)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
-        """Return the gradient of the losses of a chunk for its logits, times `scale`; it takes the memory of `log_probs`."""
+        """Return the gradient of the losses of the chunk `part` for its logits, times `scale`; it overwrites `log_probs`."""
         target, own, smooth, _ = self._terms(part)
         own, smooth = own * scale, smooth * scale if smooth is not None else None
         gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
@@ -309,13 +310,13 @@ class Rows:
 
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the weight in the dtype of products; a packed one is decoded in it, so that no copy in its own dtype exists."""
+    """Return the weight in the dtype of products. A packed weight is decoded directly in this dtype, without a copy in its own dtype."""
     packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
 
 class Linear:
-    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks. `adapter`: a layer added to it."""
+    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks; `adapter` is added, as LoRA's."""
 
     adapter: Linear | None = None
 
@@ -350,14 +351,14 @@ class Linear:
 
     @property
     def all_gradients(self) -> tuple[Tensor | None, ...]:
-        """The `gradients`, and those of the adapter's rows and weight."""
+        """The `gradients` of the layer, and those of the adapter's rows and weight."""
         return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
-        """Return the logits of a chunk before and after the transform.
+        """Return the logits of the chunk `part` before and after the transform.
 
-        `tracks`: `add_gradients` will go back through the transform. Without a transform they have the columns of the padded weight;
-        those behind `num_classes` are zero.
+        `tracks`: whether `add_gradients` will go back through the transform. Without a transform the logits have the columns of the padded
+        weight; the columns behind `num_classes` are zero.
         """
         rows, weight = self._hidden[part], self._weight.t()
         logits = rows @ weight if self._bias is None else torch.addmm(self._bias, rows, weight)
@@ -372,7 +373,7 @@ class Linear:
             return logits.requires_grad_(tracks), self._transform(logits)
 
     def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
-        """Add the gradients of a chunk, from the gradient of its logits, which may lack the columns of the padding."""
+        """Add the gradients of the chunk `part`; `gradient`, that of its `logits`, may lack the columns of the padding."""
         before, after = logits
         gradient = gradient.to(after.dtype)
         if isinstance(self._transform, Elementwise):
@@ -489,7 +490,7 @@ def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor of gradients until backward: 1, or a power of two below it in float16, whose range is small."""
+    """Return the factor of gradients between forward and backward: 1, or in float16, whose range is small, a power of two below 1."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

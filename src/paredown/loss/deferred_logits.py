@@ -109,7 +109,7 @@ class LogitsFamily:
         return self._logits
 
     def check(self) -> None:
-        """Raise RuntimeError if the hidden states or the parameters have changed since the head was called."""
+        """Raise RuntimeError if the hidden states or the parameters have changed since the call of the head (the last linear layer)."""
         self.linear.check(self.use.path)
 
     def autocast(self) -> Any:
@@ -117,7 +117,7 @@ class LogitsFamily:
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias for a loss that decodes a packed weight itself.
+        """Return weight and bias of the head, for a loss that decodes a packed weight itself.
 
         Where gradients are off, a packed weight is decoded here.
         """
@@ -127,17 +127,20 @@ class LogitsFamily:
         return self.linear.operands()
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, decoded if they are packed; gradients flow to them."""
+        """Return weight and bias of the head, decoded if they are packed; gradients flow to them."""
         self.check()
         return self.linear.values()
 
     def refuse_gradient(self, name: str, remedy: str) -> None:
-        """Raise RuntimeError if a loss in chunks was computed: a request for the gradient of logits comes too late then."""
+        """Raise RuntimeError if a loss in chunks was already computed, since the logits get no gradient from it.
+
+        `name`: the function that requested the gradient. `remedy`: the end of the message, which says what to do.
+        """
         if self.has_loss:
             raise RuntimeError(NO_GRADIENT.format(name=name, path=self.use.path, remedy=remedy))
 
     def make_real(self) -> None:
-        """Compute the deferred logits in `arguments`, which something is going to write to; real ones are used from then on."""
+        """Compute all logits of this head's call, because something is going to write to them; they are used from then on."""
         self.is_real = True
         for ref in self.members:
             member = ref()
@@ -242,7 +245,7 @@ def deferred_in(arguments: Any) -> list[DeferredLogits]:
 
 
 def current(arguments: Any) -> Any:
-    """Return the arguments with real logits in place of deferred ones whose family is real, as something may have written to it."""
+    """Return `arguments` with real logits in place of deferred ones where the real ones exist: they may have been written to."""
     is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
     return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
 
@@ -261,13 +264,13 @@ def name_of(func: Any) -> str:
 
 
 def real_of(logits: DeferredLogits, name: str) -> Tensor:
-    """Return the real logits, and record that the function `name` needed them."""
+    """Return the real logits, and record that the function `name` needed all of them."""
     logits.family.use.requests[name] += 1
     return logits.logits()
 
 
 def make_real(arguments: Any) -> None:
-    """Use real logits from now on in place of the deferred ones in `arguments`, which something will write."""
+    """Compute the deferred logits in `arguments`, because something will write to them; the real ones are used from then on."""
     for leaf in deferred_in(arguments):
         leaf.family.make_real()
 
@@ -292,14 +295,17 @@ def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def overloads_of(func: Any) -> list[Any]:
-    """Return the operators of torch.ops that a call may run; none for functions of Python."""
+    """Return the operators of torch.ops that a call of `func` may run; none if `func` is written in Python."""
     if isinstance(func, torch._ops.OpOverloadPacket):
         return [getattr(func, overload) for overload in func.overloads()]
     return [func] if isinstance(func, torch._ops.OpOverload) else []
 
 
 def without_aliases(result: Any, arguments: Any) -> Any:
-    """Return a result of real logits; if it may share their memory, and so write to them, use real ones from now on."""
+    """Return the result of a function of real logits.
+
+    If the result may share their memory, later writes could change them, so the real logits are used from then on.
+    """
     members = deferred_in(arguments)
     storages = {member.logits().untyped_storage()._cdata for member in members}
     for leaf in tree_leaves(result):
@@ -316,7 +322,7 @@ def without_aliases(result: Any, arguments: Any) -> Any:
 
 
 def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
-    """Return the deferred result of a call; None if the call must be computed."""
+    """Return the deferred result of calling `call` on `logits`; None if the call cannot be recorded and must be computed."""
     if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
     if call.name in SWAPS:
@@ -336,7 +342,7 @@ def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Return the deferred sum of a head's logits and those of an adapter; None for other sums."""
+    """Return the deferred sum of a head's logits and those of an adapter; None if the terms are anything else."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None
@@ -367,12 +373,12 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the gradient for both terms."""
+        """Return the incoming gradient for each of the two terms."""
         return *(grad.to(dtype) for dtype in ctx.dtypes), None
 
 
 def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogits:
-    """Return the deferred result of a call that can be recorded."""
+    """Return the deferred result of a recorded call; `layout` has its size, strides and dtype."""
 
     def rows_of(rows: Tensor) -> Tensor:
         if call.name == "__getitem__":
@@ -394,7 +400,7 @@ def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogit
 
 
 def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> DeferredLogits:
-    """Return the deferred output of `linear`; `dtype`: of its matrix product, if not that of autocast at the moment."""
+    """Return the deferred output of `linear`. `dtype`: that of its matrix product; None for the current autocast dtype."""
     family = LogitsFamily(use, linear, dtype)
     use.num_deferred += 1
     layout = Layout.contiguous(*linear.hidden.shape[:-1], linear.num_classes, dtype=family.dtype)
@@ -406,7 +412,7 @@ def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) ->
 
 
 class Deferred(torch.autograd.Function):
-    """The autograd function of the head.
+    """The autograd function of the output head.
 
     It gives deferred logits their grad_fn, for functions that autograd records without `__torch_function__`.
     """
@@ -459,7 +465,7 @@ def _signature() -> inspect.Signature:
 
 
 def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the cross entropy of deferred logits in chunks; None if all logits are needed."""
+    """Return the result of a call of F.cross_entropy on deferred logits, computed in chunks; None if the call needs all logits."""
     bound = _signature().bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

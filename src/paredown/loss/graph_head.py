@@ -61,7 +61,7 @@ class Followed:
 class DeferredOutput:
     """A graph output that would be logits, and is the hidden states instead.
 
-    `calls` make the output from deferred logits.
+    `calls`: the functions that make the original output from deferred logits.
     """
 
     index: int
@@ -118,7 +118,7 @@ def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> b
 
 
 class HeadGraph:
-    """One call of the head in a graph."""
+    """One call of the output head in a graph."""
 
     def __init__(self, gm: fx.GraphModule, linear: fx.Node, use: HeadUse, places: dict[fx.Node, int]) -> None:
         self.graph, self.linear, self.use, self.places = gm.graph, linear, use, places
@@ -158,9 +158,9 @@ class HeadGraph:
                 self.graph.erase_node(node)
 
     def _writers(self, later: list[fx.Node]) -> list[str]:
-        """Return the names of in-place functions behind the head that write to what the head read.
+        """Return the names of in-place functions that run after the head and write to a tensor that the head read.
 
-        The loss in chunks is computed later, and would read what they wrote.
+        The loss in chunks is computed later than the head, and would read what they wrote.
         """
         read = {storage_of(t.meta["example_value"]) for t in (self.hidden, self.weight, self.bias) if t is not None}
         tensors = [(node, [i.meta.get("example_value") for i in node.all_input_nodes]) for node in later if is_in_place(node)]
@@ -201,7 +201,7 @@ class HeadGraph:
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
-        """Return the logits that a function which can be recorded makes; None for other functions."""
+        """Return the logits that the function `name` at node `user` makes from `logits`; None if deferred logits cannot record it."""
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None
@@ -238,7 +238,7 @@ class HeadGraph:
         return replace(found, calls=(*logits.calls, call))
 
     def _same(self, node: fx.Node, rows: fx.Node) -> fx.Node:
-        """Insert the call of `node` on hidden states, and return its node."""
+        """Insert the same function call as that of `node`, but on the hidden states `rows`; return the new node."""
         with self.graph.inserting_before(node):
             return self.graph.create_node(node.op, node.target, (rows, *node.args[1:]), dict(node.kwargs))
 
@@ -253,7 +253,7 @@ class HeadGraph:
     # --- writing ---
 
     def _replace_loss(self, logits: Followed, given: dict[str, Any]) -> None:
-        """Replace a cross entropy by the operator of losses in chunks."""
+        """Replace a cross entropy by the operator that computes it in chunks; `given`: the arguments of F.cross_entropy by name."""
         node, graph = logits.path[-1], self.graph
         wanted: Tensor = node.meta["example_value"]
         settings = self._settings(logits, given)

@@ -58,7 +58,7 @@ class HeldLinear:
         return [held.alias.dtype for held in self._all()]
 
     def check(self, path: str) -> None:
-        """Raise RuntimeError if a value has changed since the call; `path`: of the layer."""
+        """Raise RuntimeError if an operand has changed since the call; `path` is the layer's path in the model, for the message."""
         for held in self._all():
             if held.has_changed():
                 raise RuntimeError(CHANGED.format(path=path, what=held.name))
@@ -80,7 +80,7 @@ class HeldLinear:
 
 
 class HeldTensor:
-    """An operand as it was at the call: `alias` has the graph and the memory that it had then."""
+    """An operand as it was at the call: `alias` keeps the autograd graph and the memory that the operand had then."""
 
     def __init__(self, given: Tensor, name: str) -> None:
         self.given, self.name = given, name
@@ -104,15 +104,15 @@ class HeldTensor:
         return now is not None and self._print is not None and not torch.equal(now, self._print)
 
     def operand(self) -> Tensor:
-        """Return the alias, or a packed parameter itself, whose F.linear decodes it.
+        """Return the alias; for a packed parameter, return the parameter itself, which F.linear decodes.
 
-        A parameter that was frozen or unfrozen since the call has its alias.
+        If a packed parameter was frozen or unfrozen since the call, return the alias.
         """
         is_same = self._packed is not None and self.given.requires_grad == self._needs_grad
         return self.given if is_same else self.alias
 
     def values(self) -> Tensor:
-        """Return the alias, or the decoded values of a packed parameter."""
+        """Return the alias, or the decoded values if the operand is a packed parameter."""
         if self._packed is None:
             return self.alias
         if self._needs_grad and torch.is_grad_enabled():
@@ -121,7 +121,7 @@ class HeldTensor:
 
 
 class PackedAlias(torch.autograd.Function):
-    """The autograd function of a view of a packed parameter, with the graph that it has at the moment."""
+    """The autograd function of a view of a packed parameter, which keeps the parameter's current autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class OperatorSettings:
 
     @property
     def text(self) -> str:
-        """The settings as text, which is an argument of the operators."""
+        """All settings as one text, which is an argument of the operators."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -75,7 +75,7 @@ class OperatorSettings:
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
-        """Return the loss problem for a target of shape (num_rows,)."""
+        """Return the `Problem` (all arguments of a loss that autograd does not track) for a target of shape (num_rows,)."""
         options = CrossEntropy(class_weights, self.ignore_index, self.reduction, self.label_smoothing)
         num_rows = rows_of_chunk(num_classes, self.product_dtype, self.device)
         transform = Elementwise(self.calls) if self.calls else None
@@ -87,7 +87,8 @@ def compute_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, a factor of the gradients, and the gradients of `hidden`, `weight` and `bias` before that factor.
 
-    Shapes: `hidden` (num_rows, size), `weight` (num_classes, size). Gradients that are not needed are empty.
+    Shapes: `hidden` (num_rows, size), `weight` (num_classes, size). `settings`: the text of `OperatorSettings`. A gradient is empty if it
+    is not needed.
     """
     parsed = OperatorSettings.parse(settings)
     problem = parsed.problem(target, class_weights, weight.shape[0])
@@ -109,9 +110,9 @@ def compute_gradients(
     grad: Tensor,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias, empty if not needed.
+    """Return the gradients of hidden, weight and bias; each is empty if it is not needed.
 
-    `grad`: the gradient of each row's loss, (num_rows,).
+    `grad`: the gradient of each row's loss, (num_rows,). `settings`: the text of `OperatorSettings`.
     """
     parsed = OperatorSettings.parse(settings)
     problem = parsed.problem(target, class_weights, weight.shape[0])
@@ -122,7 +123,7 @@ def compute_gradients(
 
 
 def _filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients, with empty tensors in place of None."""
+    """Return the gradients of hidden, weight and bias, with empty tensors in place of None."""
     of_hidden, of_weight, of_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return of_hidden, of_weight, of_bias
 
@@ -177,7 +178,7 @@ def _(
 
 
 def _loss_dtype(settings: OperatorSettings) -> torch.dtype:
-    """Return the dtype of the loss: float64 for logits that the calls make float64, otherwise float32."""
+    """Return the dtype of the loss: float64 if the recorded casts make the logits float64, otherwise float32."""
     casts = [value for name, value in settings.calls if name == "to"]
     return accumulation_dtype(getattr(torch, casts[-1] if casts else settings.dtype))
 

@@ -61,9 +61,9 @@ FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forwar
 
 
 class HeadInput(Tensor):
-    """The input of the output head: the head's `F.linear` of it returns deferred logits.
+    """The input of the output head: `F.linear` of it returns deferred logits.
 
-    For other functions it is the input itself.
+    All other functions get the plain hidden states.
     """
 
     is_deferred = True
@@ -139,9 +139,9 @@ class OutputHead:
         self._handles = []
 
     def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any] | None:
-        """Compute the loss in chunks in a graph of Dynamo.
+        """Let a graph of Dynamo compute the loss of the head in chunks.
 
-        Returns a function of the graph's results and inputs that makes the outputs of a call; None if outputs are unmodified.
+        Returns a function of (the graph's results, its inputs) that makes the outputs of a call; None if the outputs are unmodified.
         """
         module = self._module() if self._module is not None else None
         if self._adapters:
@@ -152,16 +152,19 @@ class OutputHead:
         return rewrite_head(gm, inputs, module, self.use)
 
     def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
-        """Return why the loss of these logits is not in chunks though no head was found; "" if they have too few classes."""
+        """Return why the loss of these logits was not computed in chunks: the model has no output head.
+
+        It is "" if the logits have too few classes for chunks. `nbytes`: the bytes of the logits.
+        """
         classes = shape[:2][-1] if shape else 0  # a cross entropy takes (rows, classes, ...) or (classes,)
         if not self._is_on or self.is_found or classes < MIN_CLASSES:
             return ""
         return NO_HEAD.format(f"{math.prod(shape) // classes:,}", classes, say_bytes(nbytes))
 
     def rows(self, losses: Mapping[str, tuple[Sequence[int], int]] | None = None) -> Iterator[tuple[str, str, str, str]]:
-        """Yield (path, asked, given, reason) if logits are not deferred, or are deferred and needed after all.
+        """Yield a row (path, asked, given, reason) if logits are not deferred, or if they are deferred and were needed after all.
 
-        `losses`: shape and bytes of what cross entropies inside of the model saved, by slot.
+        `losses`: by slot name, shape and bytes of what cross entropies inside of the model saved.
         """
         for slot, (shape, nbytes) in (losses or {}).items():
             if missing := self.reason_missing(shape, nbytes):
@@ -220,7 +223,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
 
 
 def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
-    """Return the layers `lora_B` that PEFT adds to the output of a head; empty if it has none, or other adapters."""
+    """Return the layers `lora_B` that PEFT adds to the output of a head; empty if the head has no adapter, or one of another kind."""
     parent = model.get_submodule(path.rpartition(".")[0]) if path.endswith(f".{BASE}") else None
     layers: Any = getattr(parent, "lora_B", ())
     layers = list(layers.values()) if isinstance(layers, nn.ModuleDict) else [layers] if isinstance(layers, nn.Linear) else []

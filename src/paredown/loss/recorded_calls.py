@@ -33,7 +33,7 @@ class Call:
     kwargs: dict[str, Any]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the result for these logits."""
+        """Return the result of this function call on `logits`."""
         return self.func(logits, *self.args, **self.kwargs)
 
 
@@ -46,13 +46,13 @@ class Layout:
     dtype: torch.dtype
 
     def after(self, call: Call) -> Layout:
-        """Return the layout of the result of a call; torch raises its own error if the call is not possible."""
+        """Return the layout of the result of `call`; torch raises its own error if the call is not possible."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
             return Layout(tuple(result.size()), result.stride(), result.dtype)
 
     def class_first(self) -> Layout | None:
-        """Return the layout with the last dimension moved to dimension 1; None with fewer than three dimensions."""
+        """Return the layout with the last dimension moved to dimension 1; None if there are fewer than three dimensions."""
         if len(self.size) < 3:
             return None
         size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))
@@ -68,7 +68,7 @@ class Layout:
 
 
 def is_elementwise(call: Call) -> bool:
-    """Return whether a call casts, scales by a Python number, or takes tanh."""
+    """Return whether a call casts logits, multiplies or divides them by a Python number, or takes tanh."""
     if call.name in SCALES:
         return len(call.args) == 1 and type(call.args[0]) in (int, float) and not call.kwargs
     if call.name != "to":
@@ -80,7 +80,7 @@ def is_elementwise(call: Call) -> bool:
 
 
 def without_device(logits: Tensor, call: Call) -> Call:
-    """Return a call of `to` without its device argument, if that is the device of the logits."""
+    """Return a call of `to` without its device argument if that is the device of the logits; otherwise the call unchanged."""
     if "copy" in call.kwargs:
         return call
     device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
@@ -106,7 +106,10 @@ def keeps_last(index: Any, num_dims: int) -> bool:
 
 
 def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | None:
-    """Return the recorded elementwise calls as one function."""
+    """Return the recorded elementwise calls as one function of logits; None if they are only casts that the loss makes itself.
+
+    `dtype`: that of the logits before the calls.
+    """
     found, layout = list[tuple[str, Any]](), Layout.contiguous(1, dtype=dtype)
     for call in calls:
         layout = layout.after(call)

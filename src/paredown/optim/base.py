@@ -11,8 +11,8 @@ Which hook a parameter gets (`hook_of`):
     small and sharded             GradientCopy: the gradient is copied out of the memory that it shares with others
     otherwise                     none: p.grad is read at the step
 
-Groups, closures, schedulers, hooks and `state` are those of torch. A parameter for which nothing is packed (tier "full") is updated by
-torch.optim itself. With `microbatches` = K, `step()` and `zero_grad()` do nothing until K backward passes were added, and the gradient is
+Groups, closures, schedulers, hooks and `state` are those of torch. If nothing of a parameter is packed (tier "full"), torch.optim
+itself updates it. With `microbatches` = K, `step()` and `zero_grad()` do nothing until K backward passes were added, and the gradient is
 their mean. An optimizer without state that was made before `paredown.apply` takes over the formats of the plan (`follow_requests`).
 """
 
@@ -116,7 +116,7 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
 
 
 def _start_of(optimizer: Optimizer, entry: ParameterState) -> Callable[[], None]:
-    """Return a function to call before a sum of gradients starts; it raises if a sum over microbatches was interrupted."""
+    """Return a function to call before a sum of gradients starts; it raises OptimError if a sum over microbatches was interrupted."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def start() -> None:
@@ -171,7 +171,7 @@ class TorchOptimizer(Protocol):
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
-    """Base class of SGD, AdamW, Lion and Muon, which define rule, hyperparameters, and the torch.optim class of tier "full"."""
+    """Base class of SGD, AdamW, Lion and Muon, which define rule, hyperparameters, and the torch.optim class for unpacked parameters."""
 
     rule_name: str
 
@@ -210,16 +210,16 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def make_torch(self, groups: list[dict[str, Any]]) -> TorchOptimizer | None:
-        """Return the torch.optim optimizer for parameters of which nothing is packed; None if torch has none."""
+        """Return the torch.optim optimizer for parameters that are not packed in any part; None if torch has no such optimizer."""
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """Return the update rule of a group; that of SGD depends on the group's momentum."""
+        """Return the update rule of a parameter group; the rule of SGD depends on the group's momentum."""
         return self.rule
 
     # --- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch.optim; it may have its own tier, formats and roundings."""
+        """Add a parameter group, as in torch.optim; it may have its own tier (a named set of formats), formats and roundings."""
         super().add_param_group(param_group)
         group, index, num_before = self.param_groups[-1], len(self.param_groups) - 1, len(self._entries)
         try:
@@ -238,7 +238,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def _remove_entries(self, num_entries: int) -> None:
-        """Remove all but the first `num_entries` parameters, after adding a group has failed."""
+        """Remove all but the first `num_entries` parameters; called if adding a group has failed."""
         for entry in self._entries[num_entries:]:
             self._by_id.pop(id(entry.parameter), None)
             remove_owner(entry.parameter, self)
@@ -265,7 +265,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             self._hooks.append(entry.hook)
 
     def _check_options(self, index: int, choices: SlotFormats) -> None:
-        """Raise OptimError for options of torch.optim that packed state does not support."""
+        """Raise OptimError if group `index` has options of torch.optim that packed state does not support."""
         requested = [name for name in NOT_PACKED if self.param_groups[index].get(name)]
         if requested and not self._is_full(choices):
             raise OptimError(
@@ -343,7 +343,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _finish_sums(self) -> None:
-        """Let the next gradient start a new sum."""
+        """Let the next gradient of each parameter start a new sum."""
         self._num_accumulated, self._is_unscaled = 0, False
         if self.microbatches > 1:
             for entry in self._entries:
@@ -371,7 +371,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._is_unscaled = True
 
     def _update_in_backward(self, entry: ParameterState, grad: Tensor) -> None:
-        """Update one parameter inside backward, as release=True requests."""
+        """Update one parameter with `grad` inside backward, as release=True requests."""
         group, plain = self.param_groups[entry.group], local(entry.parameter)
         rule = self.rule_for(group)
         with torch.no_grad():
@@ -398,7 +398,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Update parameters of which nothing is packed by torch.optim, with the same state and hyperparameters."""
+        """Let torch.optim update the parameters that are not packed in any part, with the same state and hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -422,7 +422,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Return whether torch.optim updates this parameter, as nothing of it is packed."""
+        """Return whether torch.optim updates this parameter, because no part of it (weight, moments, gradient) is packed."""
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
@@ -433,7 +433,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- inspection -------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, *, reset: bool = False) -> Diagnostics:
-        """Return underflow, flips and dead zone of each packed parameter since the start or the last reset; a table when printed."""
+        """Return underflow, flips and dead zone (`diagnostics.py`) of each packed parameter since the start or reset; prints as a table."""
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property
@@ -476,9 +476,9 @@ def _remove_all(hooks: list[Any]) -> None:
 
 
 def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
-    """Raise OptimError for a weight format that the optimizer cannot provide.
+    """Raise OptimError if the optimizer cannot store the weight `parameter` in the format that `choices` has for it.
 
-    `packed_format`: that of the weight which the session has packed, or will pack.
+    `packed_format`: the format in which a session has packed the weight, or will pack it.
     """
     format, dtype = choices.format(Role.WEIGHT), parameter.dtype
     if format is None or choices.is_small or (isinstance(parameter, DTensor) and packed_format is None):

@@ -1,7 +1,7 @@
 """Update many parameters together: one kernel launch for all that have the same layout; on the CPU, tensor by tensor.
 
     batch = Batch(RULES["adamw"], units, seed=0)
-    batch.update([hyper], rows=0, steps=t, gradients=None)       every unit uses row 0 of [hyper] and is at step t
+    batch.update([hyper], rows=0, steps=t, gradients=None)       every unit (a parameter's tensors) uses hyper at step t
 
 `update_one` updates one tensor immediately; `fold` adds a gradient to a packed accumulator. On CUDA with Triton they use the kernels if
 those cover the formats, on the CPU compiled loops (`cpu/`), and `reference.py` otherwise; the bits are the same.
@@ -28,7 +28,7 @@ Hyper = Sequence[float]
 
 
 class Batch:
-    """Units with one update rule, updated together at every step."""
+    """Parameters with the same update rule and layout, updated together; each unit has the tensors of one parameter."""
 
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.seed = rule, list(units), seed
@@ -49,9 +49,9 @@ class Batch:
         steps: Sequence[int] | int,
         gradients: Sequence[Tensor] | None = None,
     ) -> None:
-        """Update every unit once: unit i uses hypers[rows[i]] and is at step steps[i], counted from 1.
+        """Update every unit (the tensors of one parameter) once: unit i uses hypers[rows[i]] and is at step steps[i], counted from 1.
 
-        An int applies to all units. `gradients` are new plain gradients, if their memory is not that of the last update.
+        An int for `rows` or `steps` applies to all units. `gradients`: new plain gradients, if they are not in the memory of the last ones.
         """
         if gradients is not None:
             for unit, grad in zip(self.units, gradients, strict=True):
@@ -66,7 +66,7 @@ class Batch:
 
 
 def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
-    """Update one unit in place; `gradient`, if given, is a plain gradient that replaces that of the unit."""
+    """Update one unit (the tensors of one parameter) in place; `gradient`, if given, is a plain gradient that replaces that of the unit."""
     if gradient is not None:
         check_gradient(unit, gradient)
     layout = unit.how(rule.name)
@@ -78,7 +78,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum in place, by a kernel if there is one for the format."""
+    """Add a gradient to a packed sum in place, as `how` says; a kernel does this if there is one for the format."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)
@@ -87,7 +87,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
-    """Return the sum of squares of each tensor, computed by kernels; None if the kernels do not cover all of them."""
+    """Return the sum of squares of each tensor, computed by kernels; None if the kernels do not cover all of these tensors."""
     kernels = _find_kernels() if tensors[0].codes.is_cuda else None
     if kernels is None or not all(kernels.covers_squares(t.format, t.shape) for t in tensors):
         return None
@@ -95,7 +95,7 @@ def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
 
 
 def _kernels_for(unit: UpdateUnit, layout: UpdateLayout) -> ModuleType | None:
-    """Return the kernels if they cover this layout; otherwise None."""
+    """Return the module of kernels that update this layout; None if there are none."""
     kernels = _find_kernels() if unit.weight.codes.is_cuda else None
     return kernels if kernels is not None and kernels.covers(layout) else None
 
@@ -126,7 +126,7 @@ def _at(numbers: Sequence[int] | int, places: Sequence[int]) -> Sequence[int] | 
 
 
 def check_gradient(unit: UpdateUnit, grad: Tensor) -> None:
-    """Raise OptimError for a new gradient whose dtype, size or layout differs from that of the unit."""
+    """Raise OptimError if the dtype, size or layout of a new gradient differs from that of the unit's gradient."""
     before = unit.gradient.codes
     if unit.gradient.format is None and grad.dtype is before.dtype and grad.is_contiguous() and grad.numel() == before.numel():
         return

@@ -87,7 +87,7 @@ class UpdateCounters:
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Add the counters to the sums every 64 updates, and check for warnings every 512."""
+        """Add the counters to the sums every 64 updates, and check for warnings every 512; `updates` were made so far."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
@@ -97,7 +97,7 @@ class UpdateCounters:
             self._send()
 
     def drain(self) -> None:
-        """Add the counters to the sums, and reset them to 0."""
+        """Add the counters to the sums, and reset the counters to 0."""
         for device, counters in self._counters.items():
             new = torch.stack(counters).double()
             before = self._sums.get(device)

@@ -74,7 +74,7 @@ class PackedGradient(GradientTensor):
 
 
 class _Hook(ABC):
-    """A hook on the gradients of one parameter, which it refers to weakly."""
+    """A hook on the gradients of one parameter, with a weak reference to the parameter."""
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         if parameter.is_complex():
@@ -87,7 +87,7 @@ class _Hook(ABC):
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter; OptimError if it was deleted."""
+        """The parameter with this hook; OptimError if it was deleted."""
         parameter = self._parameter()
         if parameter is None:
             raise OptimError(f"{self.name} was deleted, and its gradients with it.")
@@ -123,7 +123,7 @@ class _Hook(ABC):
 
     @abstractmethod
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        """Process `grad`, which is p.grad, after backward has added to it."""
+        """Process `grad`, which is p.grad, after backward has added a gradient to it."""
 
 
 class Accumulator(_Hook):
@@ -205,9 +205,9 @@ class GradientCopy(_Hook):
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:
-    """Set the factors of gradients that are no longer referenced to 1.
+    """Set the factors of those `gradients` to 1 that no user code references any more.
 
-    This takes two launches, instead of one for each gradient in backward.
+    This takes two kernel launches for all of them, instead of one for each gradient in backward.
     """
     totals = [g.total for g in gradients if g.is_scaled and not g.is_lent]
     if totals:
@@ -221,7 +221,7 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 class Releaser(_Hook):
     """Calls `update` with each gradient of a parameter as soon as it is complete; p.grad then has no values.
 
-    `is_updated` returns whether there was an update since the last step().
+    `is_updated` returns whether the parameter was updated since the last step().
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Releaser(_Hook):
         self._update, self._is_updated = update, is_updated
 
     def use(self, grad: Tensor) -> None:
-        """Update with `grad`, if it is the first gradient since the last step()."""
+        """Update the parameter with `grad`, if it is the first gradient since the last step()."""
         if grad.layout is not torch.strided:
             raise OptimError(
                 f"{self.name} has a sparse gradient, and packed state is dense. Make the embedding with sparse=False, or use"
@@ -252,9 +252,9 @@ class Releaser(_Hook):
 
 
 class ReleasedGradient(Tensor):
-    """The p.grad of a gradient that was used inside backward.
+    """The p.grad of a parameter that was updated inside backward.
 
-    It has a shape, and raises OptimError for everything else.
+    It has a shape and no values: everything that would read values raises OptimError.
     """
 
     _releaser: weakref.ref[Releaser]

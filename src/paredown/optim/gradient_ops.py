@@ -34,7 +34,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return `func` of decoded values; gradients that it writes to are encoded, and returned in place of their values."""
+    """Return `func` of decoded values; gradients that it writes to are encoded again, and returned in place of their values."""
     if _returns_views(func) and isinstance(args[0], GradientTensor):
         return _view(func, args[0], args[1:], kwargs)
     plain: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ def _returns_views(func: Any) -> bool:
 def _view(func: Any, gradient: GradientTensor, args: Any, kwargs: Any) -> Any:
     """Return a view, or a list of views, of a packed gradient.
 
-    Reading one applies `func` to decoded values; writing to one encodes the whole gradient.
+    Reading a view applies `func` to the decoded values; writing to it encodes the whole gradient.
     """
     like = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
     result = func(like, *args, **kwargs)
@@ -91,7 +91,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """Return `x` as a number or a scalar tensor; None if it is a larger tensor or a packed gradient."""
+    """Return `x` as a number or a tensor of at most `dims` dimensions with one value; None if it has more or is a packed gradient."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, GradientTensor) else None
     return x
@@ -109,9 +109,9 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the sum that autograd makes under create_graph=True, a plain p.grad.
+    """Return the sum that autograd makes under create_graph=True, which is a plain p.grad.
 
-    Like all plain gradients it is not multiplied by `weight` yet.
+    Like all plain gradients, this sum is not multiplied by `weight` yet.
     """
     gradient, other = args[0], args[1]
     if not (is_whole(gradient) and _in_backward()) or gradient.weight == 1.0 or isinstance(other, GradientTensor):
@@ -226,7 +226,7 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
-    """For GradScaler, set found_inf to 1 if a value is not finite, and multiply all gradients by the inverse scale."""
+    """Multiply all gradients by the inverse scale, and set found_inf to 1 if a value is not finite, as GradScaler expects."""
     tensors, found_inf, inverse_scale = args
     packed, others = _split(tensors)
     if _has_views(tensors):

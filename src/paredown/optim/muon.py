@@ -81,7 +81,7 @@ class Muon(Optimizer):
             raise
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group with its rule, or one group for each rule."""
+        """Return the group with its rule; if it has parameters of both rules, return one group for each."""
         rule = group.get("rule")
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")
@@ -108,7 +108,7 @@ class Muon(Optimizer):
             group["lr"] = self._adamw_lr(group)
 
     def _adamw_lr(self, group: Mapping[str, Any]) -> Any:
-        """Return the learning rate of AdamW for a group whose own is that of Muon; OptimError if there is none."""
+        """Return the learning rate of AdamW for a group whose own learning rate is that of Muon; OptimError if none is given."""
         if self._adamw["lr"] is not None:
             return self._adamw["lr"]
         if group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"]) == "match_rms_adamw":
@@ -176,7 +176,7 @@ class Muon(Optimizer):
         )
 
     def make_torch(self, groups: list[dict[str, Any]]) -> Any:
-        """Return one object with the torch.optim optimizers of parameters of which nothing is packed."""
+        """Return one object with the torch.optim optimizers for the parameters that are not packed in any part."""
         return _TorchOptimizers(groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,17 +204,17 @@ class _TorchOptimizers:
         self.state: Any = None
 
     def step(self) -> None:
-        """Take one step of both."""
+        """Take one step of Muon and one of AdamW."""
         for optimizer in self._optimizers.values():
             optimizer.state = self.state
             optimizer.step()
 
 
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:
-    """Return the matrices of a model that are not of hidden layers, for `adamw_params`.
+    """Return the matrices of a model that do not belong to hidden layers, for `adamw_params`.
 
-    They are the weights of embeddings and of the output layer, which is what `model.get_output_embeddings()` returns, as in Hugging
-    Face's models; without that method, the last nn.Linear.
+    These are the weights of embeddings and of the output layer. The output layer is `model.get_output_embeddings()`, as in Hugging Face's
+    models; if the model has no such method, it is the last nn.Linear.
     """
     modules = list(model.modules())
     found = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

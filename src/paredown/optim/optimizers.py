@@ -5,8 +5,8 @@
     loss.backward(); opt.step(); opt.zero_grad()
 
 Arguments that torch.optim does not have:
-* `tier`: "full", "safe", "fine_tune", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's
-  session (applied before or after), or "full" without one.
+* `tier`, a named set of formats: "full" (nothing is packed), "safe", "fine_tune", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None:
+  the plan of the model's session (applied before or after), or "full" if there is no session.
 * `weight`, `residue`, `moment1`, `moment2`, `gradient`: formats that override those of the tier; None leaves that tensor unmodified.
 * `rounding`: {"weight": "nearest_even", ...}, which overrides the defaults.
 * `release`: update each parameter inside backward and store no gradient. Clipping and scaling of gradients then raise OptimError.
@@ -70,7 +70,7 @@ class SGD(Optimizer):
         return tuple(values[name] for name in self.rule_for(group).hyper_names)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch.optim.SGD for parameters of which nothing is packed."""
+        """Return the torch.optim.SGD for parameters that are not packed in any part."""
         return torch.optim.SGD(groups)
 
 
@@ -109,7 +109,7 @@ class AdamW(Optimizer):
         return adamw_hyper(group, step, factor)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch.optim.AdamW for parameters of which nothing is packed."""
+        """Return the torch.optim.AdamW for parameters that are not packed in any part."""
         return torch.optim.AdamW(groups)
 
 

@@ -63,7 +63,10 @@ class GradientSum:
 
     @staticmethod
     def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None) -> GradientSum:
-        """Return a sum in the buffers of `packed`, which has logical order; `factor` is a float32 scalar tensor that holds 1."""
+        """Return a sum in the buffers of `packed`, whose codes have logical order (that of the indices).
+
+        `weight`: the factor of each gradient before it is added. `factor`: a float32 scalar tensor that holds 1; None for a new one.
+        """
         if packed.order != tuple(range(len(packed.shape))):
             raise OptimError(
                 f"an accumulator is packed in the order of its dimensions, not in {packed.order}: encode with order='logical'."
@@ -100,9 +103,9 @@ class GradientSum:
         return self.factor
 
     def clamp_min(self, floor: float) -> None:
-        """Clamp values to at least `floor`; this is deferred.
+        """Clamp values to at least `floor`, when the codes are next read.
 
-        clip_grad_value_ clamps at both bounds in two calls, and codes are then rounded once.
+        clip_grad_value_ clamps at each bound in a call of its own; because the first is deferred, codes are rounded once.
         """
         self.settle()
         self.floor = floor
@@ -128,7 +131,7 @@ class GradientSum:
         return values.to(dtype)
 
     def copy(self, device: torch.device | None = None) -> GradientSum:
-        """Return a copy in new buffers, on `device` if given."""
+        """Return a copy of the sum in new buffers, on `device` if given."""
         parts, target = self.packed.parts, device or self.packed.device
         tensors = (parts.codes, parts.scales, parts.minimums, parts.tensor_scale)
         copied = PackedParts(*(None if t is None else t.to(target, copy=True) for t in tensors))
@@ -176,7 +179,7 @@ def norms(sums: list[GradientSum]) -> list[Tensor | None]:
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
-    """Return a gradient as a contiguous tensor in a dtype of the codec; OptimError if it cannot be added to `packed`."""
+    """Return a gradient as a contiguous tensor in a dtype that the codec encodes; OptimError if it cannot be added to `packed`."""
     if grad.layout is not torch.strided or grad.is_complex():
         what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
         raise OptimError(
@@ -199,14 +202,17 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 @dataclass(eq=False)
 class Lease:
-    """The sum that a `GradientTensor` and its views read; it becomes a copy before the optimizer overwrites the sum."""
+    """The sum that a `GradientTensor` and its views read; before the optimizer overwrites the sum, the lease gets a copy of it."""
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`
 
 
 class GradientTensor(Tensor):
-    """A gradient stored in a format: `packed` has the codes, `factor` multiplies decoded values. `PackedGradient` is the final class."""
+    """A gradient stored in a format: `packed` has the codes, and `factor` multiplies decoded values.
+
+    User code meets its subclass `PackedGradient`.
+    """
 
     _lease: Lease
     _views: tuple[View, ...]
@@ -215,7 +221,7 @@ class GradientTensor(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> Self:
-        """Return a tensor that reads the sum of `lease` through `views`; `like` has the resulting shape, strides and dtype."""
+        """Return a tensor that reads the sum of `lease` through `views`; `like`, if given, has the resulting shape, strides and dtype."""
         packed = lease.total.packed
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -243,7 +249,7 @@ class GradientTensor(Tensor):
 
     @property
     def packed(self) -> PackedTensor:
-        """Codes and scales, which the optimizer owns and reads together with `factor`."""
+        """Codes and scales of the gradient; the optimizer owns them, and multiplies their values by `factor`."""
         self.total.settle()
         return self.total.packed
 
@@ -254,7 +260,7 @@ class GradientTensor(Tensor):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether `factor` may differ from 1."""
+        """Whether the factor of the decoded values may differ from 1."""
         return self.total.is_scaled
 
     @property
@@ -277,12 +283,12 @@ class GradientTensor(Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole gradient, not a view."""
+        """Whether this tensor is the whole gradient, not a view of it."""
         return not self._views
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of codes, scales and factor."""
+        """Bytes of codes, scales and factor of the gradient."""
         return self.packed.nbytes + self.factor.nbytes
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -305,7 +311,7 @@ class GradientTensor(Tensor):
     def lend(self, dtype: torch.dtype) -> Self:
         """Return a new tensor over the same buffers, for `p.grad`; the caller is about to overwrite the buffers.
 
-        A tensor that an earlier call returned and that is still referenced gets a copy of the buffers, and keeps its values.
+        If a tensor that an earlier call returned is still referenced, it gets a copy of the buffers, and keeps its values.
         """
         last = self._lease.last() if self._lease.last is not None else None
         if last is not None:
@@ -315,7 +321,7 @@ class GradientTensor(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Return whether `other` is a `GradientTensor` over all of these buffers; if so, deferred bounds are applied."""
+        """Return whether `other` is a `GradientTensor` over all of this tensor's buffers; if so, deferred bounds are applied."""
         if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -323,7 +329,7 @@ class GradientTensor(Tensor):
 
     @property
     def is_lent(self) -> bool:
-        """Whether a tensor that `lend` made is still referenced, by p.grad or by other code."""
+        """Whether p.grad or other code still references a tensor that `lend` made."""
         return self._lease.last is not None and self._lease.last() is not None
 
     @property

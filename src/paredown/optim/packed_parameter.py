@@ -76,8 +76,8 @@ STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 class PackedParameter(Tensor):
     """A parameter that is stored packed, or a view of one: `weight_of(p)` has the codes.
 
-    Modules hold the parameter itself: an nn.Parameter without memory, to which `Weight.hide` gives this class. A view is made here; calls
-    from C++ come to its `__torch_dispatch__`, since it can be the local tensor of a DTensor or an argument of a collective.
+    Modules hold the parameter itself, an nn.Parameter without memory; `Weight.hide` gives it this class. Views are made by the constructor.
+    A view can be the local tensor of a DTensor or an argument of a collective, so calls from C++ come to its `__torch_dispatch__`.
     """
 
     @staticmethod
@@ -183,7 +183,7 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
-        """Return the product with the weight decoded in `dtype`; `on_save`: the pack hook of a checkpoint, or None."""
+        """Return F.linear with the weight decoded in `dtype`; `on_save`: the pack hook of a checkpoint, or None."""
         values = weight.decode(dtype)
         ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
         if on_save is not None:
@@ -202,7 +202,7 @@ _apply_frozen_linear: Any = super(torch.autograd.Function, FrozenLinear).apply  
 
 
 def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
-    """Return F.linear with a frozen packed weight of a session; None for other calls, which `_computed` runs.
+    """Return F.linear with a frozen packed weight of a session; None if the weight is any other, for which `_computed` runs the call.
 
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
@@ -309,7 +309,10 @@ class DecodedValues:
     """The decoded values of the packed tensors in the arguments of one call."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        """Begin a call; `writes` says that the function works in place by its name, so that it continues from deferred values."""
+        """Begin a call; `writes`: the name of the function says that it works in place, so it continues from values not encoded yet.
+
+        `tracks_gradients`: gradients flow through decoding to the parameters.
+        """
         self._tracks, self._writes = tracks_gradients, writes
         self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
         # id -> packed tensor, its values, their grad_fn and `_version`
@@ -340,7 +343,8 @@ class DecodedValues:
     def store_changed(self, *, writes_unseen: bool) -> None:
         """Encode the values that the call wrote.
 
-        As in torch, writing to a leaf that requires grad raises while grad mode is enabled.
+        `writes_unseen`: the function may write without changing version numbers, so all decoded values are encoded. As in torch, writing to
+        a leaf that requires grad raises while grad mode is enabled.
         """
         for packed, value, node, version in self._pairs.values():
             if node is not None and value._version != version:
@@ -354,7 +358,7 @@ class DecodedValues:
                 self._store(weight, base)
 
     def store_all(self) -> None:
-        """Encode all decoded values."""
+        """Encode all values that this call decoded."""
         for weight, (base, _) in self._bases.items():
             self._store(weight, base)
 
@@ -371,14 +375,17 @@ class DecodedValues:
                     torch._C._increment_version((packed,))
 
     def report_use(self, result: Any, first: int) -> None:
-        """Call `Weight.on_use` with the result and the values it was computed from, which the session then frees until backward."""
+        """Call `Weight.on_use` with the result and the decoded values; the session then frees these until backward.
+
+        `first`: the sequence number of the first autograd node that the call made.
+        """
         used = [(_weight(packed), value) for packed, value, *_ in self._pairs.values()]
         reports = [report for weight, _ in used if weight.on_use is not None and (report := weight.on_use()) is not None]
         if reports:
             reports[0](result, first, used)
 
     def wrap(self, result: Any) -> Any:
-        """Return the result, with packed tensors in place of decoded values and of views of these."""
+        """Return the result of the call, with packed tensors in place of decoded values and of views of decoded values."""
         originals = {id(value): packed for packed, value, *_ in self._pairs.values()}
         storages = {base.untyped_storage()._cdata: (weight, base) for weight, (base, _) in self._bases.items()}
 
@@ -404,7 +411,7 @@ def _weight(packed: Tensor) -> Weight:
 
 
 def _is_view(packed: Tensor) -> bool:
-    """Return whether this is a view of a packed parameter, and not the parameter itself."""
+    """Return whether a packed tensor is a view of a parameter, and not the parameter itself."""
     return HELD in vars(packed)
 
 

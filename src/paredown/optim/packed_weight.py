@@ -62,7 +62,7 @@ class NoMemory(Tensor):
 
 
 class Weight:
-    """The codes of one parameter, which makes the parameter packed or plain."""
+    """The codes of one parameter; its methods make the parameter packed or plain."""
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
@@ -81,8 +81,8 @@ class Weight:
     ) -> None:
         """Hold the codes `packed` of `parameter`; `packed_class` is the class of the packed parameter.
 
-        `on_use` and `hook_of_checkpoint` belong to a session. The first is called after functions outside of modules, with the result,
-        the sequence number of the first new node, and the decoded values. The second returns the pack hook of the checkpoint that runs.
+        A session passes two functions. `on_use` is called after functions outside of modules, with the result, the sequence number of the
+        first new autograd node, and the decoded values. `hook_of_checkpoint` returns the pack hook of the checkpoint that currently runs.
         """
         self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
         self.on_write: OnWrite | None = None  # called with values before they are encoded; what it returns is called after
@@ -117,12 +117,12 @@ class Weight:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter; None after it was deleted."""
+        """The parameter that is stored in these codes; None after it was deleted."""
         return self._ref()
 
     @property
     def packed(self) -> PackedTensor:
-        """The codes and scales, in logical order."""
+        """The codes and scales; they lie in the order of the parameter's indices, whatever its strides."""
         if self.written is not None:
             self.encode()
         return self._packed
@@ -134,7 +134,7 @@ class Weight:
 
     @property
     def is_released(self) -> bool:
-        """Whether the parameter has left the session: it is plain and has no `Weight`, or another one."""
+        """Whether the parameter has left the session: it is an ordinary parameter now, or belongs to another `Weight`."""
         parameter = self.parameter
         return parameter is not None and weight_of(parameter) is not self
 
@@ -171,7 +171,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """Return the values for reading only: the memory that was decoded last, if it is still alive."""
+        """Return the values for reading only: the last decoded tensor if it is still alive, otherwise a new one."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -188,7 +188,7 @@ class Weight:
             raise RuntimeError(MODIFIED.format(version, self.version))
 
     def exported(self) -> Tensor:
-        """Return the current values: the same tensor as at the last call, if that is alive and unchanged."""
+        """Return the current values; if the tensor of the last call is alive and unchanged, return the same tensor."""
         version, count, ref = self._exported
         made = ref() if ref is not None and version == self.version else None
         if made is None or made._version != count:
@@ -197,7 +197,10 @@ class Weight:
         return made
 
     def write(self, values: Tensor) -> None:
-        """Replace the values by a tensor of the same shape and dtype, which is encoded later and must not be changed meanwhile."""
+        """Replace the values by a tensor of the same shape and dtype.
+
+        The tensor is encoded later, and must not be changed until then.
+        """
         if self.address:
             self.store(values)
             return
@@ -209,7 +212,7 @@ class Weight:
         self.written = values
 
     def encode(self) -> None:
-        """Encode the deferred values, if any."""
+        """Encode the values that `write` has deferred, if there are any."""
         values = self.written
         if values is not None:
             self.store(values)
@@ -248,7 +251,7 @@ class Weight:
         return is_other
 
     def unencoded(self) -> Tensor | None:
-        """Return values that were written and are not encoded yet; None if there are none."""
+        """Return the values that were written and are not encoded yet; None if there are none."""
         parameter = self.parameter
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
@@ -268,7 +271,7 @@ class Weight:
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
-        """Return whether `values` are the current ones, with the same shape, dtype, device and strides.
+        """Return whether `values` equal the current values, with the same shape, dtype, device and strides.
 
         The first row is compared first.
         """
@@ -279,7 +282,7 @@ class Weight:
         return same_bits(self.decode(), values)
 
     def _is_like(self, values: Tensor) -> bool:
-        """Return whether `values` have the current shape, dtype and device, and there is at least one."""
+        """Return whether `values` have the current shape, dtype and device, and at least one element."""
         mine = self.size, self.dtype, self._packed.device
         return (values.size(), values.dtype, values.device) == mine and self.size.numel() > 0
 
@@ -332,9 +335,9 @@ class Weight:
         return (parameter._use_count(), sys.getrefcount(parameter)) if parameter is not None else (0, 0)
 
     def is_referenced(self, *, by_objects: bool = False) -> bool:
-        """Return whether there are more references to the plain parameter than before its use.
+        """Return whether there are more references to the plain parameter than when its module began to run.
 
-        `by_objects`: those to the Python object count too.
+        `by_objects`: count the references to the Python object too.
         """
         (tensors, objects), (tensors_before, objects_before) = self.count_references(), self.references
         return tensors > tensors_before or (by_objects and objects > objects_before)
@@ -376,9 +379,9 @@ class Weight:
         self.is_pinned = True
 
     def release(self, values: Tensor | None = None) -> None:
-        """Make the parameter an ordinary one for good.
+        """Make the parameter an ordinary nn.Parameter for good.
 
-        It has the decoded values, or those given, which cannot be packed.
+        It gets `values`, which cannot be packed, or if there are none the decoded values.
         """
         parameter = self.parameter
         if parameter is not None and not self.is_released:
@@ -396,7 +399,10 @@ def weight_of(parameter: Tensor) -> Weight | None:
 
 
 def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **hooks: Any) -> Weight:
-    """Pack a parameter in `format`, rounded to nearest; `hooks` are those of `Weight`. References to its old memory stay valid."""
+    """Pack a parameter in `format`, rounded to nearest; references to its old memory stay valid.
+
+    `packed_class` and `hooks` are arguments of `Weight`.
+    """
     with torch.no_grad(), outside_inference_mode():
         packed = encode(parameter.detach(), format, order="logical")
         weight = Weight(parameter, packed, packed_class, **hooks)
@@ -422,7 +428,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense copy: those of `tensor`, or contiguous ones if it has gaps or overlaps."""
+    """Return the strides of a dense copy of `tensor`: its own strides, or contiguous ones if it has gaps or overlaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
@@ -432,7 +438,7 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def _num_sampled_rows(shape: torch.Size) -> int:
-    """Return the number of rows that have about SAMPLED values, at least 1."""
+    """Return how many rows of this shape have about SAMPLED values together, at least 1."""
     return max(SAMPLED * shape[0] // max(shape.numel(), 1), 1)
 
 
@@ -452,7 +458,7 @@ def _can_be_packed(values: Tensor) -> bool:
 
 
 def _decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the values into a contiguous tensor of the same shape."""
+    """Return a function that decodes `packed` into a contiguous tensor of the same shape."""
     dtype = PLAIN_DTYPES.get(packed.format.element.name) if packed.format.block is None else None
     if dtype is None:
         return decoder(packed)

@@ -81,7 +81,7 @@ def withdraw_requests(model: nn.Module) -> None:
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record `owner` as the optimizer of a parameter, and call `let_go` of the optimizer that had it before."""
+    """Record `owner` as the optimizer of a parameter, and call `let_go` of the optimizer that owned it before."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -107,7 +107,7 @@ FROM_TIER = "tier"  # default of a keyword: the format of the tier or the plan
 
 @dataclass(frozen=True)
 class SlotFormats:
-    """Format (None: plain) and rounding of each slot of one parameter."""
+    """The format (None: plain) and the rounding of each slot (weight, moments, gradient, ...) of one parameter."""
 
     name: str
     is_full: bool  # nothing is packed, and torch.optim updates the parameter
@@ -183,7 +183,7 @@ def _format(keyword: Any, role: Role) -> Format | None:
 
 
 def _check(wanted: Mapping[Role, Choice], name: str) -> None:
-    """Raise OptimError for combinations that cannot be stored."""
+    """Raise OptimError for combinations of formats that cannot be stored; `name` is the parameter's, for the message."""
     weight, residue = wanted[Role.WEIGHT][0], wanted[Role.RESIDUE][0]
     if residue is not None and (str(residue) != "int8" or weight is None or str(weight) != "bf16"):
         raise OptimError(
@@ -250,7 +250,7 @@ class ParameterState:
 
 
 def check_parameter(parameter: Any, place: str) -> None:
-    """Raise OptimError for a parameter that cannot be updated."""
+    """Raise OptimError if an optimizer cannot update `parameter`; `place` says in the message where it was passed."""
     if not isinstance(parameter, Tensor):
         raise OptimError(f"{place} is a {type(parameter).__name__}, not a tensor: give model.parameters(), or groups of them.")
     if parameter.is_complex():
@@ -264,7 +264,7 @@ def check_parameter(parameter: Any, place: str) -> None:
 
 
 def check_gradient(entry: ParameterState, grad: Tensor) -> None:
-    """Raise OptimError for a sparse gradient or one of another shape, before anything is changed."""
+    """Raise OptimError for a sparse gradient or a gradient of another shape, before anything is changed."""
     p = entry.parameter
     if grad.layout is not torch.strided:
         raise OptimError(
@@ -295,7 +295,7 @@ def _first_index(parameter: DTensor, name: str) -> int:
 
 
 def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtype, device: torch.device) -> PackedTensor:
-    """Return a packed tensor of zeros, in logical order."""
+    """Return a packed tensor of zeros, whose codes lie in the order of the indices."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     parts = encoding.empty_parts(*Format.rows_and_cols(shape), device=device, tensor_scale=None)
     for tensor in parts.tensors():
@@ -304,7 +304,7 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """Return how many square roots are taken of a slot before it is encoded (`rules.stored_root`)."""
+    """Return how many square roots are taken of a slot before it is encoded: 0 unless it is a packed second moment."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
@@ -391,7 +391,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
     """Return the slot to which an update writes the weight: the codes of a packed weight, or the parameter itself.
 
-    A parameter that is not contiguous has a contiguous copy, its shadow.
+    If the parameter is not contiguous, the update writes to a contiguous copy of it, its shadow.
     """
     rounding = entry.choices.rounding(Role.WEIGHT)
     if entry.weight is None:

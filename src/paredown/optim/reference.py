@@ -129,7 +129,7 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """The slots of one parameter, and the numbers of its update that do not change from step to step."""
+    """All tensors of one parameter (its slots), and the numbers of its update that do not change from step to step."""
 
     weight: UpdateSlot
     residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
@@ -170,7 +170,7 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """Update one unit in place."""
+    """Update the tensors of one parameter in place; `step` is counted from 1."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -253,7 +253,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of the rows that are updated together."""
+    """Yield slices of the rows of a (rows, cols) tensor; the rows of a slice are decoded and updated together."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -277,7 +277,7 @@ def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
 
 
 class _Piece:
-    """Some rows of a unit: reads their slots, and stores the result of the rule."""
+    """Some rows of a parameter's tensors: reads them decoded, and stores the result of the rule."""
 
     def __init__(self, unit: UpdateUnit, rows: slice, block: int, seed: Seed) -> None:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
@@ -359,7 +359,7 @@ class _Piece:
 
 
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
-    """Return int32 random bits for `count` weights from seed.first_index on.
+    """Return int32 random bits for `count` weights, the first of which has the index `seed.first_index`.
 
     The codec makes bits for four weights at a time, which are multiplied by four odd numbers.
     """
@@ -370,7 +370,7 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """Return a 32-bit word as the number that an int32 with these bits has."""
+    """Return the value of an int32 that has the bits of a 32-bit word."""
     return word - (word >> 31 << 32)
 
 
@@ -429,7 +429,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Return half the distance between neighbouring representable values at p."""
+    """Return half the distance between neighbouring representable values at each value of `p`."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0

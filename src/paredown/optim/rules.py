@@ -142,7 +142,7 @@ def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Mo
 
 
 def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the next momentum, and the matrix that is orthogonalized."""
+    """Return the next momentum, and the matrix that Muon orthogonalizes."""
     m = torch.lerp(m, g, 1 - h["momentum"])
     return m, torch.lerp(g, m, h["momentum"]) if h["nesterov"] else m
 

@@ -76,7 +76,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
 
 
 def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
-    """Add the number of gradients added so far; between microbatches (`is_partial`) also their sum."""
+    """Add to `state` the number of gradients added so far; between microbatches (`is_partial`) add also their sum."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.folds)
     with torch._C.DisableTorchFunctionSubclass():
@@ -183,7 +183,7 @@ def _load(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[
 
 
 def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Set back the formats of this optimizer, and options that the loaded groups lack."""
+    """Set the formats of the groups to those in `before`, as well as the options that the loaded groups lack."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     optimizer.updates, optimizer._num_accumulated = int(first.get("updates", 0)), int(first.get("waiting", 0))
     optimizer.seed = int(first.get("seed", optimizer.seed))
@@ -221,7 +221,7 @@ def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str,
 
 
 def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise OptimError if the state is that of another optimizer."""
+    """Raise OptimError if the state in `source` is that of another optimizer; `names` are the moments of this one."""
     known = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
     unknown = [name for name in source if not name.startswith(known)]
     if unknown and not any(name.startswith(names) for name in source if names):
@@ -232,7 +232,7 @@ def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[
 
 
 def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter that torch.optim updates, checked."""
+    """Return the checked state of a parameter that torch.optim updates."""
     packed = [name for name in source if name.endswith(".codes")]
     if packed:
         raise OptimError(
@@ -263,7 +263,10 @@ def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of one moment: loaded codes, or a loaded plain moment encoded."""
+    """Return the tensors of one moment: loaded codes as they are, or a loaded plain moment encoded.
+
+    `name`: the moment's name in torch.optim. `wanted`: the tensors that this optimizer has for it.
+    """
     expected = {part: tensor for part, tensor in wanted.items() if part == name or part.startswith(f"{name}.")}
     if expected.keys() <= source.keys():
         return {part: _same(entry, part, source[part], tensor) for part, tensor in expected.items()}
@@ -290,7 +293,7 @@ def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, A
 
 
 def _same(entry: ParameterState, name: str, value: Any, like: Tensor) -> Tensor:
-    """Return a copy of `value` on the device of `like`; OptimError if shape or dtype differ."""
+    """Return a copy of `value` on the device of `like`; OptimError if their shapes or dtypes differ."""
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         raise OptimError(_shapes(entry, name, value, like))
     return value.detach().to(like.device, copy=True).contiguous()
@@ -333,7 +336,7 @@ def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: 
 
 
 def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> None:
-    """Use a checked state; packed weights and accumulators are copied into their existing buffers."""
+    """Use checked state as the state of a parameter; packed weights and accumulators are copied into their existing buffers."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
         p.grad = distributed_like(grad, p)

@@ -87,7 +87,7 @@ class StepBatches:
         self._batches, self._entries, self._built_for = [], None, None
 
     def settle(self) -> None:
-        """Write the step counts of the batches back to the entries."""
+        """Write the step counts of the batches back to the states of the parameters."""
         for batch in self._batches:
             for entry, step in zip(batch.entries, batch.steps, strict=True):
                 entry.step = step
@@ -121,9 +121,9 @@ class StepBatches:
         return [None if g is None else local(g) for g in gradients] if self._is_spread else gradients
 
     def _signature(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
-        """Return a key that is unchanged while the batches can be reused.
+        """Return a key that stays the same while the batches can be reused.
 
-        It has the types of all gradients, the rules, the accumulators and the addresses.
+        It consists of the types of all gradients, the rules, and the addresses of parameters and accumulators.
         """
         kinds = list(map(type, gradients))
         rules = [optimizer.rule_for(group).name for group in optimizer.param_groups]
@@ -146,9 +146,9 @@ class StepBatches:
         return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
-        """Build new batches, and return the gradients.
+        """Build new batches, and return the gradients for them.
 
-        Gradients that user code assigned in place of a packed one are encoded.
+        If user code assigned a plain gradient in place of a packed one, it is encoded.
         """
         self.settle()
         self._batches, self._built_for = [], None

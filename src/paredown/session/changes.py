@@ -113,7 +113,7 @@ class Changes(TableRows[Change]):
 
 
 def beside_original(format: str) -> str:
-    """Return the text of a slot that is stored packed while its original memory is still allocated too."""
+    """Return the text for a slot that is stored packed in `format` while its original memory is still allocated too."""
     return f"{format} {BESIDE_ORIGINAL}"
 
 
@@ -167,7 +167,7 @@ class Explanation(TableRows[SlotExplanation]):
     if_empty = NO_ROWS
 
     def of(self, slot: str) -> SlotExplanation:
-        """Return the row of a slot; KeyError if there is none."""
+        """Return the row of the slot with this name; KeyError if there is none."""
         row = next((row for row in self if row.slot == slot), None)
         if row is None:
             raise KeyError(f"{slot} is no slot of this session, which has {len(self)} slots; print the explanation for their names")
@@ -177,7 +177,10 @@ class Explanation(TableRows[SlotExplanation]):
 def activation_changes(
     plan: Plan, activations: Activations, is_checkpointed: Callable[[str], bool], in_place_on_views: Collection[str]
 ) -> list[Change]:
-    """Return the activations of an eager session that are not stored as the plan requests."""
+    """Return the activations of an eager session that are not stored as the plan requests.
+
+    `in_place_on_views`: paths of modules that work in place on a view, where no hook reaches the saved tensors.
+    """
     rows, explained = list[Change](), activations.restored | activations.not_freed.keys()
     for name, decision in activations.decisions.items():
         if decision.format != decision.asked and name not in explained:
@@ -299,7 +302,7 @@ class Summary:
         return [*lines, f"Not stored as requested: {rows} of session.changes", *self._reasons(changes)]
 
     def _reasons(self, changes: Iterable[Change]) -> Iterator[str]:
-        """Yield a line for each of the most frequent reasons, in the order of `_rank`."""
+        """Yield a line for each of the most frequent reasons in `changes`, in the order of `_rank`."""
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for change in changes:
             groups[change.given, change.reason].append(change.slot)
@@ -369,15 +372,15 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Return whether `plan` requests formats of a trained parameter that only the optimizers of paredown.optim can store."""
+    """Return whether `plan` requests formats for state of trained parameters that only the optimizers of paredown.optim can store."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
     return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
 
 def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = False) -> Iterator[Change]:
-    """Yield the moments, residues and gradients that are not stored as the plan requests; frozen parameters have none.
+    """Yield the moments, residues and gradients that are not stored as the plan requests; frozen parameters have none of these.
 
-    `awaits_optimizer`: an integration will make an optimizer of paredown.optim, which then follows the plan.
+    `awaits_optimizer`: an integration will make an optimizer of paredown.optim later, and that will follow the plan.
     """
     sharded = sharded_of_whole(model)
     trained = [(name, sharded.get(id(p), p)) for name, p in model.named_parameters() if p.requires_grad]
@@ -402,7 +405,7 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
 
 def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[Change]:
-    """Yield the moments that the plan requests and that the optimizers do not have."""
+    """Yield the moments that the plan requests if the optimizers do not have them."""
     owners = {owner for p, _, _ in requested if (owner := owner_of(p)) is not None}
     used = {role for owner in owners for group in owner.param_groups for role in owner.rule_for(group).roles}
     formats = {role: format for _, role, format in requested if role in (Role.MOMENT1, Role.MOMENT2)}
@@ -412,7 +415,7 @@ def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[C
 
 
 def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
-    """Return (what is stored, why) for a slot of a parameter that is not stored as requested; None if it is."""
+    """Return (what is stored, why) if a slot of `parameter` is not stored as requested; None if it is."""
     owner = owner_of(parameter)
     if owner is None:
         return UNMODIFIED, NO_OPTIMIZER

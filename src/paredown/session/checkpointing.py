@@ -67,18 +67,18 @@ class CheckpointedModules:
         self._local = threading.local()
 
     def has(self, name: str) -> bool:
-        """Return whether the slot `name` is inside a checkpointed module, and so not saved."""
+        """Return whether the slot `name` is inside a checkpointed module, and is therefore not saved."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
-        """Register the hooks; the pre-hook runs before all others, so that the recomputation gets the original arguments."""
+        """Register the checkpointing hooks; the pre-hook runs before all others, so that the recomputation gets the original arguments."""
         for module in self.modules:
             enter, leave = Hook(self._enter), Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
 
     def detach(self) -> None:
-        """Remove the hooks; backward of existing graphs still runs the modules again."""
+        """Remove the checkpointing hooks; backward of existing graphs still runs the modules again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -129,7 +129,7 @@ class CheckpointedModules:
 
 
 def _callable_paths(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the path of a module, or the paths of its children if it has no forward, as an nn.ModuleList."""
+    """Yield the path of a module; if it has no forward, as an nn.ModuleList, yield the paths of its children."""
     if type(module).forward is not nn.Module.forward:
         yield path
         return
@@ -193,7 +193,7 @@ def _is_list_of_layers(module: nn.Module) -> bool:
 
 
 class SecondPasses:
-    """Packs what checkpointed layers save when backward runs them again, as `Activations` does in a first forward pass."""
+    """Packs what checkpointed layers save when backward runs them again, as `Activations` packs what a first forward pass saves."""
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations
@@ -217,10 +217,10 @@ class SecondPasses:
 
 
 class SecondPassStorage(ForwardStorage):
-    """The stored forms of one recomputation of a checkpointed layer."""
+    """The packed tensors of one recomputation of a checkpointed layer."""
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the packed operand that a node of the recomputed graph saved; None if it saved none."""
+        """Return the packed operand that a node of the recomputed graph saved; None if the node saved none."""
         stored = stored_operand(node)
         return stored.view if isinstance(stored, StoredOperand) else None
 
@@ -241,7 +241,7 @@ class StoredOperand:
         return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
 
     def tensor(self) -> Tensor:
-        """Return the decoded tensor; for a factor of a product, a tensor that is decoded when the product is computed."""
+        """Return the decoded tensor. If it is a factor of a product, return a tensor that is decoded only when the product is computed."""
         return Factor.of(self) if self._is_factor and self.is_decoded_alone else self.unpack(self.view)
 
 
@@ -305,7 +305,7 @@ class OffloadedInputs:
         self._num_offloaded, self._reason = 0, NO_INPUTS
 
     def changes(self) -> list[Change]:
-        """Return one row if no input could be offloaded, otherwise none."""
+        """Return one row if no input could be offloaded; otherwise return no rows."""
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
     def _form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
@@ -322,9 +322,9 @@ class OffloadedInputs:
 
 @final
 class OffloadedValues(StoredForm):
-    """Values whose codes are in host memory.
+    """Saved values whose codes are in host memory.
 
-    Decoding one starts the copies back of those that were stored before it, since backward needs them next.
+    Decoding one of these tensors starts copying back those that were stored before it, since backward needs them next.
     """
 
     __slots__ = ("_before", "_copies", "_device", "_fetched", "_host")
@@ -341,7 +341,7 @@ class OffloadedValues(StoredForm):
         return self._fetched[0].nbytes if self._fetched is not None else 0
 
     def fetch(self) -> None:
-        """Start copying the codes to the GPU, unless that was done."""
+        """Start copying the codes to the GPU, unless that copy was started already."""
         if self._fetched is None and self._host is not None:
             self._fetched = self._copies.to_device(self._host, self._device)
 
@@ -378,7 +378,7 @@ class HostCopies:
         return self._streams[device]
 
     def to_host(self, packed: PackedTensor) -> PackedTensor:
-        """Return a copy in host memory; the allocator may reuse the original's memory once the copy is complete."""
+        """Return a copy of `packed` in host memory; the allocator may reuse the original's memory once the copy is complete."""
         if packed.device.type == "cpu":
             return packed.mapped(Tensor.clone)
         stream = self._stream(packed.device)
@@ -389,7 +389,7 @@ class HostCopies:
         return host
 
     def to_device(self, host: PackedTensor, device: torch.device) -> tuple[PackedTensor, Any]:
-        """Return a copy on `device`, and the CUDA event after which it is complete."""
+        """Return a copy of `host` on `device`, and the CUDA event after which the copy is complete."""
         if device.type == "cpu":
             return host.mapped(Tensor.clone), None
         copy = host.mapped(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))  # memory of the current stream

@@ -32,16 +32,16 @@ class MeasuredRuns:
 
     @property
     def packed_weights(self) -> Mapping[str, Weight]:
-        """The packed weights, by the name of their parameter."""
+        """The packed weights, by the names of their parameters."""
         return self._weights.weights
 
     def decision_of(self, name: str) -> StorageDecision | None:
-        """Return how a slot is stored; None if no forward pass so far had it."""
+        """Return how the slot `name` is stored; None if no forward pass has saved it so far."""
         return self._activations.decisions.get(name)
 
     @contextmanager
     def unmodified(self) -> Generator[None]:
-        """Return a context in which the model runs without the plan; packed weights are decoded and stay so."""
+        """Return a context in which the model runs without the plan; packed weights are decoded and stay decoded in it."""
         with self._watch.paused(), self._checkpointed.paused(), self._weights.unpacked(), self._weights.keeping_saved():
             yield
 

@@ -1,4 +1,4 @@
-"""The open session of each model: `register` refuses a second one for a model, for a part of it, or for what it is a part of."""
+"""The open session of each model: `register` refuses a second one for a model, for a part of it, or for a model around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_has_none(model: nn.Module) -> None:
 
 
 def register(model: nn.Module, session: Any) -> None:
-    """Record `session`, in store or simulate mode, as the open one of `model`."""
+    """Record `session`, in store or simulate mode, as the open session of `model`."""
     _SESSIONS[model] = weakref.ref(session)
 
 

@@ -168,12 +168,12 @@ class Session:
 
     @property
     def runs(self) -> MeasuredRuns:
-        """The contexts in which `verify` runs steps of this session."""
+        """The contexts in which `verify` runs training steps of this session."""
         return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed)
 
     @property
     def model(self) -> nn.Module | None:
-        """The model; None if it was deleted."""
+        """The model of the session; None if it was deleted."""
         return self._model()
 
     @property
@@ -221,7 +221,7 @@ class Session:
     def changes(self) -> Changes:
         """The slots that are not stored as the plan requests, with reasons; complete after the first forward pass.
 
-        Those of a closed session are the ones it had when it was closed.
+        After `close`, these are the changes that the session had when it was closed.
         """
         if self._final_changes is not None:
             return self._final_changes
@@ -261,7 +261,7 @@ class Session:
 
     @property
     def actions(self) -> Actions:
-        """The actions of the guard, step by step; empty without a guard."""
+        """The actions of the guard (raised, lowered and skipped), step by step; empty without a guard."""
         return Actions(self._guard.actions if self._guard is not None else ())
 
     @property
@@ -271,11 +271,17 @@ class Session:
 
     @property
     def sensitivities(self) -> Any:
-        """The sensitivities that the guard uses: those it was created with, or measured last; None without a guard or sensitivities."""
+        """The gradient error that rounding each slot causes, as the guard uses it; None without a guard or if it has none.
+
+        They are those that the guard was created with, or those that it measured last.
+        """
         return self._guard.sensitivities if self._guard is not None else None
 
     def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:
-        """Measure sensitivities and let the guard choose formats by them; the arguments are those of `probe`."""
+        """Measure the gradient error that rounding each slot causes, and let the guard choose formats by it.
+
+        The arguments are those of `probe`.
+        """
         if self._guard is None:
             raise ApplyError("reprobe needs a guard, and this session has none: apply(plan, model, guard=Guard(trace)).")
         return self._guard.reprobe(batch, loss)
@@ -412,7 +418,7 @@ class Session:
         return self._compiled is None and does_nothing(self.applied, stored, has_run=has_run)
 
     def _is_unseen(self) -> bool:
-        """Return whether parameters have gradients although no forward pass was seen."""
+        """Return whether parameters have gradients although the session saw no forward pass."""
         return self._unseen is not None and self._compiled is None and not self._watch.was_compiled and self._unseen.check()
 
     def _model_name(self) -> str:
@@ -453,7 +459,10 @@ def start_session(
     make_guard: GuardFactory | None = None,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Session:
-    """Apply `plan` to `model` in store mode, and return the session, which is the model's open one until it is closed."""
+    """Apply `plan` to `model` in store mode, and return the session, which is the model's open session until it is closed.
+
+    `make_guard`: makes the guard of the session. `chunked_loss`: compute the cross entropy of large vocabularies in chunks.
+    """
     given, is_compiled, model = model, is_wrapped_by_compile(model), unwrapped(model)
     check_is_not_graphed(model)
     check_has_none(model)

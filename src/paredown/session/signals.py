@@ -4,7 +4,7 @@
                 do, the denominator is |x - mean of each 64 values|^2: a format that loses the differences has an error of 1 or more
     largest     max |x| of all values
 
-They are those of the last pass that measured the slot. They stay on the device until `read`, once per step: one transfer for all slots and
+Each number is of the last pass that measured the slot. It stays on the device until `read`, once per step: one transfer for all slots and
 the gradient norm. With several processes one reduction takes the maximum of each number, so that all processes read the same.
 
 `SessionGuard` is what a session asks of the guard that is attached to it; `check/guard_steps.py` implements it.
@@ -49,7 +49,7 @@ class SlotSignal:
 
 
 class Signals:
-    """Measures the slots `names`, in an order that is the same in all processes."""
+    """Measures the error and the largest value of the slots `names`, in an order that is the same in all processes."""
 
     def __init__(self, activations: Activations, names: Sequence[str], every: int) -> None:
         self._activations, self._names, self._every = activations, tuple(names), every
@@ -61,12 +61,12 @@ class Signals:
 
     @property
     def has_any(self) -> bool:
-        """Whether a slot was packed so far."""
+        """Whether any of the slots was packed so far."""
         return self._numbers is not None
 
     @property
     def device(self) -> torch.device:
-        """The device of the measurements."""
+        """The device on which the measurements are."""
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
@@ -84,7 +84,10 @@ class Signals:
         return values[0], {name: SlotSignal(error, largest) for name, error, largest in rows if error != UNSEEN}
 
     def is_due(self, num_calls: int) -> bool:
-        """Return whether to use what a compiled graph measured in its `num_calls`-th call: the first, and every `every`-th later one."""
+        """Return whether to use what a compiled graph measured in call number `num_calls`.
+
+        These are the first call, and each `every`-th later one.
+        """
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
     def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
@@ -114,7 +117,7 @@ class Signals:
         return flat, form.codec.decode(form.stored, (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Return exact and decoded values of a part of the tensor, another part in each measurement."""
+        """Return exact and decoded values of a part of the tensor, a different part in each measurement."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -142,7 +145,7 @@ def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tens
 
 
 class SessionGuard(ABC):
-    """The methods of a guard that its session calls. It changes the session's plan by the function `change` that it was created with."""
+    """The methods of a guard that its session calls; the guard calls `change(plan)` to change the session's plan."""
 
     slots: Mapping[str, Any]  # name -> traced slot, of those that it measures
     signals: Signals
@@ -152,15 +155,15 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def passes_over(self) -> bool:
-        """Return whether the guard itself runs the forward pass that begins, so that nothing is packed in it."""
+        """Return whether the guard itself runs the forward pass that begins. Nothing is packed in such a pass."""
 
     @abstractmethod
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Use `format_of` for the current format of each slot, since compiled graphs decide formats themselves."""
+        """Let the guard call `format_of(slot name)` for the current format of a slot, since compiled graphs decide formats themselves."""
 
     @abstractmethod
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
-        """Measure sensitivities, and choose formats by them."""
+        """Measure the gradient error that rounding each slot causes, and choose formats by it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -172,7 +175,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the guard's hooks."""
 
 
 GuardFactory = Callable[[Activations, Callable[[Plan], None]], SessionGuard]  # of a session's activations, and what sets its plan

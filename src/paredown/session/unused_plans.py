@@ -38,7 +38,7 @@ SCRIPTED = "torch.jit.script compiled it, and hooks cannot read what it saves in
 
 
 def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
-    """Return a row of changes for each rule of a whole role that matches no parameter of `model`."""
+    """Return a row of changes for each rule of a whole role (weights, frozen weights, ...) that matches no parameter of `model`."""
     needs = [p.requires_grad for p in model.parameters()]
     rows: list[Change] = []
     for text, assignment in plan.rules:
@@ -67,7 +67,7 @@ def scripted_parts(model: nn.Module) -> list[str]:
 
 
 def scripted_changes(plan: Plan, paths: Iterable[str]) -> list[Change]:
-    """Return a row for each scripted module whose activations the plan packs."""
+    """Return a row of changes for each scripted module in `paths` if the plan packs its activations."""
     rest = plan.find(("",), Role.ACTIVATION).format
     return [Change(path, str(rest), UNMODIFIED, SCRIPTED) for path in paths if rest is not None]
 
@@ -82,7 +82,7 @@ class Counted(Protocol):
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward pass with gradients was seen; known without reading from a device."""
+        """Whether the session saw a forward pass with gradients; known without reading from a device."""
         ...
 
 
@@ -95,11 +95,11 @@ class UnseenSteps:
         self._handle = register_weakly(register_optimizer_step_post_hook, self, UnseenSteps._after_step)
 
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hook on optimizer steps."""
         self._handle.remove()
 
     def check(self, among: set[nn.Parameter] | None = None) -> bool:
-        """Return whether parameters of the model (or of `among`) have gradients although no forward pass was seen."""
+        """Return whether parameters of the model (or only those in `among`) have gradients although the session saw no forward pass."""
         model, session = self._model(), self._session()
         if model is not None and session is not None and not self.were_seen and not session.has_run:
             found = [p for p in model.parameters() if among is None or p in among]

@@ -61,7 +61,7 @@ READ_INTERVAL = 8
 
 @dataclass(eq=False, slots=True)
 class Reading:
-    """Numbers that were read from a tensor on the device, and newer ones that are being copied to the host."""
+    """Numbers that were read from a tensor on the device, and newer numbers that are being copied to the host."""
 
     values: list[float]
     forwards: int
@@ -78,7 +78,7 @@ class KnownReason(NamedTuple):
     format: Format
 
     def holds(self, format: Format) -> bool:
-        """Return whether the reason is still valid: same format, and no newer numbers were read or are being copied."""
+        """Return whether the reason is still valid: the format is the same, and no newer numbers were read or are being copied."""
         return self.reading.pending is None and self.reading.values is self.values and self.format is format
 
 
@@ -147,7 +147,7 @@ class ValueBounds:
 
 
 def depends_on_values(saved: Saved) -> bool:
-    """Return whether the values of a tensor of this layout can keep it from being packed (`ValueBounds.reason_to_keep`)."""
+    """Return whether the values of a saved tensor of this layout can keep it from being packed (`ValueBounds.reason_to_keep`)."""
     tensor = saved.tensor
     assert tensor is not None
     if saved.pin in ATTENTION_PINS or saved.op in PERIODIC:
@@ -164,7 +164,7 @@ def is_capturing() -> bool:
 
 
 def check_is_warm(what: str) -> None:
-    """Raise ApplyError if a CUDA graph is being captured. `what`: the text of what a session does in its first passes only."""
+    """Raise ApplyError if a CUDA graph is being captured; `what` says in the message what a session does in its first passes only."""
     if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
@@ -188,7 +188,7 @@ def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) 
 
 
 def reason_of_spread(spread: float) -> str:
-    """Return why the input of a norm stays unmodified, "" if it may be packed; `spread` is that of `spread_of_statistics`."""
+    """Return why the input of a norm stays unmodified; "" if it may be packed. `spread` is that of `spread_of_statistics`."""
     if spread <= MAX_SPREAD:
         return ""
     return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
@@ -209,9 +209,9 @@ def measure_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor,
 
 
 def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> tuple[Tensor, ...]:
-    """Return four 1-D tensors per head, from which `join_attention_parts` computes the bounds of attention.
+    """Return four 1-D tensors, with a value for each head, from which `join_attention_parts` computes the bounds of attention.
 
-    They are the largest squared norm of a query, that of a key, and the variance over tokens of the output and of the values.
+    These are the largest squared norm of a query, that of a key, and the variances over tokens of the output and of the values.
     """
     squares = (t.float().square().sum(-1).amax(-1).reshape(-1) for t in (query, key))
     variances = (_sample(t).var(dim=-2, correction=0).float().mean(-1).reshape(-1) for t in (output, value))
@@ -219,14 +219,14 @@ def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return four numbers for each attention, in one 1-D tensor; `parts` are the tensors of several `attention_parts`."""
+    """Return four numbers for each attention, in one 1-D tensor; `parts`: the results of `attention_parts` for several, concatenated."""
     largest = [torch.stack(tuple(parts[i::4])).amax(1) for i in range(2)]
     means = [torch.stack(tuple(parts[i::4])).mean(1) for i in range(2, 4)]
     return torch.stack(largest + means, 1).reshape(-1)
 
 
 def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
-    """Return `reason_of_logits` of one attention, from its four numbers of `join_attention_parts`."""
+    """Return why operands of an attention stay unmodified; "" if they may be packed. `numbers`: those of `join_attention_parts`."""
     query, key, of_output, of_value = numbers
     bound = abs(scale) * sqrt(query * key) if query * key < inf else inf
     share = of_output / of_value if of_value > 0 else 1.0
@@ -334,7 +334,7 @@ def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: in
 class Bounds(NamedTuple):
     """How a mask is stored: the bit of a value is `low < value < high`.
 
-    `values` are those decoded for bits 1 and 0; None if no two values give the same backward.
+    `values`: what bits 1 and 0 are decoded as; None if no two values give the same backward.
     """
 
     low: float

@@ -50,14 +50,14 @@ class ViewOutputs:
         self._handles = [module.register_forward_hook(Hook(hook), prepend=True) for module in self._modules]
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks on module outputs."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """Return `output` as a tensor that is no view, if it is a view of the type `replaces`; otherwise None."""
+    """Return `output` as a tensor that is no view, if `output` is a view and of the type `replaces`; otherwise None."""
     if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())

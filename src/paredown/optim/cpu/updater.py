@@ -35,23 +35,24 @@ WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
 
 @lru_cache(maxsize=1024)
 def covers(layout: UpdateLayout, cols: int) -> bool:
-    """Return whether compiled loops update this layout.
+    """Return whether compiled loops update this layout with `cols` columns.
 
-    They do not for rules of matrices, formats with a scale of the whole tensor, and blocks that fit no tile.
+    They do not cover rules of whole matrices, formats with one scale for the whole tensor, and blocks that are longer than a tile (the
+    values that a loop decodes at once).
     """
     has_tensor_scale = any(format.has_tensor_scale for format in _formats(layout))
     return layout.rule in COMPILED_RULES and not has_tensor_scale and min(_unit_len(layout), cols) <= LONGEST_TILE
 
 
 class Updater:
-    """Updates one unit in compiled loops where there are any; the memory of its slots is looked up once."""
+    """Updates the tensors of one parameter in compiled loops if there are any; the addresses of their memory are looked up once."""
 
     def __init__(self, rule: Rule, unit: UpdateUnit) -> None:
         self.rule, self.unit, self.layout = rule, unit, unit.how(rule.name)
         self._memory: Any = None
 
     def update(self, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None = None) -> None:
-        """Update the unit in place; `gradient`, if given, replaces its plain gradient."""
+        """Update the parameter and its state in place; `gradient`, if given, replaces the plain gradient of the unit."""
         unit = self.unit
         if not covers(self.layout, unit.cols) or codec.find_loops(unit.weight.codes) is None:
             reference.update(self.rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
@@ -79,7 +80,7 @@ def _formats(layout: UpdateLayout) -> list[Format]:
 
 
 def _unit_len(layout: UpdateLayout) -> int:
-    """Return the number of values that are whole blocks of all slots, and whole bytes."""
+    """Return the smallest number of values that is a multiple of the block lengths of all slots, and fills whole bytes."""
     return lcm(WHOLE_BYTES, layout.block, *(format.block for format in _formats(layout) if format.block))
 
 
@@ -122,14 +123,14 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
-    """Return rows, columns and tile length for a slot, which counts as one row if its rows are whole blocks."""
+    """Return rows, columns and tile length (values decoded at once) of a slot; it counts as one row if its rows are whole blocks."""
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
     return rows, cols, min(max(LONGEST_TILE // unit_len, 1) * unit_len, cols)
 
 
 def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, multiplier: int) -> tuple[Any, Any]:
-    """Return the encoding of a slot, and its record of `loops.SLOT`.
+    """Return the encoding of a slot, and its record of `loops.SLOT`, of which `integers` and `multiplier` are fields.
 
     `_encoding` holds the tables to whose addresses the record refers.
     """
@@ -144,15 +145,15 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return `numbers_of` an encoding, with the addresses and lengths of its tables."""
+    """Return `numbers_of` the encoding in this format, with the addresses and lengths of its tables."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 
 
 def _where(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the address of a contiguous tensor and its bytes; (0, 0) for none.
+    """Return the address and the bytes of a contiguous tensor; (0, 0) for None.
 
-    A plain gradient has no address here, as it is a new tensor in every step.
+    A plain gradient has no address here, because it is a new tensor in every step.
     """
     if tensor is None or tensor.is_meta:
         return 0, 0

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor; any other tensor itself."""
+    """Return the local shard if `tensor` is a DTensor; otherwise return the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def distributed_like(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor over `rows` without a copy, distributed like `like`; `rows` itself if `like` is an ordinary tensor."""
+    """Return a DTensor over `rows` without a copy, distributed like `like`; if `like` is an ordinary tensor, return `rows`."""
     return DTensor(rows, like._spec, requires_grad=False) if isinstance(like, DTensor) else rows  # type: ignore[call-arg]

@@ -62,7 +62,7 @@ class PackedShard:
 
     @property
     def padding(self) -> int:
-        """The number of rows of zeros that all processes together store."""
+        """The number of rows of zeros that all processes together store for this parameter."""
         return self.padded_rows * self.num_processes - self.parameter.shape[0]
 
     @property
@@ -91,7 +91,10 @@ class PackedShard:
         return tuple(self.padded.tensors()), None
 
     def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """Return the whole parameter, decoded from the codes and scales of all processes, and free the memory of these."""
+        """Decode the whole parameter from the codes and scales of all processes, free these, and return the parameter.
+
+        `out`: the memory to decode into; None for new memory.
+        """
         shape, own, received = self.parameter.shape, self.weight.packed, iter(gathered)
         if self.num_processes > 1:  # one process alone has replicas, and FSDP2 copies the first input only
             own = own.mapped(lambda _: next(received)[: shape[0]])
@@ -140,7 +143,7 @@ def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """Return codes or scales with rows of zeros behind them, `rows` in all."""
+    """Return codes or scales followed by rows of zeros, so that there are `rows` rows."""
     if part.shape[0] == rows:
         return part
     made = part.new_zeros((rows, *part.shape[1:]))
@@ -149,7 +152,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _extend(local: PackedParameter, shard: PackedShard) -> None:
-    """Set the functions by which FSDP2 gathers `local`, and the memory by which it recognizes it."""
+    """Set the functions by which FSDP2 gathers `local`, and the memory by which FSDP2 recognizes it."""
 
     def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return shard.gather_inputs()
@@ -185,9 +188,9 @@ def forget_gathered(managed: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let modules under fully_shard hold their sharded parameters.
+    """Let modules under fully_shard hold their sharded parameters again.
 
-    After a forward pass without backward they may hold whole ones.
+    After a forward pass without backward they may still hold the whole parameters.
     """
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
@@ -207,7 +210,7 @@ def managed_parameters(model: nn.Module) -> list[Any]:
 
 
 def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
-    """Return the sharded parameter for each parameter that fully_shard holds whole, by id of the whole one."""
+    """Return the sharded parameter for each whole parameter that fully_shard currently holds, by id of the whole parameter."""
     managed = managed_parameters(model)
     return {id(one._unsharded_param): one.sharded_param for one in managed if hasattr(one, "_unsharded_param")}
 
@@ -254,7 +257,7 @@ Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it 
 
 
 def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
-    """Pack sharded parameters of `model`, given by name; return them, and those that stay unmodified with format and reason."""
+    """Pack the sharded parameters `wanted`; return the packed ones by name, and those that stay unmodified with format and reason."""
     reshard(model)
     managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}

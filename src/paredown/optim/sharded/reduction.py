@@ -92,11 +92,11 @@ class Reduction:
         return {"seed": self.seed, "counts": {str(buffer): count for buffer, count in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after what `state_dict` returned."""
+        """Continue with the random bits that follow those of the `state_dict` passed."""
         self.seed, self.counts = int(state["seed"]), {int(buffer): int(count) for buffer, count in state["counts"].items()}
 
     def begin(self, buffer: int) -> int:
-        """Count and return the number of this reduction of a buffer."""
+        """Count one more reduction of a gradient buffer, and return its number."""
         self.counts[buffer] = self.counts.get(buffer, 0) + 1
         return self.counts[buffer]
 
@@ -169,7 +169,7 @@ class ReduceScatter:
         self._reduction, self._buffer = reduction, buffer
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return uninitialized memory for the input or the output."""
+        """Return uninitialized memory for the input or the output of the reduce-scatter."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:

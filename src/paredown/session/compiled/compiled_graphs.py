@@ -91,7 +91,7 @@ class CompiledGraphs:
         return next((d.format for d in decisions if d.format is not None), None)
 
     def changes(self) -> list[Change]:
-        """Return the saved tensors that are not stored as requested; one row for the model if none of it was compiled."""
+        """Return the saved tensors that are not stored as requested; if nothing of the model was compiled, return one row for the model."""
         if not self.reports and self.plan.packs_activations:
             return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
@@ -99,7 +99,7 @@ class CompiledGraphs:
         return [*rows, *self._not_recomputed()]
 
     def _not_recomputed(self) -> Iterator[Change]:
-        """Yield the slots that the plan recomputes, but that are saved or that no graph has."""
+        """Yield the slots that the plan recomputes, if a graph saves them or no graph has them."""
         refused = {name: reason for report in self.reports for name, reason in report.not_recomputed.items()}
         names = {*refused, *(name for report in self.reports for name in report.recomputed)}
         yield from (Change(name, RECOMPUTED, "saved", reason) for name, reason in refused.items())
@@ -111,11 +111,14 @@ class CompiledGraphs:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, scales and masks of the calls whose backward has not run; for dynamic sizes, those a graph was compiled with."""
+        """Bytes of codes, scales and masks of all calls whose backward has not run.
+
+        If sizes are dynamic, these are the bytes for the sizes that a graph was compiled with.
+        """
         return sum(nbytes for node, nbytes in self._alive.items() if holds_tensors(node))
 
     def resume(self, seed: int, calls: int) -> None:
-        """Draw the random bits of `seed` that follow `calls` calls; graphs with another seed are compiled again."""
+        """Continue with the random bits of `seed` after `calls` calls; graphs with another seed are compiled again."""
         self.seed, self.calls = seed, calls
 
     def _step(self, device: torch.device) -> Tensor:
@@ -127,11 +130,14 @@ class CompiledGraphs:
         return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
-        """Record the report of a newly compiled graph in place of `previous`, its report of an earlier compilation."""
+        """Record the report of a newly compiled graph in place of `previous`, the report of its earlier compilation."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def _called(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
-        """Count a call with gradients, which is this graph's call number `num_calls`; `numbers`: the measurements of that call."""
+        """Count a call with gradients of the graph that `report` describes.
+
+        `num_calls`: how often this graph was called so far. `numbers`: what it measured in this call.
+        """
         self.calls += 1
         if self._signals is not None and report.signals and self._signals.is_due(num_calls):
             first = report.signals[0].first

@@ -37,9 +37,9 @@ MAX_RANGES = 4096  # channels of a norm whose ranges are measured, with those of
 
 @dataclass(frozen=True)
 class Check:
-    """Tensors to measure for one operation, and a function from the numbers to the reason not to pack its operands, or "".
+    """The tensors to measure for one operation, and a function from the measured numbers to a reason not to pack its operands, or "".
 
-    Checks of the same `kind` are measured by one call of `join` with the tensors of all; each has `count` numbers.
+    Checks of the same `kind` are measured together, by one call of `join` with the tensors of all of them; each check has `count` numbers.
     """
 
     kind: Hashable
@@ -51,7 +51,10 @@ class Check:
 
 
 def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]) -> Check | None:
-    """Return the numbers to measure for an operation whose operands are packed; None if nothing needs to be measured."""
+    """Return what to measure for an operation whose operands are packed; None if nothing needs to be measured.
+
+    `users`: the packed operands with their slots and formats. `forward`: the nodes of the forward graph by name.
+    """
     if not users:
         return None
     if operation.row.op == ATTENTION:
@@ -90,7 +93,7 @@ def _check_of_attention(operation: Operation, format: Format, forward: dict[str,
 def statistics_of(
     operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
 ) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return (mean, rstd, eps) of a norm whose packed blocks mix channels, rows or groups; None for other operations."""
+    """Return (mean, rstd, eps) of a norm if its packed blocks mix channels, rows or groups; None for other operations."""
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
     mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
     if operation.row.op not in NORMS or rstd is None or mean is None:

@@ -41,7 +41,7 @@ DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks 
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """How one saved tensor of a compiled graph is stored; if `format` is None it is unmodified, for `reason`."""
+    """How one saved tensor of a compiled graph is stored; if `format` is None, the tensor is unmodified, and `reason` says why."""
 
     slot: GraphSlot
     asked: Format | None
@@ -54,10 +54,10 @@ class GraphDecision:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified if they are too large.
+    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified if these numbers are too large.
 
-    `first`, `count`: their place among the numbers of the graph. `reason`: why not to pack, from the numbers; "" if they are small
-    enough.
+    `first`, `count`: where they are among the numbers of the graph. `reason`: a function from the numbers to a reason not to pack the
+    slots, or "" if the numbers are small enough.
     """
 
     slots: tuple[GraphSlot, ...]
@@ -87,7 +87,7 @@ class GraphReport:
 
 
 def memory_order(value: Tensor) -> list[int]:
-    """Return the dimensions of a tensor by decreasing stride."""
+    """Return the dimensions of a tensor in the order of decreasing strides."""
     return sorted(range(value.dim()), key=lambda d: (-hint(value.stride(d)), d))
 
 
@@ -97,7 +97,7 @@ def inverse_order(order: list[int]) -> list[int]:
 
 
 def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
-    """Return why a tensor cannot be packed in a compiled graph; "" if it can."""
+    """Return why a tensor cannot be packed in `format` in a compiled graph; "" if it can."""
     if not graph_codec.covers(format):
         return NOT_COVERED.format(format)
     if _gaps(value):
@@ -130,19 +130,19 @@ def _gaps(value: Tensor) -> bool:
 
 
 def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
-    """Return the sizes in memory order; -1 for a dynamic one."""
+    """Return the sizes of a tensor in the order of its memory; -1 for a dynamic size."""
     return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
 
 
 def num_values(value: Tensor, codes: Tensor, format: Format | None) -> int:
-    """Return the number of values of a tensor; if it is dynamic, it is computed from the number of codes (or mask bytes)."""
+    """Return the number of values of a tensor; if its size is dynamic, compute it from the number of codes (or of mask bytes)."""
     numel = value.numel()
     width = format.element.width if format is not None else 1
     return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]
 
 
 def storage_of(node: fx.Node) -> int:
-    """Return an integer that identifies the memory of a tensor: all views of a tensor have the same."""
+    """Return an integer that identifies the memory of a node's tensor; all views of a tensor have the same integer."""
     return node.meta["val"].untyped_storage()._cdata
 
 
@@ -182,6 +182,6 @@ def mask_codec(value: Tensor) -> tuple[Callable[[Tensor], tuple[Tensor]], Callab
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Return the bytes of the tensor of a node."""
+    """Return the bytes of the tensor that a node computes."""
     value: Tensor = node.meta["val"]
     return hint(value.numel()) * value.element_size()

@@ -83,7 +83,7 @@ class GraphCodec:
         return str(self.format), self.rounding.value, default_overflow(self.format).value
 
     def encode(self, x: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
-        """Return codes, scales and minimums of a flat tensor."""
+        """Return codes, scales and minimums of a flat tensor; `keys`: of stochastic rounding, None for rounding to nearest."""
         return encode_in_graph(x, self.format, self.rounding, default_overflow(self.format), keys)
 
     def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
@@ -122,7 +122,7 @@ class GraphEditor:
         return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save as bits the booleans that backward would compute from tensors in `packed`, and booleans that are saved anyway."""
+        """Save booleans as bits: those that backward would compute from tensors in `packed`, and those that are saved anyway."""
         with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
@@ -190,7 +190,7 @@ class GraphEditor:
         RecomputedChains(self.backward.graph, of_tangents(self.backward.graph)).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
-        """Measure packed tensors in forward for a guard, except those of dynamic sizes; these numbers are the graph's last."""
+        """Let forward measure packed tensors for a guard, except tensors of dynamic sizes; these are the last of the graph's numbers."""
         found = [(node, m) for node, m in measures if node.name in self._parts and isinstance(node.meta["val"].numel(), int)]
         first, graph = NUM_NUMBERS - NUM_SIGNALS * len(found), self.forward.graph
         if not found:
@@ -212,7 +212,7 @@ class GraphEditor:
         )
 
     def finish(self) -> None:
-        """Write the outputs back, and check and recompile both graphs."""
+        """Write the edited outputs back into both graphs, check the graphs and recompile them."""
         self._output.args = (tuple(self._returned),)
         self.backward.graph.eliminate_dead_code()
         for module in (self.forward, self.backward):
@@ -255,7 +255,7 @@ class GraphEditor:
     ) -> list[fx.Node]:
         """Insert `function`, which returns a tuple, behind its arguments or before a node; return the nodes of its outputs.
 
-        It is traced once for arguments of the same sizes, strides, dtypes and `name`.
+        The function is traced once for all arguments of the same sizes, strides, dtypes and `name`.
         """
         values: list[Tensor] = [node.meta["val"] for node in arguments]
         key = (name, *((v.shape, v.stride(), v.dtype, v.device) for v in values))
@@ -285,7 +285,7 @@ class GraphEditor:
         return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self.num_outputs :])
 
     def _save_mask(self, node: fx.Node) -> int:
-        """Compute a boolean of backward in forward, save it as bits, and return their bytes."""
+        """Compute a boolean tensor of backward in forward instead, save it as bits, and return the bytes of the bits."""
         value: Tensor = node.meta["val"]
         encode, decode = mask_codec(value)
         source = self._computed_in_forward(node)
@@ -313,7 +313,10 @@ class GraphEditor:
         return next((i for i, is_tensor in enumerate(tensors) if i >= self.num_outputs and not is_tensor), len(self._returned))
 
     def _computed_in_forward(self, node: fx.Node) -> fx.Node:
-        """Return the forward node with the value of a backward node that depends on no gradient; copy it there if missing."""
+        """Return the forward node that computes the same value as a backward node, which depends on no gradient.
+
+        If forward has no such node, the backward node is copied there.
+        """
         if node.name in self._by_name:
             return self._by_name[node.name]
         inputs = {i: self._computed_in_forward(i) for i in node.all_input_nodes}
@@ -341,7 +344,7 @@ class GraphEditor:
 
 
 def of_tangents(backward: fx.Graph) -> set[fx.Node]:
-    """Return the nodes of a backward graph that depend on gradients."""
+    """Return the nodes of a backward graph that depend on tangents (the gradients of the outputs)."""
     found = {node for node in backward.find_nodes(op="placeholder") if _is_tangent(node)}
     for node in backward.nodes:
         if any(i in found for i in node.all_input_nodes):
@@ -364,7 +367,7 @@ def _insert(
 ) -> list[fx.Node]:
     """Copy a traced graph before a node, and return the nodes of its outputs.
 
-    `constants`: nodes of `graph` that depend on no argument, which are not copied again; new ones are added.
+    `constants`: nodes of `graph` that depend on no argument. They are not copied again, and new ones are added.
     """
     copies: dict[fx.Node, Any] = {}
     remaining, own = iter(arguments), set[fx.Node]()

@@ -162,9 +162,9 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Let backward recompute the saved tensors that the plan names; return the names of the tensors that it reads for that.
+        """Let backward recompute the saved tensors that the plan names; return the names of the tensors from which it recomputes them.
 
-        A plan names a tensor by a name that no other one has.
+        A plan names a tensor only if no other tensor has the same name.
         """
         found, chosen = recomputable_tensors(editor.forward.graph, editor.num_outputs), dict[str, RecomputedTensor]()
         slots = {n: slot_of(editor.placeholders[n.name], joint) for n in editor.saved_floats() if n.name in joint.of_inputs}
@@ -185,9 +185,9 @@ class PlanPartitioner(CustomPartitionerFn):
     def _decide(
         self, editor: GraphEditor, joint: Any, report: GraphReport, sources: Collection[str] = ()
     ) -> list[tuple[fx.Node, GraphDecision]]:
-        """Return the saved tensors to pack, with their decisions; requested ones that stay unmodified are added to the report.
+        """Return the saved tensors to pack, with their decisions. Tensors that stay unmodified although requested are added to the report.
 
-        `sources`: names of tensors from which others are recomputed.
+        `sources`: names of saved tensors from which others are recomputed.
         """
         chosen: list[tuple[fx.Node, GraphDecision]] = []
         kept = set[int]()  # storages of tensors that are saved unmodified
@@ -206,7 +206,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return [pair for pair in chosen if pair not in shared]
 
     def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
-        """Return the decision for a saved tensor; `held`: why its memory stays allocated anyway, or ""."""
+        """Return the decision for a saved tensor; `held`: the reason why its memory stays allocated anyway, or ""."""
         value: Tensor = node.meta["val"]
         numel = hint(value.numel())
         assignment = self.plan.find(slot.names, Role.ACTIVATION)
@@ -233,7 +233,10 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
-    """Return the operations of a joint graph; `options`: the keyword arguments of the partitioner."""
+    """Return the operations of a joint graph; `options`: the keyword arguments of the partitioner.
+
+    `roots`: as in `read_joint_graph`.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
     static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
     unique = {node.name for node in fx_graph_cse(gm.graph).nodes}  # as the partitioner does first
@@ -251,7 +254,7 @@ def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[
 
 
 def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
-    """Return the names of recomputed tensors that are better saved; `bits`: bits per value of each packed tensor."""
+    """Return the names of recomputed tensors that should be saved instead; `bits`: bits per value of each packed tensor, by name."""
     return RecomputedChains(backward, of_tangents(backward)).to_save(bits)
 
 
@@ -260,7 +263,7 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor with `partitioner`, and two more inputs for each graph."""
+    """A backend of torch.compile: Inductor with `partitioner`, and with two more inputs for each graph."""
 
     partitioner: PlanPartitioner
     step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
@@ -324,7 +327,10 @@ def make_backend(
     on_call: Callable[[GraphReport, Any, Tensor, int], None],
     options: dict[str, Any],
 ) -> PlanBackend:
-    """Return the backend for torch.compile(**options), and remove `mode` and `options`, which belong to Inductor, from `options`."""
+    """Return the backend for torch.compile(**options), and remove `mode` and `options` from `options`, since they belong to Inductor.
+
+    `step`, `seed`, `plan` and `names` return the session's current values; `on_call` is called after each call of a graph with gradients.
+    """
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(
@@ -355,7 +361,7 @@ def compile_kernels(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has more placeholders, behind the others; it is unchanged afterwards."""
+    """Return a context in which a graph of Dynamo has additional placeholders at the end; `examples`: a tensor for each of them."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")
@@ -374,9 +380,9 @@ def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]
 
 
 def autograd_node_of(outputs: Any) -> Any:
-    """Return the autograd node of the compiled call that returned `outputs`; None if it has none.
+    """Return the autograd node of the compiled call that returned `outputs`; None if the call has none.
 
-    Outputs that are views have it a few nodes behind them.
+    If an output is a view, the node is a few nodes behind it.
     """
     nodes = [t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None]
     for _ in range(3):
@@ -388,7 +394,7 @@ def autograd_node_of(outputs: Any) -> Any:
 
 
 def holds_tensors(node: Any) -> bool:
-    """Return whether an autograd node still has its saved tensors, which backward frees."""
+    """Return whether an autograd node still has its saved tensors; backward frees them."""
     try:
         return len(node.saved_tensors) + len(getattr(node, "_tensors_no_vc_check", ())) > 0
     except RuntimeError:

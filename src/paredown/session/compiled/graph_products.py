@@ -27,7 +27,7 @@ DEVICES = ("cuda", "cpu")  # where an operation transposes
 
 
 def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductLayers, names: Mapping[int, str]) -> None:
-    """Let the chosen layers of a graph of Dynamo multiply codes.
+    """Let those layers of a graph of Dynamo multiply 8-bit codes that `layers` has chosen.
 
     `inputs`: example inputs of the graph. `names`: names of parameters by id.
     """
@@ -55,7 +55,7 @@ def is_transpose(node: Any) -> bool:
 
 
 def _devices() -> tuple[str, ...]:
-    """Return the devices that have the operation: CUDA needs its kernels."""
+    """Return the device types on which codes can be transposed by one operation: CUDA is one only if its kernels are available."""
     return DEVICES if backend.find_kernels() is not None else tuple(device for device in DEVICES if device != "cuda")
 
 

@@ -28,7 +28,7 @@ NUM_SIGNALS = 2  # numbers of one slot
 
 @dataclass(frozen=True)
 class GraphSignal:
-    """The slots of a saved tensor of a compiled graph, and the index of its two numbers among those of the graph."""
+    """The slots of one saved tensor, and the index of its two measured numbers among those of the graph."""
 
     names: tuple[str, ...]
     first: int

@@ -71,9 +71,9 @@ _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 @dataclass(frozen=True)
 class GraphSlot:
-    """One saved tensor of a compiled graph: the names of the slots behind it, and what backward needs of it.
+    """One saved tensor of a compiled graph: the names of the slots that it holds, and what backward needs of it.
 
-    `reason`: why backward needs it exactly, if so.
+    `reason`: if backward needs it exactly, why.
     """
 
     names: tuple[str, ...]
@@ -103,7 +103,7 @@ class Operation:
     count: int = 1  # 2 for the second operation of this name in its module
 
     def slot(self, operand: str) -> str:
-        """Return the name of a slot as eager mode has it: module:operand, or module:operation.operand."""
+        """Return the name of the slot of `operand` as eager mode has it: module:operand, or module:operation.operand."""
         number = f"#{self.count}" if self.count > 1 else ""
         return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
 
@@ -142,9 +142,9 @@ def read_joint_graph(
 
 
 def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
-    """Return for each node the one that replaces it when repeated operations are merged.
+    """Return for each node the node that replaces it when repeated operations are merged.
 
-    A node whose name is in `unique` replaces itself.
+    A node replaces itself if its name is in `unique`.
     """
     found: dict[fx.Node, fx.Node] = {}
     first: dict[tuple[Any, str], fx.Node] = {}
@@ -215,7 +215,7 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """A value that backward recomputes from a saved tensor, in operation `number`, whose first node on the way is `entry`."""
+    """A value that backward recomputes from a saved tensor: it is in operation `number`, and `entry` is the first node on the way there."""
 
     value: fx.Node
     entry: fx.Node
@@ -259,7 +259,7 @@ def _code_uses(codes: fx.Node, joint: JointGraph, *, is_centered: bool) -> Itera
 
 
 def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
-    """Return the row in the table of operations of the operand of `operation` that `value` is."""
+    """Return the row in the table of operations for the operand of `operation` that `user` reads as `value`."""
     row = operation.row
     if row.op == ATTENTION:
         name = argument_name(user, value)
@@ -285,7 +285,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
 
 
 def _input(value: fx.Node, operation: Operation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """Return the operand that `value` is passed as; if several are possible, the one that allows least rounding."""
+    """Return the operand of `operation` as which `value` is passed; if several are possible, the one that allows least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)
@@ -311,7 +311,7 @@ def _is_same(argument: Any, value: fx.Node) -> bool:
 
 
 def argument_name(node: fx.Node, value: fx.Node) -> str:
-    """Return the name of the argument of an attention's backward that `value` is passed as; "" if it is none."""
+    """Return the name of the argument as which `value` is passed to an attention's backward; "" if it is not an argument."""
     schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     named = {argument.name: given for argument, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     found = next((name for name, given in named.items() if _is_same(given, value)), "")
@@ -374,7 +374,7 @@ def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping
 
 
 def _row_name(node: fx.Node) -> str:
-    """Return the name of a node's row in the table of operations, such as "NativeLayerNorm"."""
+    """Return the name under which the table of operations has the operation of a node, such as "NativeLayerNorm"."""
     bare = aten_name(node).replace("_", "").lower()
     return ROW_NAMES.get(bare) or ALIASES.get(bare) or aten_name(node)
 
@@ -395,7 +395,7 @@ def _is_integer(node: fx.Node) -> bool:
 
 
 def hint(size: Any) -> int:
-    """Return a size as an int; of a symbolic size that of the example inputs."""
+    """Return a size as an int; if it is symbolic, the size of the example inputs."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 

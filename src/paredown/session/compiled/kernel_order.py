@@ -42,7 +42,7 @@ class ByLastOperation(SchedulerPass):
 
 
 def by_last_operation(nodes: list[Any]) -> list[Any]:
-    """Return fused kernels in the order of the last operation of each, but behind the kernels that they depend on."""
+    """Return fused kernels in the order of the last operation of each; every kernel stays behind the kernels that it depends on."""
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
     users: dict[Any, list[Any]] = {node: [] for node in nodes}
     missing: Counter[Any] = Counter()

@@ -65,7 +65,10 @@ def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
 
 @register_lowering(torch.ops.paredown.decode.default, type_promotion_kind=None)
 def decode(parts: Sequence[Any], format: str, in_order: bool, dtype: torch.dtype, *layout: Any) -> Any:
-    """Return the decoded values, for formats that `lowers` accepts."""
+    """Return the decoded values as a pointwise operation, for formats that `lowers` accepts.
+
+    `layout`: the sizes in memory order and the dimensions by which they are permuted.
+    """
     how = Format.parse(format)
     code, of_block = _code_loader(parts[0], how, in_order), [part.make_loader() for part in parts[1:]]
 
@@ -130,7 +133,7 @@ def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], siz
 
 
 def encoder(*arguments: Any) -> Callable[..., None]:
-    """Return a function f(x, step, codes, scales, [minimums]) that encodes `x` into the tensors behind `step`.
+    """Return a function f(x, step, codes, scales, [minimums]) that encodes `x` into codes, scales and minimums.
 
     `arguments`: the number of values, whether they are on a GPU, and the arguments of `paredown::encode` after its tensors.
     """
@@ -147,7 +150,7 @@ def encoder(*arguments: Any) -> Callable[..., None]:
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def encode(x: Any, step: Any, *options: Any) -> Any:
-    """Return [codes, scales] or [codes, scales, minimums]."""
+    """Return the lowering of `paredown::encode`: [codes, scales] or [codes, scales, minimums]."""
     numel = x.get_size()[0]
     if V.graph.cpp_wrapper or not getattr(numel, "is_Integer", isinstance(numel, int)):
         return _through_dispatcher(x, step, *options)
@@ -160,7 +163,7 @@ def encode(x: Any, step: Any, *options: Any) -> Any:
 
 @final
 class EncodeCall(ExternKernel):
-    """The node of Inductor that calls an `encoder` on [x, step, codes, scales, (minimums)] and writes the last ones."""
+    """The node of Inductor that calls an `encoder` on [x, step, codes, scales, (minimums)] and writes all but the first two."""
 
     def __init__(self, arguments: tuple[Any, ...], tensors: list[Any]) -> None:
         self.arguments, self.device = arguments, tensors[0].get_device()
@@ -170,7 +173,7 @@ class EncodeCall(ExternKernel):
         V.graph.register_operation(self)
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call, and once for equal arguments the import and definition of the function that it calls."""
+        """Write the call into the code; for equal arguments, import and definition of the called function are written once."""
         name = f"paredown_encode_{crc32(repr(self.arguments).encode()):08x}"
         wrapper.add_import_once(f"from {__name__} import encoder")
         wrapper.add_import_once(f"{name} = encoder{self.arguments!r}")
@@ -199,5 +202,8 @@ class EncodeCall(ExternKernel):
 
 @register_lowering(TRANSPOSED, type_promotion_kind=None)
 def transposed_codes(codes: Any) -> Any:
-    """The call of the operation, where `call_transposes` left one: torch 2.13 makes none by itself, since it has a decomposition too."""
+    """Return the call of the operation that `call_transposes` inserted.
+
+    Torch 2.13 would not make the call by itself, because the operation has a decomposition too.
+    """
     return _transposed(ExternKernel.require_contiguous(codes))

@@ -27,7 +27,7 @@ MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
 
 
 class PackedGraph:
-    """A compiled graph that compiles itself again, without packing some slots, if their values are too large for their formats."""
+    """A compiled graph; if values of some slots are too large for their formats, it compiles itself again without packing these slots."""
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
@@ -90,9 +90,9 @@ class PackedGraph:
         return self._compile(inputs)
 
     def _must_compile_again(self, *, is_read: bool) -> bool:
-        """Return whether a number that the graph measured forbids packing a slot that it packs.
+        """Return whether a number that the graph measured forbids packing a slot that the graph packs.
 
-        `is_read`: read the numbers of this call; otherwise, on a GPU, use those of an earlier call, without synchronizing.
+        `is_read`: read the numbers of this call. Otherwise, on a GPU, the numbers of an earlier call are used, without synchronizing.
         """
         checks, numbers = self._report.checks, self._added[1]
         if not checks:

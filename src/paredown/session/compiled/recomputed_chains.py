@@ -1,4 +1,4 @@
-"""Tensors that backward recomputes from packed ones: which are better saved, and when the others are computed.
+"""Tensors that backward recomputes from packed tensors: which of them should be saved instead, and when backward computes the others.
 
 Backward of a residual network recomputes the outputs of its blocks from packed inputs of norms:
 
@@ -36,7 +36,7 @@ MIN_GAIN = 2.0  # bytes that are in memory early over bytes stored instead
 class RecomputedChains:
     """The recomputed tensors of one backward graph that operations read from memory.
 
-    `of_tangents`: the nodes that depend on gradients.
+    `of_tangents`: the nodes that depend on tangents (the gradients of the outputs).
     """
 
     def __init__(self, graph: fx.Graph, of_tangents: set[fx.Node]) -> None:
@@ -50,7 +50,7 @@ class RecomputedChains:
         self._tensors = {self._viewed(node) for node in graph.nodes if self._is_recomputed(node) and self._is_read(node)}
 
     def to_save(self, bits: Mapping[str, float]) -> set[str]:
-        """Return the names of recomputed tensors that are better saved; `bits`: bits per value of each packed tensor, by name."""
+        """Return the names of recomputed tensors that should be saved instead; `bits`: bits per value of each packed tensor, by name."""
         found = set[str]()
         for chain in self._chains():
             leaves = {i.name for node in self._cone(chain) for i in node.all_input_nodes if i.name in bits}
@@ -83,7 +83,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Return whether a kernel could compute the nodes of `cone` together with users that do not depend on `first`."""
+        """Return whether a kernel could compute the nodes of `cone` for other users too, which do not depend on `first`."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)
@@ -95,13 +95,13 @@ class RecomputedChains:
         return not others <= after
 
     def _copy(self, nodes: Iterable[fx.Node], copies: dict[fx.Node, fx.Node], before: fx.Node) -> None:
-        """Copy nodes before a node; `copies` maps inputs to what replaces them, and receives the new nodes."""
+        """Copy nodes before a node; `copies` maps each replaced node to its replacement, and receives the new nodes."""
         with self._graph.inserting_before(before):
             for node in nodes:
                 copies[node] = self._graph.node_copy(node, lambda i: copies.get(i, i))
 
     def _views(self, tensor: fx.Node) -> Iterable[fx.Node]:
-        """Yield `tensor` and the recomputed views of it."""
+        """Yield `tensor` and its recomputed views."""
         yield tensor
         for user in tensor.users:
             if user not in self._of_tangents and self._operations.is_view(user):
@@ -135,13 +135,13 @@ class RecomputedChains:
         return node
 
     def _is_pointwise(self, node: fx.Node) -> bool:
-        """Return whether Inductor fuses the operation of a node and it is no reduction."""
+        """Return whether Inductor fuses the operation of a node, and the operation is not a reduction."""
         if node.op != "call_function" or not self._operations.is_fusible(node) or self._operations.is_random(node):
             return False
         return self._operations.is_view(node) or _numel(node) >= max(map(_numel, node.all_input_nodes), default=0)
 
     def _cone(self, outputs: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the recomputed pointwise nodes from which `outputs` are computed, with the outputs."""
+        """Return the recomputed pointwise nodes from which `outputs` are computed, including `outputs`."""
         cone, stack = set[fx.Node](), list(outputs)
         while stack:
             node = stack.pop()

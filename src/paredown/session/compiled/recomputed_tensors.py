@@ -73,14 +73,14 @@ class RecomputedTensor:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that recomputing reads and writes."""
+        """Bytes of memory that recomputing the tensor reads and writes."""
         inside = set(self.nodes)
         read = {i for node in self.nodes for i in node.all_input_nodes if i not in inside and is_tensor(i)}
         return sum(nbytes_of(node) for node in read) + 2 * self.written_bytes + nbytes_of(self.node)
 
 
 def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, RecomputedTensor]:
-    """Return the saved tensors that backward could recompute, by name; the first `num_outputs` results are the graph's own."""
+    """Return the saved tensors that backward could recompute, by name; the first `num_outputs` results of `forward` are its own outputs."""
     returned: Any = forward.output_node().args[0]
     tensors = list(dict.fromkeys(node for node in returned if is_tensor(node)))
     held = {node for node in returned[:num_outputs] if is_tensor(node)}
@@ -102,7 +102,7 @@ def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, Recom
 
 
 def _operations_of(node: fx.Node, saved: set[fx.Node], written: set[Any]) -> set[fx.Node]:
-    """Return the operations that compute a node from saved tensors or inputs; empty if one of them cannot run again."""
+    """Return the operations that compute a node from saved tensors or inputs; empty if one of these operations cannot run again."""
     cone, stack = set[fx.Node](), [node]
     while stack:
         one = stack.pop()
@@ -162,7 +162,7 @@ def _flops(node: fx.Node) -> int:
 def recompute_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, tensors: Iterable[RecomputedTensor]
 ) -> None:
-    """Let backward recompute saved tensors, and forward no longer save them; no tensor may be a source of another."""
+    """Let backward recompute saved tensors, so that forward no longer saves them; no tensor may be a source of another."""
     returned: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     for tensor in tensors:
         known = {node.name: node for node in backward.graph.nodes}
@@ -179,7 +179,7 @@ def recompute_saved(
 
 
 def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], order: dict[fx.Node, int]) -> None:
-    """Let backward compute `node` of forward before `first`; `known`: backward's nodes by name, `order`: their positions."""
+    """Let backward compute `node` of forward before `first`; `known`: backward's nodes by name, `order`: the positions of its nodes."""
     old = known.get(node.name)
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: known[n.name])
     if old is None:
@@ -195,7 +195,7 @@ def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], or
 
 
 def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: int) -> fx.Node:
-    """Save a node of forward, and return its new placeholder in backward."""
+    """Save a node of forward, and return the placeholder that backward now has for it."""
     _save(node, returned, num_outputs)
     with graph.inserting_after(_last_saved(graph)):
         placeholder = graph.placeholder(node.name)
@@ -204,7 +204,7 @@ def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: i
 
 
 def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
-    """Let forward save tensors that backward recomputes, and drop saved tensors that only the recomputation reads."""
+    """Let forward save the tensors `names`, which backward recomputes, and drop saved tensors that only the recomputation reads."""
     output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for node in [node for node in backward.graph.nodes if node.name in names & computed.keys() and node.op == "call_function"]:

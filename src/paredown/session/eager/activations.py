@@ -13,7 +13,7 @@
     exact                   the tensor, unmodified                    the tensor
 
 Parameters, their views and casts, buffers and tensors of the caller are never packed. A storage is packed once, however many operations
-save it. Forms are shared by (storage object, version counter, dtype), not by data pointer: the allocator reuses addresses, and a weak
+save it. Stored data is shared by (storage object, version counter, dtype), not by data pointer: the allocator reuses addresses, and a weak
 reference keeps the storage object's identity from being reused.
 
 The caller keeps the model's outputs alive. Packed they would be in memory twice, so their stored forms refer to the original tensor again
@@ -119,18 +119,18 @@ class Activations:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all forms that are stored at this moment."""
+        """Bytes of all stored tensors at this moment."""
         return sum(form.nbytes for form in self.stored_forms())
 
     def stored_forms(self) -> list[StoredForm]:
-        """Return all forms that are stored at this moment."""
+        """Return what is stored at this moment: a `StoredForm` for each packed storage or view."""
         alive = [form for ref in self._forms if (form := ref()) is not None]
         self._forms = [weakref.ref(form) for form in alive]
         return alive
 
     @contextmanager
     def storing_exactly(self) -> Generator[None]:
-        """Return a context in which packed tensors are stored in float32; those that would be recomputed (with rounding) are stored too."""
+        """Return a context in which packed tensors are stored in float32, also those that would be recomputed from rounded values."""
         decide = self.decide
 
         def exact(*arguments: Any) -> StorageDecision:
@@ -150,7 +150,7 @@ class Activations:
 
     @contextmanager
     def restored_after(self) -> Generator[Callable[[], None]]:
-        """Return a context that restores decisions and counts at its end; it yields a function that resets the number of passes."""
+        """Return a context that restores decisions and counts at its end; it yields a function that resets the number of forward passes."""
         forwards, restored = self.forwards, self.restored
         decisions, not_packed = dict(self.decisions), dict(self.not_packed)
 
@@ -175,7 +175,7 @@ class Activations:
         self.on_small = on_small
 
     def resume(self, seed: int, forwards: int) -> None:
-        """Draw the random bits of `seed` that follow `forwards` forward passes."""
+        """Continue with the random bits of `seed` after `forwards` forward passes."""
         self.seed, self.forwards = seed, forwards
         self._forget_slots()
 
@@ -193,16 +193,16 @@ class Activations:
         self._running.append(storage)
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """Record that the pass which began in this thread entered the model through a module (`PassOutputs.begin`)."""
+        """Record that the running forward pass of this thread entered the model through a submodule (`PassOutputs.begin`)."""
         storage = self._current_storage()
         self._local.outputs.begin(storage, arguments, outputs)
         storage.pack_again(self.count, pack_mask)
 
     def end(self, output: Any) -> None:
-        """End a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
+        """End a forward pass: where the original storage stays alive anyway, refer to it instead of a packed copy.
 
-        It stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not packed
-        shares it. If other references keep the memory alive, packing saves nothing: `not_freed` has the slots.
+        A storage stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not
+        packed shares it. If other references keep the memory alive, packing saves nothing: `not_freed` has the slots.
         """
         storage, self._local.storage = self._local.storage, None
         assert storage is not None
@@ -230,9 +230,10 @@ class Activations:
     def _choose_small(
         self, storage: ForwardStorage, held: set[Any], baseline: int, leave_out: Callable[[set[str], int], None]
     ) -> None:
-        """Leave the smallest tensors unmodified from the next pass on; `held`: keys of pieces that stay in memory anyway.
+        """Leave the smallest tensors unmodified from the next pass on; `held`: keys of pieces of memory that stay allocated anyway.
 
-        If small tensors are left already, and now a pass saved more, all are packed in the next pass, so that their sizes are known.
+        If small tensors are left unmodified already, and this pass saved more than before, all of them are packed in the next pass, so that
+        their sizes are known. `baseline`: the bytes that the pass saves without a plan. `leave_out` gets the slots and the limit in bytes.
         """
         has_changed = bool(self.small)
         if has_changed:
@@ -270,9 +271,9 @@ class Activations:
         return {name: (size, nbytes) for name, (_, _, nbytes, size, *_) in found.items()}
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """Save a tensor as the tensor in the same place of the model was saved in an earlier pass, which `seen` describes.
+        """Save a tensor in the way in which the tensor in the same place of the model was saved in an earlier pass.
 
-        Decisions of its slot are used again if nothing they depend on has changed.
+        `seen` describes the earlier one. Decisions for its slot are used again if nothing that they depend on has changed.
         """
         slot: SlotDecisions | None = seen.slot
         if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
@@ -297,11 +298,11 @@ class Activations:
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def replay_key(self) -> Any:
-        """Return a number that changes with plan and seed; None if every packed tensor must be reported to `on_packed`."""
+        """Return a number that changes with plan and seed; None if all packed tensors must be reported to `on_packed`."""
         return self._plan_number if self.on_packed is None and self._plan_number >= 0 else None
 
     def begin_replay(self) -> None:
-        """Record that the pass in this thread repeats an earlier one: tensors that stayed unmodified in it are not reported."""
+        """Record that the pass in this thread repeats an earlier one, so tensors that stayed unmodified in that one are not reported."""
         self._current_storage().is_replayed = True
 
     def is_left(self, storage: int) -> bool:
@@ -317,7 +318,7 @@ class Activations:
     def _store(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Store a piece, and measure the time on a CPU; `node`, `raw`: autograd's node and handle of the saved tensor."""
+        """Store the memory of a saved tensor, and measure the time on a CPU; `node`, `raw`: autograd's node and handle of the tensor."""
         start = self.packing_time.clock()
         with self._lock:
             self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
@@ -327,7 +328,7 @@ class Activations:
     def _replace(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Find or make the stored form of a piece, and register it in place of the saved tensor."""
+        """Find or make the stored data for a piece of memory, and register it in place of the saved tensor."""
         tensor, forms = piece.tensor, storage.forms
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
         key = (*piece.key, found)
@@ -361,7 +362,7 @@ class Activations:
             self.not_packed.pop(saved.name, None)
 
     def _leave(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, use: Use) -> None:
-        """Leave a piece unmodified: packed copies of it are dropped now, and a ReLU that wrote it packs no mask from the next pass on."""
+        """Leave a piece of memory unmodified: drop packed copies of it now; a ReLU that wrote it packs no mask from the next pass on."""
         if use is Use.EXACT:
             self.not_packed.setdefault(saved.name, saved.reason)
         storage.left[piece.key] = slot.nbytes if use is VALUE else 0
@@ -374,7 +375,7 @@ class Activations:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
 
     def _current_storage(self) -> ForwardStorage:
-        """Return the state of this thread's forward pass; in a worker thread that of the pass started last, or a new one."""
+        """Return the state of this thread's forward pass; in a worker thread, that of the pass started last, or a new one."""
         return self._local.storage or (self._running[-1] if self._running else ForwardStorage())
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
@@ -447,7 +448,7 @@ class Activations:
         return codec.encode(tensor, step, mask.bits)
 
     def _determined(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm | None:
-        """Return a form that recomputes the tensor from a stored one, if an operation before it allows that; otherwise None."""
+        """Return a form that recomputes the tensor from a stored one, if an operation before the tensor allows that; otherwise None."""
         recomputation = rematerialization_of(piece.tensor)
         slot.is_never_recomputed = recomputation is None
         while recomputation is not None:
@@ -460,7 +461,7 @@ class Activations:
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
     ) -> StoredForm | None:
-        """Return a form that recomputes the tensor by `rematerialization`; None if it cannot, or not precisely enough."""
+        """Return a form that recomputes the tensor by `rematerialization`; None if that is impossible or not precise enough."""
         view = storage.source(rematerialization.source)
         if view is None or not piece.is_whole:
             return None
@@ -489,7 +490,7 @@ class Activations:
         return True
 
     def _sign(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm:
-        """Return the mask of a ReLU: packed now, or delayed if in the last pass another operation encoded the same tensor."""
+        """Return the mask of a ReLU: packed now, or later if in the last pass another operation encoded the same tensor."""
         x = piece.tensor
         if slot.is_delayed and self.on_packed is None:
             form = StoredMask(piece, None, (1.0, 0.0), x.detach())

@@ -1,9 +1,9 @@
-"""The forward passes of a session: the forms that each one stores, their number, and the time that packing took.
+"""The forward passes of a session: the tensors that each pass stores, the number of passes, and the time that packing took.
 
 ForwardStorage      the stored forms of a running forward pass, and the storages that it leaves unmodified
-PassOutputs         what passes through modules stored of their outputs, which arguments of later ones may be
-ActivationBytes     the bytes of one that ended
-ForwardCount        their number, on the host and in the memory of devices
+PassOutputs         the stored outputs of passes through modules; later passes may get these outputs as arguments
+ActivationBytes     the bytes that a finished pass saved
+ForwardCount        the number of passes, on the host and in the memory of devices
 PackingTime         the share of encoding and decoding in the time of steps on a CPU
 """
 
@@ -36,7 +36,7 @@ from paredown.session.value_bounds import check_is_warm
 
 @dataclass
 class ForwardStorage:
-    """State of one running forward pass: the stored forms so far, and the storages that are not packed."""
+    """State of one running forward pass: the tensors stored so far, and the storages that are not packed."""
 
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
@@ -60,9 +60,10 @@ class ForwardStorage:
         return sum({**originals, **unmodified}.values())
 
     def restore_held(self, held: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
-        """Let forms refer to their original where a tensor of `held` keeps it alive; `held` is by storage address.
+        """Let stored data refer to its original where a tensor in `held` (by storage address) keeps the original alive.
 
-        Returns the keys of these forms, and the keys of those whose original is alive although no known tensor refers to it.
+        Returns two lists of keys: of the data that now refers to its original, and of the data whose original is alive although no known
+        tensor refers to it.
         """
         forms = {key: form for key, form in self.forms.items() if key[0] not in self.produced}
         for key, form in forms.items():
@@ -79,7 +80,7 @@ class ForwardStorage:
         return restored, alive
 
     def packable_sizes(self, held: Iterable[Any]) -> list[int]:
-        """Return the bytes of the pieces that packing could free; those with a key in `held` stay in memory anyway."""
+        """Return the bytes of each piece of memory that packing could free; pieces with a key in `held` stay allocated anyway."""
         packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in self.forms.items()}
         return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
 
@@ -89,7 +90,7 @@ class ForwardStorage:
         return entry[1] if entry is not None and entry[0] is node else None
 
     def pack_delayed(self, pack_mask: PackMask) -> None:
-        """Pack the delayed masks whose tensor no later operation encoded."""
+        """Pack the delayed masks for which no later operation has encoded the tensor."""
         for mask, slot in self.masks.values():
             if mask.delayed is not None:
                 slot.is_delayed = False
@@ -108,7 +109,7 @@ class ForwardStorage:
 
 
 class PassOutputs:
-    """The stored forms of the outputs of earlier passes in one thread, which a pass that gets such an output shares.
+    """The stored outputs of earlier passes in one thread; if a pass gets such an output as an argument, it shares the stored data.
 
     All references are weak, so that they end with the graph and the tensors of the step.
     """
@@ -141,7 +142,7 @@ class PassOutputs:
                 storage.at_address.setdefault(key[0], []).append(form)
 
     def end(self, storage: ForwardStorage, outputs: Mapping[int, Tensor]) -> None:
-        """End the pass; `outputs`: its output tensors by storage address."""
+        """End the pass; `outputs`: the output tensors of the pass by storage address."""
         for address in storage.unpacked.keys() & outputs.keys():
             self._unmodified[address] = StorageRef(outputs[address].untyped_storage())
         for key, form in storage.forms.items():
@@ -164,7 +165,7 @@ class PassOutputs:
 
 
 def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
-    """Return the original storage of a stored form; None if it was freed."""
+    """Return the original storage of stored data; None if the storage was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
 
 
@@ -197,14 +198,14 @@ class ForwardCount:
 
     @property
     def value(self) -> int:
-        """The number; if a CUDA graph was captured, it is read from the device."""
+        """The number of forward passes; if a CUDA graph was captured, it is read from the device."""
         if self._is_captured:
             self.on_host = max(self.on_host, *(int(step) for step in self.on_device.values()))
         return self.on_host
 
     @property
     def has_run(self) -> bool:
-        """Whether the number is above 0, without reading from a device."""
+        """Whether the number of forward passes is above 0, without reading from a device."""
         return self._is_captured or self.on_host > 0
 
     @value.setter
@@ -223,7 +224,7 @@ class ForwardCount:
         self.value += 1
 
     def at(self, tensor: Tensor) -> Any:
-        """Return the number as the codec takes it for `tensor`: an int, or on a GPU an int32 tensor in its memory."""
+        """Return the number of forward passes as the codec takes it for `tensor`: an int, or on a GPU an int32 tensor on its device."""
         if not tensor.is_cuda:
             return self.on_host
         step = self.on_device.get(tensor.get_device())
@@ -250,12 +251,12 @@ class PackingTime:
 
     @property
     def share(self) -> float | None:
-        """The fraction of the counted steps' time that packing took; None if no step counts."""
+        """The fraction of the counted steps' time that packing took; None if no step was counted."""
         packing, whole = self._steps
         return packing / whole if whole > 0 else None
 
     def begin_step(self) -> None:
-        """End the step before, and begin one."""
+        """End the previous step, and begin a new one."""
         now = self.clock()
         if self._has_decoded:
             self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]

@@ -53,7 +53,7 @@ MULTIPLIED = "forward changes: it multiplies 8-bit codes of input, weight and gr
 
 
 class ProductInput:
-    """The input of a linear layer whose `F.linear` multiplies 8-bit codes."""
+    """The input of a linear layer: `F.linear` of it multiplies 8-bit codes."""
 
     __slots__ = ("layers", "path", "tensor")
 
@@ -140,7 +140,7 @@ class ProductLayers:
         return row_linear(x, weight, bias, self.elements[path], self._shared)
 
     def reason_at_call(self, path: str, x: Tensor, weight: Tensor) -> str:
-        """Return why a call with these operands multiplies in the model's dtype; "" if it multiplies codes."""
+        """Return why a call of the layer with these operands multiplies in the model's dtype; "" if it multiplies codes."""
         rows = x.numel() // max(1, x.shape[-1])
         if rows == 0 or (rows < MIN_ROWS and path not in self._named):
             return FEW_ROWS
@@ -157,18 +157,18 @@ class ProductLayers:
 
     @property
     def multiplied(self) -> dict[str, str]:
-        """The layers that multiply codes in all calls so far, with their elements."""
+        """The format of the codes of each layer that has multiplied codes in all calls so far, by path."""
         unused = self._unused()
         return {path: element for path, element in self.elements.items() if path not in self.left and path not in unused}
 
     def _unused(self) -> dict[str, str]:
-        """Return the chosen layers that do not multiply codes, with the reasons."""
+        """Return the reason for each chosen layer that does not multiply codes, by path."""
         if self.in_graphs is not None:
             return dict.fromkeys(self.elements.keys() - self.in_graphs - self.left.keys(), NOT_IN_GRAPHS)
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
 
     def changes(self) -> Iterator[Change]:
-        """Yield a row for the layers that multiply codes, and one for each layer that was requested to and does not."""
+        """Yield a row for the layers that multiply codes, and one for each layer that does not although the plan requests it."""
         multiplied = self.multiplied
         for element in dict.fromkeys(multiplied.values()):
             paths = [path for path, of in multiplied.items() if of == element]
@@ -186,7 +186,7 @@ class ProductLayers:
         return [SlotExplanation(f"{PRODUCT}={path}", of, of, MULTIPLIED) for path, of in self.multiplied.items()]
 
     def say(self) -> str:
-        """Return the text of the summary on how many layers multiply codes; "" if the plan requests none."""
+        """Return the line of the summary that says how many layers multiply codes; "" if the plan requests none."""
         multiplied = self.multiplied
         if not self._asked:
             return ""

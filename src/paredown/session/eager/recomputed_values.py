@@ -35,7 +35,7 @@ class RecomputedValues(StoredForm):
         return self._recomputed((self.numel,), (1,))
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """Return the recomputed tensor, without a flat tensor in between."""
+        """Return the recomputed tensor with this size and stride, without making a flat tensor first."""
         return self._recomputed(size, stride) if self.plain_values is None else self.values().as_strided(size, stride)
 
     def _recomputed(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -55,7 +55,8 @@ def decode_steps_of(
 ) -> DecodeSteps | None:
     """Return the steps that compute `result` from the values of `source`; None if their memory layouts differ or an operand is missing.
 
-    `keeps_parameters`: the model keeps its parameters until backward, so they are referenced; otherwise they are copied.
+    `signs`: the stored signs of the result, if an activation function needs them. `keeps_parameters`: the model keeps its parameters until
+    backward, so the steps refer to them; otherwise they are copied.
     """
     form, (size, stride, *_) = source.form, source.layout
     if not form.is_whole or form.numel != result.numel or form.numel != size.numel():
@@ -105,7 +106,7 @@ def _batch_norm(node: Any, source: StoredView, keeps_parameters: bool) -> Norm |
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """Return a norm's parameter as a 1-D float32 tensor: itself where it is one and is kept until backward, else a copy."""
+    """Return a norm's parameter as a 1-D float32 tensor: the parameter itself if it is one and is kept until backward, else a copy."""
     if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
         return parameter
     return parameter.detach().float().reshape(-1).clone()

@@ -46,7 +46,7 @@ IN_PLACE = (
 class StorageDecision:
     """How a slot is stored.
 
-    `asked` is the plan's format, `format` the one in use (None: unmodified), `reason` why they differ.
+    `asked`: the plan's format. `format`: the format in use (None: unmodified). `reason`: why the two differ.
     """
 
     asked: Format | None
@@ -72,7 +72,7 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 
 
 class SlotDecisions:
-    """Decisions about the saved tensors of a slot, which are made once and hold while layout and plan do not change."""
+    """Decisions about the saved tensors of a slot, which are made once and hold while their layout and the plan do not change."""
 
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
@@ -112,9 +112,9 @@ def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def form_for(use: Use, detail: Any, piece: StoragePiece) -> StoredForm | None:
-    """Return the stored form of a piece of which backward needs less than the values; None to leave it unmodified.
+    """Return the stored form of a piece of memory if backward needs less of it than the values; None to leave it unmodified.
 
-    `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
+    `use`: what backward needs. `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
     """
     if use is Use.SHAPE:
         return StoredShape(piece)

@@ -32,7 +32,7 @@ has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
 
 class StoragePiece:
-    """The flat piece of memory that is packed for a saved tensor: its storage, or a copy of a view of a small part of it.
+    """The flat memory that is packed for a saved tensor: its whole storage, or a copy of a view that is a small part of its storage.
 
     Two pieces have the same `key` if they are the same memory with the same contents. That holds while a weak reference to the storage
     exists, which keeps `address` from being reused.
@@ -41,7 +41,10 @@ class StoragePiece:
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
-        """Choose the piece; `known` is (is_whole, numel) of an earlier tensor with the same layout, which saves computing them."""
+        """Choose the memory to pack for `tensor`.
+
+        `known`: (is_whole, numel) of an earlier tensor with the same layout, so that they need not be computed again.
+        """
         self.tensor = tensor
         self.storage = storage = tensor.untyped_storage()
         self.address = address = storage._cdata
@@ -79,11 +82,11 @@ class StorageRef:
         free(self.cdata)  # bound here: modules are cleared before the last objects at exit
 
     def expired(self) -> bool:
-        """Return whether the storage was freed."""
+        """Return whether the storage referred to was freed."""
         return bool(has_expired(self.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage; None if it was freed."""
+        """Return the storage referred to; None if it was freed."""
         return torch.UntypedStorage._new_with_weak_ptr(self.cdata)
 
 
@@ -92,7 +95,7 @@ def no_tensor() -> Tensor | None:
 
 
 class StoredForm(ABC):
-    """An abstract stored form of a flat piece of memory."""
+    """The abstract base class of what is stored in place of a flat piece of memory."""
 
     __slots__ = (
         *(
@@ -141,9 +144,10 @@ class StoredForm(ABC):
         return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:
-        """Refer to the original storage, which `holder` keeps alive, and drop the packed data; return whether that was possible.
+        """Refer to the original storage again and drop the packed data; return whether that was possible.
 
-        It is not if the storage was modified since, or if `holder` has other memory by now, as a packed weight that is no longer decoded.
+        `holder` is a tensor that keeps the storage alive. It is impossible if the storage was modified since, or if `holder` has other
+        memory by now, as a packed weight that is no longer decoded.
         """
         if not self.is_whole or holder.dtype is not self.dtype or holder._version != self.version:
             return False
@@ -194,7 +198,7 @@ class StoredValues(StoredForm):
     def _unpacked(self) -> Tensor:
         """Return the decoded values.
 
-        Several saved tensors that share them get the copy that was decoded last, while it is alive.
+        If several saved tensors share the values, they get the copy that was decoded last, while it is alive.
         """
         if self.num_views == 1:
             return self.codec.decode(self.stored, (self.numel,), (1,))
@@ -224,7 +228,7 @@ class StoredValues(StoredForm):
 
 
 class DecodedCopy:
-    """The last decoded values of a form that several saved tensors share."""
+    """The last decoded copy of values that several saved tensors share."""
 
     __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
 
@@ -235,7 +239,7 @@ class DecodedCopy:
         self.num_unpacked = 0  # saved tensors that were unpacked so far
 
     def values(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the values; None if they were freed, or are held on another CUDA stream."""
+        """Return the decoded values; None if they were freed, or are held on another CUDA stream."""
         if self.held is not None:
             return self.held if current_stream(self.held.get_device()) == self.stream else None
         alive = self.alive.storage() if self.alive is not None else None
@@ -245,7 +249,8 @@ class DecodedCopy:
 class DecodedCopies:
     """Holds decoded values on a GPU from one use in backward to the next, so that the input of two branches is decoded once.
 
-    At most MAX_HELD copies exist, and none that could raise the peak: FREE_COPIES times its bytes must be free below the peak so far.
+    At most MAX_HELD copies exist. A copy is held only if it cannot raise the peak: FREE_COPIES times its bytes must be free below the peak
+    so far.
     """
 
     def __init__(self) -> None:
@@ -312,7 +317,7 @@ class StoredMask(StoredForm):
             self.bits = pack_mask(tensor, *self.bounds)
 
     def pack_again(self, pack_mask: PackMask) -> None:
-        """Pack the mask after `restore_original`, and drop the original."""
+        """Pack the mask after `restore_original`, and drop the reference to the original."""
         if self.plain_values is not None and self.plain_values._version == self.version:
             self.bits, self.plain_values = pack_mask(self.plain_values, *self.bounds), None
 
@@ -352,7 +357,7 @@ class StoredIntegers(StoredForm):
 
 @final
 class StoredShape(StoredForm):
-    """A tensor of which backward reads the shape only: it is unpacked as uninitialized memory."""
+    """A saved tensor of which backward reads only the shape: it is unpacked as uninitialized memory."""
 
     __slots__ = ("device",)
 
@@ -380,7 +385,7 @@ class ViewLayout(NamedTuple):
 
 
 class StoredView:
-    """A stored form and the layout of a saved tensor in it, which replace the tensor in the autograd graph."""
+    """The stored data of a piece of memory, and the layout of a saved tensor in it; both replace the tensor in the autograd graph."""
 
     __slots__ = ("form", "layout")
 
@@ -399,7 +404,7 @@ class StoredView:
         return self.form.values().as_strided(size, stride, offset)
 
     def relu_output(self) -> Tensor:
-        """Return a ReLU's output for its backward: the packed mask itself if that is stored, otherwise the unpacked tensor."""
+        """Return a ReLU's output for its backward: the packed mask itself if there is one, otherwise the unpacked tensor."""
         form, layout = self.form, self.layout
         if layout.is_all and type(form) is StoredMask and form.bits is not None:
             return ReluOutput(form.bits, layout.size, layout.stride, form.dtype)
@@ -417,6 +422,6 @@ def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """Return the whole storage as a 1-D tensor."""
+    """Return the whole storage as a 1-D tensor of `dtype`."""
     numel = storage.nbytes() // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]

@@ -155,7 +155,7 @@ class Weights:
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
 
     def _added(self, parameters: dict[str, nn.Parameter]) -> Iterator[Change]:
-        """Yield a row for each parameter that was added to the model after apply."""
+        """Yield a row of changes for each parameter that was added to the model after apply."""
         names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
         known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
         for name, parameter in parameters.items():
@@ -206,7 +206,7 @@ class Weights:
         self._pack_shards(sharded)
 
     def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
-        """Pack parameters of fully_shard; all processes call this with the same ones."""
+        """Pack the parameters of fully_shard; all processes must call this with the same parameters."""
         model = self._model()
         if sharded and model is not None:
             packed, refused = packed_shards.pack_shards(sharded, model)
@@ -295,7 +295,7 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Begin a use of a weight: decode its parameter, and count the references to it before anything refers to its memory."""
+        """Decode the parameter of a weight before its module runs, and count its references before anything refers to its memory."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
@@ -313,7 +313,7 @@ class Weights:
             self._finish(calls.pop(), output)
 
     def _finish(self, call: WeightCall, output: Any) -> None:
-        """End a module's call: replace the weights that it saved, and pack its parameters again."""
+        """End a module's call: replace the weights that autograd saved in it, and pack the module's parameters again."""
         weights, is_deferred = call.weights, call.end_saves()
         if not weights:
             return
@@ -336,7 +336,7 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _free(self, weight: Weight, is_hooked: bool) -> None:
-        """Free the decoded values of a parameter unless other code refers to its tensor, or with `is_hooked` to its Python object."""
+        """Free the decoded values of a parameter unless other code refers to its tensor, or if `is_hooked` to its Python object."""
         if weight.is_referenced(by_objects=is_hooked):
             self._hold(weight, is_hooked)
             return
@@ -380,7 +380,7 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _end_interrupted(self, interrupted: list[WeightCall]) -> None:
-        """End calls of this thread that an exception ended before their forward hooks ran."""
+        """End the calls of this thread whose forward hooks did not run because of an exception."""
         for call in reversed(list(interrupted)):
             self._calls().remove(call)
             call.end_saves()
@@ -447,7 +447,7 @@ class Weights:
                     self._frozen_linears.pop(weight, None)
 
     def _pin(self, weight: Weight) -> None:
-        """Leave a weight unpacked, because torch.compile runs its module, where hooks have no effect."""
+        """Leave a weight unpacked, because torch.compile runs its module and hooks have no effect there."""
         weight.pin()
         self.pinned.update(name for name, other in self.weights.items() if other is weight)
 

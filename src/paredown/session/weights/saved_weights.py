@@ -72,7 +72,10 @@ setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # other hooks skip saved tensor
 
 
 def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
-    """Return the saved-tensor handle at the end of a path through the graph; None if there is none, or if it has another hook."""
+    """Return the saved-tensor handle at the end of a path through the graph; None if there is none, or if it has another hook.
+
+    `hops`: the indices of the edges from `node` on. `name`: the name of the saved-tensor attribute of the last node.
+    """
     for hop in hops:
         edges = node.next_functions
         node = edges[hop][0] if hop < len(edges) else None
@@ -156,7 +159,7 @@ class CheckpointedSaves:
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return a `DeferredWeight` for a frozen weight or a view of it; for other tensors what checkpointing returns."""
+        """Return a `DeferredWeight` for a frozen weight or a view of it; for other tensors, what the hook of checkpointing returns."""
         packed = self._outer[0](tensor)
         is_strided = has_storage(tensor) and tensor.layout is torch.strided
         weight = self._memory.get(tensor.untyped_storage()._cdata) if is_strided else None
@@ -167,27 +170,27 @@ class CheckpointedSaves:
         return self._outer[1](packed[0]) if packed[1] is None else packed[1].tensor()
 
     def leave(self) -> None:
-        """Remove the hooks, unless other code has removed them."""
+        """Remove these hooks, unless other code has removed them already."""
         hooks = top_hooks(True)
         if hooks is not None and hooks[0] == self.pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def keeps_objects(hook: Any) -> bool:
-    """Return whether a saved-tensor hook may hold the Python object of the tensor; those of torch.utils.checkpoint do not."""
+    """Return whether a saved-tensor hook may hold the Python object of the tensor; the hooks of torch.utils.checkpoint do not."""
     if isinstance(getattr(hook, "__self__", None), CheckpointedSaves | SecondPass):
         return False
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
 
 def hook_of_checkpoint() -> PackHook | None:
-    """Return the pack hook of the non-reentrant checkpoint that runs innermost; None if none does."""
+    """Return the pack hook of the innermost non-reentrant checkpoint that runs; None if none runs."""
     hooks = top_hooks(True)
     return hooks[0] if hooks is not None and not keeps_objects(hooks[0]) else None
 
 
 def accumulator_of(parameter: Tensor) -> Any:
-    """Return the autograd node that accumulates the gradient of a leaf."""
+    """Return the autograd node that accumulates the gradient of a leaf tensor."""
     if torch.is_grad_enabled():
         node: Any = parameter.view_as(parameter).grad_fn
         return node.next_functions[0][0]
@@ -198,9 +201,9 @@ Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the Accumu
 
 
 def gradient_node(weight: Weight, known: Accumulators) -> Any:
-    """Return the node that accumulates the gradient of a weight, and add it to `known`.
+    """Return the node that accumulates the gradient of a weight, and add the node to `known`.
 
-    None for frozen weights, and in inference mode.
+    It is None for frozen weights, and in inference mode.
     """
     parameter = weight.parameter
     if parameter is None or not parameter.requires_grad:
@@ -228,12 +231,12 @@ def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
 
 
 def leads_to_weight(values: Any) -> bool:
-    """Return whether a tensor in `values` is a view or a cast of a packed weight that was decoded outside its module."""
+    """Return whether a tensor in `values` is a view or a cast of a packed weight, decoded outside the weight's module."""
     return any(_source(t)[0] == DECODED for t in tensors_in(values))
 
 
 def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
-    """Return the name and the node of the first operation behind a tensor that is no cast or view, and the names of those before it."""
+    """Return the first operation behind a tensor that is neither a cast nor a view: its name, its node, and the names of those passed."""
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
@@ -264,7 +267,7 @@ def _has_size(tensor: Tensor, weight: Weight) -> bool:
 
 
 def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: bool) -> Weight | None:
-    """Return the frozen weight of which a saved tensor without gradient is a cast; None if there is none."""
+    """Return the frozen weight if a saved tensor without gradient is a cast of one; None if it is not."""
     for weight in memory.values():
         parameter = weight.parameter
         if parameter is None or parameter.requires_grad or cast.dtype not in DTYPES or cast.dtype is weight.dtype:
@@ -280,7 +283,7 @@ def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: b
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
     """Return whether a tensor has the bits of the weight.
 
-    If so, `place` is remembered, unless all values are equal, which may be chance.
+    If so, `place` (where the tensor was saved) is remembered, unless all values are equal, which may be chance.
     """
     flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
     is_equal = same_bits(flat, weight.shared(tensor.dtype))
@@ -293,7 +296,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 class PackedModule:
-    """A module with packed parameters, and what is remembered from one call of it to the next."""
+    """A module with packed parameters, and what one call of the module records for the next."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 
@@ -316,9 +319,10 @@ class PackedModule:
         return self._weights
 
     def release(self, output: Any, call: WeightCall) -> bool:
-        """Replace the weights that a call saved, and return whether other hooks may hold one.
+        """Replace the weights that a call of the module saved, and return whether other hooks may hold a weight.
 
-        The paths that earlier calls found are tried first."""
+        The paths that earlier calls found are tried first.
+        """
         memory = {weight.address: weight for weight in call.weights}
         node = output.grad_fn if isinstance(output, Tensor) else None
         key = (node.name(), next_number() - call.first) if node is not None else None
@@ -344,7 +348,7 @@ class WeightCall:
         self._saves: CheckpointedSaves | None = None
 
     def begin_saves(self) -> None:
-        """Inside torch.utils.checkpoint, replace the frozen weights that the module saves by deferred ones."""
+        """Inside torch.utils.checkpoint, let the frozen weights that the module saves be replaced by deferred ones."""
         hooks = top_hooks(True)
         if hooks is not None and not keeps_objects(hooks[0]):
             frozen = [weight for weight in self.weights if (p := weight.parameter) is not None and not p.requires_grad]

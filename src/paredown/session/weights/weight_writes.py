@@ -59,7 +59,7 @@ FOREIGN_ROW = "{} rounds updates to nearest, off by {:.2g} % in its first step: 
 
 
 class WeightWrites:
-    """Observes writes into the packed weights of one session, and warns of those that rounding loses."""
+    """Observes writes into the packed weights of one session, and warns of a write if rounding loses it."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Weight, str] = WeakKeyDictionary()
@@ -110,7 +110,7 @@ class WeightWrites:
         self._loading.update({weight: _versions(weight) for weight in _weights_of(module)})
 
     def _written(self, weight: Weight, values: Tensor) -> Callable[[], None] | None:
-        """Return the function that warns of a write, to be called after `values` are encoded; None if there is nothing to say."""
+        """Return a function that warns of a write, to be called after `values` are encoded; None if there is nothing to warn of."""
         parameter, name = weight.parameter, self._names.get(weight)
         is_loaded = weight in self._loading and self._loading[weight] in (None, _versions(weight))
         if parameter is None or name is None or is_loaded:
@@ -172,6 +172,6 @@ def _weights_of(module: nn.Module) -> list[Weight]:
 
 
 def _versions(weight: Weight) -> tuple[int, int]:
-    """Return two version numbers, one of which changes with every write into a weight, packed or plain."""
+    """Return two version numbers of a weight; every write changes one of them, whether the weight is packed or plain."""
     parameter = weight.parameter
     return weight.version, parameter._version if parameter is not None else -1
