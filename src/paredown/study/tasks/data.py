@@ -77,7 +77,7 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """Preprocessing of pictures.
+    """Preprocessing of pictures: repeated channels, and random shifts and flips in training.
 
     Grey pictures are repeated to `channels`. In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left
     to right, both at random.
@@ -189,7 +189,7 @@ class Examples(Data):
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return `size` examples at a time, in the order in which batches of `batch` examples have them."""
+        """Return `size` examples at a time, in the order in which `batches(batch)` has them."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch
