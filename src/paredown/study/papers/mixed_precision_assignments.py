@@ -163,9 +163,9 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """Return the tensors in low precision: the fewest groups in this order whose share of numbers reaches `ratio`.
+    """Return the tensors in low precision: the fewest groups, taken in this order, that bring the share of low numbers to `ratio`.
 
-    At most these are all groups.
+    If all groups together do not reach `ratio`, these are all groups.
     """
     if order not in ORDERS or not 0 <= ratio <= 1:
         raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
@@ -194,7 +194,7 @@ class Formats:
     rounding: Rounding = Rounding.NEAREST_AWAY
 
     def of(self, role: Role, *, is_low: bool) -> Assignment:
-        """Return the assignment of a tensor of this role."""
+        """Return the format, rounding and overflow of a tensor of this role."""
         is_backward = role in (Role.ERROR, Role.GRADIENT)
         low = self.backward if is_backward else self.forward
         overflow = Overflow.NONFINITE if is_backward else Overflow.SATURATE

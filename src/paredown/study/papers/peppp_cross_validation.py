@@ -233,7 +233,7 @@ def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
 
 @dataclass(frozen=True)
 class Scores:
-    """The five scores of one prediction; the head of this file defines them."""
+    """The five scores of one prediction, which the docstring of this file defines."""
 
     convergence: float
     hypervolume: float
@@ -246,7 +246,7 @@ class Scores:
 class Truth:
     """What predictions for one task are compared with: true errors, and memory relative to the largest of all tasks.
 
-    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone, or `errors` where not known.
+    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone; if these are unknown, `errors`.
     """
 
     memory: Array

@@ -214,10 +214,10 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
 
 @dataclass(frozen=True)
 class TaskKnowledge:
-    """What a picker may know of a new task, for its feasible plans alone.
+    """What a picker may know of a new task: only its feasible plans, and the prior tasks.
 
-    `prior_errors`: errors of the prior tasks (tasks, plans), NaN where not observed; `completed`: the same without gaps. `levels`:
-    equal numbers for plans that may differ by noise alone, None where that is not known; `seed`: for pickers that draw at random.
+    `prior_errors`: errors of the prior tasks (tasks, plans), NaN where not observed. `completed`: the same without gaps. `levels`: plans
+    with equal numbers are known to differ by noise alone; None: unknown. `seed`: for pickers that draw at random.
     """
 
     prior_errors: Array

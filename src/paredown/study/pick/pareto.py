@@ -38,8 +38,8 @@ def undominated(memory: Array, errors: Array, *, keeps_equals: bool = True) -> M
 def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
     """Return which plans are on the Pareto front of memory, error and step time, as booleans; NaN is an unknown time.
 
-    A plan with a known time is dominated only by one whose time is known, and longer by SAME_TIME at most. Where a time is unknown, memory
-    and error decide.
+    If the time of a plan is known, only plans with known times can dominate it, which are longer by SAME_TIME at most. If its time is
+    unknown, memory and error decide.
 
     >>> undominated_with_times(np.array([1.0, 1, 1]), np.array([0.1, 0.2, 0.2]), np.array([1.3, 1.1, np.nan])).tolist()
     [True, True, False]
@@ -53,8 +53,8 @@ def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
 def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
     """Return the errors by which a plan is chosen: none is below that of the plans that quantize nothing (`is_exact`).
 
-    Another plan is not more accurate than the baseline; where its mean is less, its runs were lucky. So no error is below the least of the
-    exact plans. Theirs are their `means`, tried or not.
+    A plan that quantizes is not more accurate than the baseline; if its mean error is less, its runs were lucky. So its error is at least
+    the least mean error of the exact plans. The errors of the exact plans are their `means`, whether they were tried or not.
 
     >>> at_least_exact(np.array([0.1, 0.3, 0.5]), np.array([0.1, 0.2, 0.5]), np.array([False, True, False])).round(6).tolist()
     [0.2, 0.2, 0.5]

@@ -137,8 +137,8 @@ class PickLoop:
     def blocked(self) -> set[int]:
         """Return the plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
 
-        Failures in other sweeps may have another cause than the plan, and do not count. Where measured peaks count, plans whose
-        predicted peak is at least that of a plan that ran out of memory are blocked too, except those that ran.
+        Failures in other sweeps do not count, since they may have another cause than the plan. If measured peaks count, a plan that has not
+        run is blocked too if its predicted peak is at least that of a plan that ran out of memory.
         """
         failed = {plan for plan, trial in self._indexed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
         out_of_memory = {plan for plan, trial in self._on_this_device if trial.status is Status.OUT_OF_MEMORY}
@@ -433,8 +433,8 @@ def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArr
     """Return the expected peak bytes of each plan, (plans,): the predicted `memory` plus the excess of a trial.
 
     The excess is what a trial took beyond its prediction; `peaks` has (plan, measured bytes). The trial is the plan's own if there is one,
-    otherwise the trial of nearest prediction, and of several the one of most excess. With `roles` (plans, roles: which roles each plan
-    quantizes), trials are preferred whose plans differ from the plan in the fewest quantized roles. If no trial quantizes the same roles,
+    otherwise the trial of nearest prediction, and of several the one of most excess. `roles` (plans, roles) says which roles each plan
+    quantizes; with it, trials are preferred that differ from the plan in the fewest quantized roles. If no trial quantizes the same roles,
     trials that quantize some of them count too. For a plan that quantizes nothing, trials of other plans do not count.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])

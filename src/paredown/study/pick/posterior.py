@@ -189,7 +189,7 @@ def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
 
 @dataclass(frozen=True)
 class Prior:
-    """The distribution of a new task's errors, with the level of each plan, and how likely each plan diverges.
+    """The distribution of a new task's errors, with the level of each plan, and the probability of each plan to diverge.
 
     `worst`: the error of a run that diverged. `divergence` (plans,): probabilities.
     """

@@ -379,7 +379,10 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """Return the row of TROUBLES whose pattern is in the database's message, SILENT or LOST; None for an unknown error."""
+    """Return the row of TROUBLES whose pattern is in the database's message; None for an unknown error.
+
+    The row is SILENT if a server did not answer, and LOST if the connection was lost.
+    """
     message = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):
         if row.pattern in message:

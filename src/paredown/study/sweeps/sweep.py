@@ -79,7 +79,7 @@ class TrialSpec:
     def key(self, sweep: str, *, infeasible: str = "") -> str:
         """Return the key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine.
 
-        `infeasible`: the template of an infeasible trial, which has no plan and is identified by the template instead.
+        An infeasible trial has no plan; its template `infeasible` takes the place of the plan in the hash.
         """
         plan_rules, recompute, offload, products = self.plan.key
         rules: list[Any] = [[key, assignment.to_json()] for key, assignment in plan_rules] + [list(rule) for rule in products]

@@ -49,7 +49,7 @@ def beat_every(patience_seconds: float) -> float:
 
 @dataclass
 class WorkerPulse:
-    """How long the heartbeat counter of each worker has not changed, as this process observed it."""
+    """Measures how long the heartbeat counter of each worker has not changed, as this process observed it."""
 
     patience_seconds: float
     look_seconds: float

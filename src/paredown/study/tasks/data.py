@@ -62,7 +62,7 @@ class Data(ABC):
         """Return all test examples, in batches of at most `batch`."""
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return the batches of `batches`, of which several are made at once: faster, with more memory."""
+        """Return the same batches as `batches`, but made several at a time: faster, with more memory."""
         return self.batches(batch, seed=seed, device=device)
 
     @property
@@ -184,7 +184,7 @@ class Examples(Data):
         return self._pairs(batch, batch, seed, device)
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return the batches of `batches`, NUM_AHEAD of which are made at once."""
+        """Return the same batches as `batches`, made NUM_AHEAD at a time."""
         chunks = self._pairs(batch, NUM_AHEAD * batch, seed, device)
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
