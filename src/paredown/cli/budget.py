@@ -154,7 +154,7 @@ def _budget_here(index: int, text: str) -> Budget:
 
 
 def _cards_of(size: str) -> str:
-    """Return words on the cards that are sold with as many GB as `size` has; "" for other units, or if there are none."""
+    """Return words that name the cards sold with as many GB as `size` has; "" for other units, or if there are none."""
     number, unit = size.strip()[:-2].strip(), size.strip()[-2:].lower()
     cards = [card for card in CARDS if unit == "gb" and parse_bytes(size) == card.sold_gb * 10**9]
     if not cards:

@@ -112,7 +112,7 @@ class Fit:
         return PlanRow(name, nbytes, foot.low_bytes, foot.high_bytes, fits, at_peak=parts, workspace_bytes=workspace)
 
     def story(self) -> list[str]:
-        """Return lines on what does not fit, the bars, and the plan."""
+        """Return the lines of the first screen: what does not fit, the bars, and the plan."""
         needs = f"takes {say_bytes(self.full_bytes)}, and the budget is {say_bytes(self.budget_bytes)}"
         first = _wrapped(f"{NETWORK}. A training step {needs}: it does not fit.")
         return [*first, "", *self.bars(), "", *_row("Plan", self.in_words())]
@@ -211,7 +211,7 @@ class DemoResult:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """All trials."""
+        """The trials of all trainings, without and with the plan."""
         return *self.baseline, *self.packed
 
     @property

@@ -105,7 +105,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             self._saving = SavesOnCpu(unwrapped(model))
 
     def is_like(self, other: TrainerPlanCallback) -> bool:
-        """Return whether both have the same plan and options."""
+        """Return whether this callback and `other` have the same plan and options."""
         return (self.plan, self._options) == (other.plan, other._options)
 
     def put_on(self, model: Any) -> None:
@@ -157,7 +157,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         super().close()
 
     def detach(self) -> None:
-        """Remove from the model what this callback added, and leave the session open, for the callback of another `attach`."""
+        """Remove what this callback added to the model, and leave the session open for the callback of another `attach`."""
         if self.last_call is not None:
             self.last_call.close()
         if self._saving is not None:
@@ -277,9 +277,9 @@ def _close_earlier(trainer: Any) -> None:
 
 
 def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Remove the callbacks of earlier calls of `attach`.
+    """Remove the callbacks that earlier calls of `attach` added to the trainer.
 
-    The optimizers that they chose are removed too, unless `callback` goes on with their session.
+    The optimizers that they chose are removed too, unless `callback` continues their session.
     """
     for earlier in [each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerPlanCallback)]:
         trainer.callback_handler.callbacks.remove(earlier)
@@ -388,7 +388,7 @@ def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str 
 
 
 def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
-    """Raise ApplyError unless `trainer` is one, and either a plan or a budget is given."""
+    """Raise ApplyError unless `trainer` is a Trainer, and either a plan or a budget is given."""
     if hasattr(trainer, "callback_handler"):
         if (plan is None) == (budget is None):
             raise ApplyError("attach takes a plan or a budget: attach(trainer, plan), or attach(trainer, budget='24GiB').")

@@ -68,7 +68,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _without_fetched(value: Any) -> Any:
-    """Return a JSON value without the fields of FETCHED, at any depth."""
+    """Return a JSON value without the fields of FETCHED (fields that make transformers download files), at any depth."""
     if isinstance(value, dict):
         return {name: _without_fetched(part) for name, part in value.items() if name not in FETCHED}
     return [_without_fetched(part) for part in value] if isinstance(value, list) else value

@@ -125,7 +125,10 @@ def _state_bytes(state: dict[str, Any]) -> int:
 
 
 def _arrivals(optimizer: Any) -> dict[str, float]:
-    """Return the mean underflow and flips over all values of packed weights since the start, from `optimizer.diagnostics()`."""
+    """Return the mean `underflow` and `flips` over all packed weights since the start, from `optimizer.diagnostics()`.
+
+    They are the shares of updates that were lost to rounding, and of values that changed.
+    """
     rows = optimizer.diagnostics() if isinstance(optimizer, Optimizer) else ()
     counted = [(row, row.num_values) for row in rows if row.num_values]
     if not counted:
@@ -147,7 +150,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 class AppliedPlan:
     """A plan, its session while it is applied to a model, and a monitor.
 
-    `options` are those of `apply`. Set `prints_summary` to False, and the session's summary is not printed when training ends.
+    `options` are those of `apply`. If `prints_summary` is False, the session's summary is not printed when training ends.
     """
 
     prints_summary = True
@@ -162,7 +165,7 @@ class AppliedPlan:
 
     @property
     def is_open(self) -> bool:
-        """Whether the plan is applied to a model at this moment, which ends too when another `attach` or the user closes the session."""
+        """Whether the plan is applied to a model now. It no longer is once the user or another `attach` closes the session."""
         model = self.session.model if self.session is not None and self._monitor is not None else None
         return model is not None and any_session_of(model) is self.session
 
@@ -171,7 +174,7 @@ class AppliedPlan:
         self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
 
     def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:
-        """Use a session that is open on `model` already."""
+        """Use a session that is already open on `model`."""
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:

@@ -50,7 +50,7 @@ def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], pr
 
 @final
 class SavesOnCpu:
-    """Replaces the method `name` of `owner`, which saves `model`, until `close`: weights are decoded in host memory.
+    """Replaces the method `name` of `owner`, which saves `model`, until `close`: packed weights are decoded in host memory.
 
     By default it is `save_pretrained` of the model itself. A copy of the owner has the method of its class.
     """
@@ -69,7 +69,7 @@ class SavesOnCpu:
             return self._inner(*args, **named)
 
     def close(self) -> None:
-        """Give the owner its own method back."""
+        """Restore the owner's own method."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
 

@@ -65,7 +65,10 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return the error with the smallest budget for which `attach` would find a plan."""
+    """Return the error with the smallest budget for which `attach` would find a plan.
+
+    `reference`: the bytes of a reference model's weights.
+    """
     if error.smallest_bytes is None:
         return error
     smallest = error.smallest_bytes + reference

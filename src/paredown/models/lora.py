@@ -45,7 +45,10 @@ class LoraLinear(nn.Module):
 
 
 class LoraParameter(nn.Module):
-    """A module of which one frozen parameter `name`, (outputs, inputs) or (experts, outputs, inputs), has an adapter of low rank."""
+    """A module with an adapter of low rank for its frozen parameter `name`.
+
+    The parameter is (outputs, inputs) or (experts, outputs, inputs).
+    """
 
     def __init__(self, base: nn.Module, name: str, rank: int) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.L
 
 
 def _owner(module: nn.Module) -> Any:
-    """Return the module that owns the parameter, from inside of the adapters that other parameters of it have."""
+    """Return the module that owns the parameter. It may be wrapped in adapters of its other parameters."""
     while isinstance(module, LoraParameter):
         module = module.base_layer
     return module

@@ -112,7 +112,7 @@ class ResNet(nn.Module):
 
 
 def _group(layer: type[Basic | Bottleneck], num_in: int, planes: int, depth: int, *, stride: int) -> nn.Sequential:
-    """Return `depth` residual layers, the first of which has the stride."""
+    """Return `depth` residual layers; the first one has the stride, the others stride 1."""
     rest = (layer(planes * layer.expansion, planes, 1) for _ in range(depth - 1))
     return nn.Sequential(layer(num_in, planes, stride), *rest)
 

@@ -57,7 +57,10 @@ ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class Counted:
-    """A tensor that the paper includes in `ratio_low`: role, name, number of values, and the group that is demoted together."""
+    """A tensor that the paper includes in `ratio_low`: role, name and number of values.
+
+    `group` is the number of the group of tensors that are demoted together.
+    """
 
     role: Role
     name: str
@@ -71,7 +74,7 @@ class Counted:
 
     @property
     def may_be_low(self) -> bool:
-        """Whether the tensor may have the low precision: all but gradients of parameters may."""
+        """Whether the tensor may have the low precision, which all tensors but gradients of parameters may."""
         return self.role is not Role.GRADIENT
 
 
@@ -84,12 +87,16 @@ class TensorGroup:
 
     @property
     def numel(self) -> int:
-        """Numbers in all tensors of the group."""
+        """The number of values in all tensors of the group."""
         return sum(tensor.numel for tensor in self.tensors)
 
 
 def tensors_of(outline: Outline) -> list[Counted]:
-    """Every counted tensor with its group; a parameter belongs to the group of the first value that it is applied to."""
+    """Return every tensor of a step that the paper counts, with its group.
+
+    `outline` lists the tensors that each operation of the forward pass computes. A parameter belongs to the group of the first value that
+    it is applied to.
+    """
     group, groups, tensors = -1, list[int](), list[Counted]()
     counted_weights: set[str] = set()
     for value in outline.values:
@@ -104,25 +111,25 @@ def tensors_of(outline: Outline) -> list[Counted]:
 
 
 def groups_of(outline: Outline) -> list[TensorGroup]:
-    """All groups in the order of their first value."""
+    """Return all groups in the order of their first value."""
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
     return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
 
 
 def total_bytes(outline: Outline) -> int:
-    """Bytes of all tensors in float32."""
+    """Return the bytes of all tensors in float32."""
     return BYTES_FP32 * sum(tensor.numel for tensor in tensors_of(outline))
 
 
 def low_ratio(outline: Outline, low: Low) -> float:
-    """The share of numbers in low tensors."""
+    """Return the share of numbers that are in low-precision tensors; `low` has role and name of these tensors."""
     tensors = tensors_of(outline)
     return sum(t.numel for t in tensors if t.key in low) / sum(t.numel for t in tensors)
 
 
 def memory_factor(ratio: float) -> float:
-    """How many times smaller than in float32 all tensors are, with 16 and 8 bits.
+    """Return how many times smaller than in float32 all tensors are, with 16 and 8 bits; `ratio` is the share of 8 bits.
 
     >>> memory_factor(0.0), memory_factor(1.0)
     (2.0, 4.0)
@@ -134,17 +141,17 @@ def memory_factor(ratio: float) -> float:
 
 
 def decreasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """The groups by falling size: the paper's order."""
+    """Return the groups by falling size: the paper's order. Like all orders it takes a seed, which only `shuffled` uses."""
     return sorted(groups, key=lambda group: (-group.numel, group.number))
 
 
 def increasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """The groups by rising size."""
+    """Return the groups by rising size."""
     return sorted(groups, key=lambda group: (group.numel, group.number))
 
 
 def shuffled(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """The groups in random order."""
+    """Return the groups in random order."""
     return random.Random(seed).sample(list(groups), len(groups))
 
 
@@ -156,7 +163,10 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """The tensors in low precision: the fewest groups in this order whose share of numbers reaches `ratio`, at most all groups."""
+    """Return the tensors in low precision: the fewest groups, taken in this order, that bring the share of low numbers to `ratio`.
+
+    If all groups together do not reach `ratio`, these are all groups.
+    """
     if order not in ORDERS or not 0 <= ratio <= 1:
         raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
     groups = ORDERS[order](groups_of(outline), seed)
@@ -176,7 +186,7 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the high and the low precision; low has one format in forward and another one in backward."""
+    """The formats of the high and the low precision; the low precision has one format in forward and another one in backward."""
 
     forward: str = "e4m3b11f"
     backward: str = "e5m2f"
@@ -184,7 +194,7 @@ class Formats:
     rounding: Rounding = Rounding.NEAREST_AWAY
 
     def of(self, role: Role, *, is_low: bool) -> Assignment:
-        """The assignment of a tensor of this role."""
+        """Return the format, rounding and overflow of a tensor of this role."""
         is_backward = role in (Role.ERROR, Role.GRADIENT)
         low = self.backward if is_backward else self.forward
         overflow = Overflow.NONFINITE if is_backward else Overflow.SATURATE
@@ -195,7 +205,7 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """The plan with all tensors in high precision except those in `low`, which have a rule each."""
+    """Return the plan with all tensors in high precision except those in `low`, which have a rule each."""
     high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
     low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))
@@ -205,7 +215,7 @@ def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str 
 
 
 def high_plan() -> Plan:
-    """The plan with all tensors in high precision: what tensors are promoted to after overflow."""
+    """Return the plan with all tensors in high precision, which is used after low-precision tensors overflow."""
     return Plan(tuple((role.value, FORMATS.of(role, is_low=False)) for role in ROLES), reason="everything high")
 
 
@@ -213,7 +223,7 @@ def high_plan() -> Plan:
 
 
 def operator(outline: Outline) -> Low:
-    """The low tensors of HFP8: operands of matrix products and convolutions, except the first and the last one."""
+    """Return the low tensors of HFP8: operands of matrix products and convolutions, except the first and the last one."""
     products = [index for index, value in enumerate(outline.values) if value.is_product]
     low: set[tuple[Role, str]] = set()
     for value in (outline.values[index] for index in products):
@@ -223,7 +233,10 @@ def operator(outline: Outline) -> Low:
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """Tensors that HFP8 leaves high: inputs and output of the first product, the group of the last product, and its inputs."""
+    """Return the tensors that HFP8 leaves high: inputs and output of the first product, the group of the last product, and its inputs.
+
+    `products` are the positions of matrix products and convolutions in the outline (the list of operations).
+    """
     first, last = (outline.values[index] for index in (products[0], products[-1]))
     values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
     kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}
@@ -232,7 +245,10 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """The low tensors of torch.autocast: outputs of products, and of operations on neither of its lists if all inputs are low."""
+    """Return the low tensors of torch.autocast.
+
+    They are outputs of products, and outputs of operations on neither of autocast's lists if all their inputs are low.
+    """
     is_low: list[bool] = []
     low: set[tuple[Role, str]] = set()
     for value in outline.values:

@@ -32,7 +32,10 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """The completed matrix; `residual`: the relative change of the last iteration, scaled to a step of length 1."""
+    """The completed matrix, after `num_steps` iterations.
+
+    `residual`: the relative change of the last iteration, scaled to a step of length 1.
+    """
 
     values: Array
     num_steps: int
@@ -52,7 +55,10 @@ class Completion:
 
 
 def complete(errors: Array, *, propensities: Array | None = None, **how: float) -> Completed:
-    """`errors` with its NaNs filled in; `propensities`: probability of each entry to be observed. `how`: fields of `Completion`."""
+    """Return `errors` with its NaNs filled in; `propensities` is the probability of each entry to be observed.
+
+    `how`: fields of `Completion`.
+    """
     options = Completion(**how)  # pyright: ignore[reportArgumentType]
     is_known = np.isfinite(errors)
     if errors.ndim != 2 or not is_known.any():
@@ -74,7 +80,11 @@ def _inverse(propensities: Array, is_known: NDArray[np.bool_]) -> Array:
 def _descend(
     known: Array, weights: Array, options: Completion, shrink: _Carried | _Exact, start: Completed | None = None
 ) -> Completed:
-    """Proximal gradient descent with momentum and restarts."""
+    """Return the result of proximal gradient descent with momentum and restarts.
+
+    `known`: the errors, 0 where not observed. `weights`: of each squared difference. `shrink`: the function that shrinks singular values.
+    `start`: the result to continue from; None: zeros.
+    """
     current = np.zeros_like(known) if start is None else start.values
     extrapolated, speed, step_length = current, 1.0, 1.0 / weights.max()
     residual, step = np.inf, 0 if start is None else start.num_steps
@@ -93,7 +103,7 @@ def _descend(
 
 
 class _Exact:
-    """The nearest matrix of a rank with shrunk singular values, by a full decomposition."""
+    """Computes the nearest matrix of a rank with shrunk singular values, by a full decomposition."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -104,7 +114,7 @@ class _Exact:
 
 
 class _Carried:
-    """An approximation of `_Exact` that starts from the singular vectors of the last iteration and takes one matrix product."""
+    """Computes an approximation of `_Exact` by one matrix product, from the singular vectors of the last iteration."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -122,7 +132,10 @@ class _Carried:
         return (left * np.maximum(values[: self.rank] - amount, 0)) @ self.right[:, : self.rank].T
 
     def _first(self, matrix: Array) -> Array:
-        """The first right singular vectors (num_plans, rank + NUM_SPARE); for a large matrix approximately, from random vectors."""
+        """Return the first right singular vectors (num_plans, rank + NUM_SPARE).
+
+        For a large matrix they are approximate, from random vectors.
+        """
         count = min(self.rank + NUM_SPARE, *matrix.shape)
         if matrix.size <= LARGE:
             return np.linalg.svd(matrix, full_matrices=False)[2][:count].T

@@ -65,7 +65,10 @@ SETTINGS: Mapping[str, CrossValidationSetting] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Matrices:
-    """Errors and memory of tasks (rows) under plans (columns); `levels`: equal numbers for plans that may differ by noise alone."""
+    """Errors and memory of tasks (rows) under plans (columns).
+
+    `levels` (plans,): plans with equal numbers are known to differ by noise alone.
+    """
 
     errors: Array
     memory: Array
@@ -84,7 +87,7 @@ class Matrices:
 
     @cached_property
     def denoised(self) -> Array:
-        """Errors averaged over the plans of a level."""
+        """Return the errors averaged over the plans of a level (plans that are known to differ by noise alone)."""
         if self.levels is None:
             return self.errors
         membership = self.levels[:, None] == np.unique(self.levels)[None]  # (num_plans, num_levels)
@@ -93,14 +96,14 @@ class Matrices:
 
 @dataclass(frozen=True)
 class PriorRows:
-    """Errors of the prior tasks, with gaps and completed."""
+    """Errors of the prior tasks: with gaps (`errors`), and with the gaps filled in (`completed`)."""
 
     errors: Array
     completed: Array
 
 
 def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting) -> PriorRows:
-    """The prior of the task `left_out`: the other rows, sampled, and completed where there are gaps."""
+    """Return the prior of the task `left_out`: the other rows, sampled, and completed if there are gaps."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":
@@ -113,7 +116,10 @@ def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSettin
 
 
 def propensities_of(memory: Array, sampling: str) -> Array:
-    """Probability of each entry to be observed: equal, or by the rank of its memory, the least memory most likely."""
+    """Return the probability of each entry to be observed.
+
+    It is equal for all, or follows the rank of the entry's memory: the least memory is most likely.
+    """
     if sampling == "uniform":
         return np.full(memory.shape, SHARE)
     ranks = np.argsort(np.argsort((1 / memory).ravel())).reshape(memory.shape)
@@ -135,15 +141,15 @@ class PickerScores:
     rows: tuple[Scores, ...]
 
     def values(self, name: str) -> Array:
-        """One score for every task."""
+        """Return one score for every task."""
         return np.array([getattr(row, name) for row in self.rows])
 
     def mean(self, name: str) -> float:
-        """The mean of a score over tasks."""
+        """Return the mean of a score over tasks."""
         return float(self.values(name).mean())
 
     def standard_error(self, name: str) -> float:
-        """The standard error of that mean."""
+        """Return the standard error of the mean of a score over tasks."""
         return float(self.values(name).std(ddof=1) / np.sqrt(len(self.rows)))
 
 
@@ -155,7 +161,10 @@ class HeldOutTask:
     truth: Truth
 
     def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
-        """Scores by the number of measurements."""
+        """Return the scores of a picker on this task, by the number of measurements.
+
+        `is_released`: fronts and hypervolume are computed as in PEPPP's released code.
+        """
         errors = self.truth.errors[self.truth.feasible]
         predictions = picker(self.known, lambda plan: float(errors[plan]), counts)
         missing = [count for count in counts if count not in predictions]
@@ -174,7 +183,10 @@ Cache = dict[tuple[str, bool], list[PriorRows]]
 
 
 def held_out_tasks(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
-    """A held-out task for each row. `cache`: keeps the prior rows of a sampling, which settings with and without a cap share."""
+    """Return a held-out task for each row.
+
+    `cache` keeps the prior rows of a sampling, which settings with and without a cap share.
+    """
     cache, key, rows = {} if cache is None else cache, (setting.sampling, setting.is_leaky), range(len(matrices.errors))
     if key not in cache:
         cache[key] = [prior_rows(matrices, row, setting) for row in rows]
@@ -196,7 +208,10 @@ def _held_out_task(matrices: Matrices, row: int, prior: PriorRows, cap: float) -
 def judge(
     rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
 ) -> dict[int, PickerScores]:
-    """Scores of a picker over all held-out tasks, by the number of measurements."""
+    """Return the scores of a picker over all held-out tasks (`rows`), by the number of measurements.
+
+    `is_released`: fronts and hypervolume are computed as in PEPPP's released code.
+    """
     scores_of_tasks = [row.judge(picker, counts, is_released=is_released) for row in rows]
     return {count: PickerScores(count, tuple(scores[count] for scores in scores_of_tasks)) for count in counts}
 
@@ -205,20 +220,20 @@ def judge(
 
 
 def hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """The area between the front and (memory 1, error `top`)."""
+    """Return the area between the front and the corner (memory 1, error `top`)."""
     order = np.argsort(memory, kind="stable")
     widths = np.diff(np.append(np.minimum(memory[order], 1.0), 1.0))
     return float(widths @ np.maximum(top - np.minimum.accumulate(errors[order]), 0.0))
 
 
 def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """As in PEPPP's released code: errors are sorted, while memories keep the order of the columns."""
+    """Return the area as PEPPP's released code computes it: errors are sorted, while memories keep the order of the columns."""
     return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The five scores of one prediction; the head of this file defines them."""
+    """The five scores of one prediction, which the docstring of this file defines."""
 
     convergence: float
     hypervolume: float
@@ -229,9 +244,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class Truth:
-    """What predictions for one task are compared with: memory of all plans, relative to the largest of all tasks, and their true errors.
+    """What predictions for one task are compared with: true errors, and memory relative to the largest of all tasks.
 
-    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone, or `errors` where not known.
+    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone; if these are unknown, `errors`.
     """
 
     memory: Array
@@ -240,7 +255,10 @@ class Truth:
     means: Array
 
     def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
-        """Scores of a front from the errors `drawn`, recommendations by `expected`, and errors `predicted`, of feasible plans."""
+        """Return the scores of predictions for the feasible plans.
+
+        The front is taken from the errors `drawn`, recommendations from `expected`, the root mean squared error from `predicted`.
+        """
         memory, errors = self.memory[self.feasible], self.errors[self.feasible]
         front = undominated(memory, drawn, keeps_equals=not is_released)
         true_front = undominated(self.memory, self.errors, keeps_equals=not is_released)
@@ -259,12 +277,15 @@ class Truth:
 
 
 def distance(points: Array, others: Array) -> float:
-    """Mean over `points` of the distance to the nearest of `others`."""
+    """Return the mean over `points` of the distance to the nearest of `others`."""
     return float(np.sqrt(((points[:, None] - others[None]) ** 2).sum(axis=-1)).min(axis=1).mean())
 
 
 def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Mean, over all budgets at which the feasible plans change, of the excess error when recommending by `expected`."""
+    """Return the mean excess error of recommendations by `expected`, over all budgets at which the feasible plans change.
+
+    The excess is the error of the recommended plan minus the least error within the budget.
+    """
     lost: list[float] = []
     for budget in np.unique(memory):
         fits = np.flatnonzero(memory <= budget)

@@ -72,7 +72,7 @@ NUM_FIRST = 5  # random plans that are drawn together
 
 
 def optimal(vectors: Array, count: int) -> list[int]:
-    """Greedy D-optimal design, starting from as many pivots as the vectors have components."""
+    """Return the plans of a greedy D-optimal design, which starts from as many pivots as the vectors have components."""
     chosen = pivoted(vectors, min(count, len(vectors)))
     inverse = np.linalg.pinv(vectors[:, chosen] @ vectors[:, chosen].T)
     while len(chosen) < min(count, vectors.shape[1]):
@@ -86,7 +86,7 @@ def optimal(vectors: Array, count: int) -> list[int]:
 
 
 def relaxed(vectors: Array, count: int) -> list[int]:
-    """The convex relaxation, rounded to its largest shares."""
+    """Return the plans of a D-optimal design by convex relaxation: those with the largest shares."""
     from scipy.optimize import LinearConstraint, minimize
 
     num_plans = vectors.shape[1]
@@ -104,7 +104,7 @@ def relaxed(vectors: Array, count: int) -> list[int]:
 
 
 def pivoted(vectors: Array, count: int) -> list[int]:
-    """The first pivots of a QR decomposition: each plan is the one that those before it explain least."""
+    """Return the first pivots of a QR decomposition: each is the plan that those before it explain least."""
     from scipy.linalg import qr
 
     *_, order = qr(vectors, mode="r", pivoting=True)
@@ -112,7 +112,10 @@ def pivoted(vectors: Array, count: int) -> list[int]:
 
 
 def scattered(num_plans: int, count: int, *, seed: int) -> list[int]:
-    """Random plans as in the released code: the first ones together, then one at a time, each from a new generator of this seed."""
+    """Return random plans as in the released code.
+
+    The first plans are drawn together, then one at a time, each from a new generator of this seed.
+    """
     chosen = first_at_random(num_plans, min(count, NUM_FIRST), seed=seed)
     while len(chosen) < min(count, num_plans):
         left = np.setdiff1d(np.arange(num_plans), chosen)
@@ -121,7 +124,7 @@ def scattered(num_plans: int, count: int, *, seed: int) -> list[int]:
 
 
 def first_at_random(num_plans: int, count: int, *, seed: int) -> list[int]:
-    """Different random plans, drawn by numpy's legacy generator."""
+    """Return distinct random plans, drawn by numpy's legacy generator."""
     return np.random.RandomState(seed).choice(num_plans, count, replace=False).tolist()
 
 
@@ -134,12 +137,12 @@ DESIGNS: Mapping[str, Callable[[Array, int], list[int]]] = MappingProxyType(
 
 
 def embed(errors: Array, rank: int = RANK) -> Array:
-    """The first right singular vectors (k, num_plans), orthonormal; k is the smaller of `rank` and their number."""
+    """Return the first right singular vectors (k, num_plans), orthonormal; k is the smaller of `rank` and their number."""
     return np.linalg.svd(errors, full_matrices=False)[2][:rank]
 
 
 def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | Array) -> Array:
-    """Errors of all plans from those measured on the chosen ones: the least squares solution of minimum norm."""
+    """Return the errors of all plans from those measured on the chosen ones: the least squares solution of minimum norm."""
     task = np.linalg.lstsq(vectors[:, list(chosen)].T, np.asarray(measured, dtype=float), rcond=None)[0]
     return task @ vectors
 
@@ -159,7 +162,7 @@ class Process:
 
     @staticmethod
     def fitted(squares: Array, chosen: list[int], measured: Array) -> Process:
-        """The process whose length and noise have the highest likelihood."""
+        """Return the process whose length and noise have the highest likelihood."""
         from scipy.optimize import minimize
 
         near = squares[np.ix_(chosen, chosen)]
@@ -169,7 +172,7 @@ class Process:
         return Process(squares, chosen, measured, float(length), float(noise))
 
     def predict(self) -> tuple[Array, Array]:
-        """Mean and standard deviation of one more measurement at every point."""
+        """Return mean and standard deviation of one more measurement at every point."""
         from scipy.linalg import cho_factor, cho_solve
 
         covariance = np.exp(-self.squares[:, self.chosen] / (2 * self.length**2))  # (num_points, num_chosen)
@@ -180,12 +183,12 @@ class Process:
 
 
 def squared_distances(points: Array) -> Array:
-    """Squared distances between all points (num_points, anything)."""
+    """Return the squared distances between all points (num_points, anything)."""
     return ((points[:, None] - points[None]) ** 2).sum(axis=-1)
 
 
 def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tuple[float, Array]:
-    """Negative log likelihood, up to a constant, and its gradient in log length and log noise."""
+    """Return the negative log likelihood, up to a constant, and its gradient in log length and log noise (`logs`)."""
     from scipy.linalg import cho_solve
 
     length, noise = np.exp(logs)
@@ -199,7 +202,7 @@ def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tu
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
-    """Expected amount by which a measurement is below `best`, 0 where it is above."""
+    """Return the expected amount by which a measurement is below `best`, 0 where it is above."""
     from scipy.stats import norm
 
     gain, deviation = best - mean - MARGIN, deviation + 1e-12
@@ -211,10 +214,10 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
 
 @dataclass(frozen=True)
 class TaskKnowledge:
-    """What a picker may know of a new task, for its feasible plans alone.
+    """What a picker may know of a new task: only its feasible plans, and the prior tasks.
 
-    `prior_errors`: errors of the prior tasks (tasks, plans), NaN where not observed; `completed`: the same without gaps. `levels`:
-    equal numbers for plans that may differ by noise alone, None where that is not known; `seed`: for pickers that draw at random.
+    `prior_errors`: errors of the prior tasks (tasks, plans), NaN where not observed. `completed`: the same without gaps. `levels`: plans
+    with equal numbers are known to differ by noise alone; None: unknown. `seed`: for pickers that draw at random.
     """
 
     prior_errors: Array
@@ -243,19 +246,22 @@ Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
-    """The prediction as published: the Pareto front comes from predicted errors alone."""
+    """Return the prediction as published: the Pareto front comes from predicted errors alone."""
     return Prediction(tuple(chosen), predicted, with_measured(predicted, chosen, measured), predicted)
 
 
 def with_measured(predicted: Array, chosen: list[int], measured: Array) -> Array:
-    """`predicted` with measured errors in place."""
+    """Return `predicted` with measured errors in place."""
     expected = predicted.copy()
     expected[chosen] = measured
     return expected
 
 
 def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
-    """A picker that measures the plans of a design (a function of vectors, count and seed) and predicts the others by least squares."""
+    """Return a picker that measures the plans of a design and predicts the others by least squares.
+
+    A design is a function of vectors, count and seed.
+    """
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         vectors = embed(known.completed)
@@ -270,7 +276,7 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
 
 
 def plugged(picker: Picker) -> Picker:
-    """The picker with a Pareto front that uses measured errors in place of predicted ones."""
+    """Return the picker with a Pareto front that uses measured errors in place of predicted ones."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         return {
@@ -281,7 +287,10 @@ def plugged(picker: Picker) -> Picker:
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """A picker by expected improvement; `is_released`: it measures the plan of least improvement next, as the released code does."""
+    """Return a picker by expected improvement.
+
+    `points_of` returns the plans' vectors. `is_released`: it measures the plan of least improvement next, as the released code does.
+    """
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         squares, wanted = squared_distances(points_of(known)), set(counts)
@@ -301,13 +310,19 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """A picker without measurements: the predicted error of a plan is its mean over prior tasks."""
+    """Return predictions without measurements: the predicted error of a plan is its mean over prior tasks.
+
+    `counts` are the numbers of measurements that predictions are returned for.
+    """
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
 
 def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """A picker without measurements that recommends a random one of the plans of most memory; errors are means over prior tasks."""
+    """Return predictions without measurements that recommend a random one of the plans of most memory.
+
+    Errors are means over prior tasks.
+    """
     order = np.random.RandomState(known.seed).permutation(len(known.memory))
     ranks = np.empty(len(order))
     ranks[np.lexsort((order, -known.memory))] = np.arange(len(order))
@@ -335,10 +350,10 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """This library's picker: the posterior of `pick`, and the plan that is expected to improve the front most is measured next."""
+    """This library's picker: it uses the posterior of `pick`, and measures the plan that is expected to improve the front most."""
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-        """Predictions after each of `counts` measurements."""
+        """Return predictions after each of `counts` measurements."""
         wanted, prior = set(counts), Prior.of(known.prior_errors, known.levels)
         chosen, measured = list[int](), np.full(len(known.memory), np.nan)
         predictions: dict[int, Prediction] = {}
@@ -355,10 +370,11 @@ class Pooled:
 
 
 def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> Array:
-    """What a measurement of each plan is worth, (plans,); -1 for measured ones.
+    """Return what a measurement of each plan is worth, (plans,); -1 for measured plans.
 
-    It is the area that it is expected to add to what the measured front dominates, times the variance of all levels that it removes:
-    area alone measures plans that are likely to be on the front and tell little of the others (docs/log.md).
+    It is the product of two numbers. One is the area that the measurement is expected to add to what the measured front dominates. The
+    other is the variance of all levels that the measurement removes: by area alone, plans would be measured that are likely to be on
+    the front and tell little about the others (docs/log.md).
     """
     from scipy.stats import norm
 
@@ -376,7 +392,7 @@ def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Arr
 
 
 def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Array) -> Prediction:
-    """Errors of all plans from the posterior, with standard deviations of one run."""
+    """Return the errors of all plans from the posterior, with standard deviations of one run."""
     levels, measured, noise = prior.levels, errors[chosen], posterior.noise
     luck_of_level = np.sqrt(noise) * np.array([luck(int(size)) for size in np.bincount(levels)])
     means = posterior.mean[levels]
@@ -391,7 +407,7 @@ def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Arr
 
 @cache
 def luck(runs: int) -> float:
-    """Mean over r = 1 .. runs of how far the least of r normal runs lies below their mean, in standard deviations.
+    """Return how far the least of r normal runs lies below their mean, in standard deviations, averaged over r = 1 .. `runs`.
 
     On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 before it.
     """

@@ -5,7 +5,7 @@ variance of a run. The error of the picked plan is expected to fall by
 
     gain(j) = min m - E min m(y)
 
-Where no gain would be noticeable even if a run had no noise, trials end.
+Trials end when no gain would be noticeable, even if a run had no noise.
 
 `propose_for_margin` chooses for the smallest plan whose error is within a margin of the baseline's.
 
@@ -32,7 +32,10 @@ ENOUGH = 0.1  # standard deviations of a run: a smaller expected gain is not not
 
 
 def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True) -> Array:
-    """By how much a run of each of `plans` is expected to lower the error of the one of them that is picked."""
+    """Return how much a run of each of `plans` is expected to lower the error of the plan that is picked from them.
+
+    `has_noise=False` assumes that a run shows the mean error exactly, which gives an upper bound.
+    """
     means, covariance = estimate.means[plans], estimate.covariance[np.ix_(plans, plans)]
     variances = np.diagonal(covariance) + has_noise * estimate.noise[plans]
     slopes = covariance / np.sqrt(np.maximum(variances, 1e-18))[:, None]  # (plan of the run, plans)
@@ -41,14 +44,17 @@ def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True
 
 
 def propose(estimate: Estimate, plans: Indices) -> int:
-    """The one of `plans` to try next: the largest expected gain; among equals, the least memory."""
+    """Return the plan of `plans` to try next: the one of the largest expected gain, and among equals the one of least memory."""
     gains = expected_gains(estimate, plans)
     best = plans[gains >= gains.max() * (1 - 1e-9)]
     return int(best[np.argmin(estimate.memory[best])])
 
 
 def is_settled(estimate: Estimate, plans: Indices) -> bool:
-    """Whether knowing the mean error of any of `plans` would not lower the error of the picked one by a noticeable amount."""
+    """Return whether no further trial is worth its cost.
+
+    That is so if knowing the mean error of any of `plans` exactly would not lower the error of the picked plan by a noticeable amount.
+    """
     noise = float(estimate.noise[plans[estimate.means[plans].argmin()]])
     return float(expected_gains(estimate, plans, has_noise=False).max()) <= ENOUGH * noise**0.5
 
@@ -59,11 +65,12 @@ def is_settled(estimate: Estimate, plans: Indices) -> bool:
 def propose_for_margin(
     estimate: Estimate, margin: ErrorMargin, budget: float, num_runs: Mapping[int, int], *, is_last: bool
 ) -> int | None:
-    """The plan to measure next, so that the smallest plan within the margin is found; None when every smaller plan is decided.
+    """Return the plan to measure next in search of the smallest plan within the error margin; None when there is nothing to decide.
 
-    The baseline is first. Then, of the plans smaller than the smallest one within the margin, the one for which probability times saved
-    bytes is largest, in turn with the baseline; a plan is out when the probability that it is within is 1 - confidence or less. The last
-    measurement is of the plan that is about to be taken.
+    The baseline is measured first. Then come plans smaller than the smallest plan that is known to be within the margin: the next one has
+    the largest product of probability and saved bytes, and the baseline is measured again in turn with these plans. A plan is ruled out
+    when the probability that it is within the margin is 1 - `confidence` or less. `num_runs` counts the runs of each plan so far.
+    The last measurement (`is_last`) is of the plan that is about to be picked.
     """
     chances, memory = estimate.within_margin(margin), estimate.memory
     has_baseline = bool(memory[margin.baseline] <= budget)

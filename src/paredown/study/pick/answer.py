@@ -1,4 +1,4 @@
-"""What `pick` returns: a `Picked`, with the `Frontier` of all plans, a `Point` each.
+"""What `pick` returns: a `Picked`, with the `Frontier` of all plans, a `Point` (plan, bytes, error) each.
 
 >>> points = (
 ...     Point("lpmm", Plan.preset("lpmm"), 400, 0.12, 0.01, on_front=True),
@@ -38,7 +38,10 @@ TIME_SOURCES = ("", "measured", "predicted", "prior")
 
 
 class StepTime(NamedTuple):
-    """The step time of a plan: seconds, times of the unmodified step's, and where they come from; None, None and "" where not known."""
+    """The step time of a plan: in seconds, and relative to the unmodified step. None means unknown.
+
+    `source` is "measured", "predicted" or "prior", and "" if the step time is unknown.
+    """
 
     seconds: float | None = None
     ratio: float | None = None
@@ -47,15 +50,15 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """A plan for a task: its peak bytes, and the posterior mean and standard deviation of its error.
+    """A plan for a task, with its peak bytes and the posterior mean and standard deviation of its error.
 
-    `mean` and `deviation` (a standard deviation) are of the mean error over runs, in the task's metric; `measured` is the mean
-    error of the finished trials, None without one. `source`: "measured", "prior" (a plan of the prior) or "features" (predicted
-    from similar plans). `fits`: whether it is within the budget; None without a budget. `trains`: False where a trial ran out of
-    memory, on a GPU also one of a smaller plan, or failed. `num_trials`: the trials behind `measured`, those of a store included.
-    `needed_bytes`: the expected peak where trials took more than predicted. `step_seconds`: median step time, and `step_ratio`: in times of
-    the unmodified step's; None where not known. `step_source`: "measured" in trials, "predicted" by a cost model, or the mean ratio of the
-    "prior" tasks; "" where not known.
+    `mean` and `deviation` (a standard deviation) are of the mean error over runs, in the task's metric. `measured` is the mean error of the
+    finished trials, None if there are none. `source` is "measured", "prior" (a plan of the prior) or "features" (predicted from similar
+    plans). `fits` says whether the plan is within the budget, and is None without a budget. `trains` is False if a trial of this plan ran
+    out of memory or failed; on a GPU also if a smaller plan ran out of memory. `num_trials` counts the trials behind `measured`, those
+    of a store included. `needed_bytes` is the expected peak if trials took more than predicted. `step_seconds` is the median step time,
+    and `step_ratio` the same divided by the unmodified step's; None means unknown. `step_source` is "measured" (in trials), "predicted"
+    (by a cost model), "prior" (the mean ratio on the prior tasks), or "" if the step time is unknown.
     """
 
     label: str
@@ -77,7 +80,7 @@ class Point:
 
     @property
     def step_time(self) -> StepTime:
-        """The three fields of its step time."""
+        """The step time of this plan, made of the three fields `step_seconds`, `step_ratio` and `step_source`."""
         return StepTime(self.step_seconds, self.step_ratio, self.step_source)
 
     def __post_init__(self) -> None:
@@ -85,16 +88,16 @@ class Point:
 
     @property
     def needs(self) -> int:
-        """Peak bytes that a budget has to allow for this plan."""
+        """The peak bytes that a budget has to allow for this plan."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: all fields by name."""
+        """Return the JSON value: all fields by name."""
         return {row.name: getattr(self, row.name) for row in fields(self)} | {"plan": self.plan.to_json()}
 
     @staticmethod
     def from_json(value: Any) -> Point:
-        """The point whose `to_json` is `value`; PlanError names what is wrong with another value."""
+        """Return the point whose `to_json` is `value`; if there is none, PlanError names what is wrong."""
         parts = _parts(value, Point, "point")
         parts["plan"] = Plan.from_json(parts["plan"])
         return Point(**parts)
@@ -102,9 +105,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """All points by rising bytes, from which the Pareto front is taken; `full_bytes`: of the baseline, for budgets in percent.
+    """Plans with their bytes and errors (a `Point` each), sorted by bytes; `front` is the Pareto front of them.
 
-    `tie_error`: plans whose mean errors differ by this at most are as accurate.
+    `full_bytes` is the peak of the baseline, for budgets in percent. Plans whose mean errors differ by at most `tie_error` are
+    equally accurate.
     """
 
     points: tuple[Point, ...]
@@ -117,13 +121,17 @@ class Frontier:
         check_fields(self, FRONTIER_CHECKS, "frontier", PlanError)
 
     def front(self) -> tuple[Point, ...]:
-        """The Pareto front: points that no other point is expected to beat in bytes and error, and in step time where times are known."""
+        """Return the Pareto front: points that no other point is expected to beat in both bytes and error.
+
+        Where step times are known, a point is also on the front if no other point beats it in step time, too.
+        """
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
-        """The point of least mean error within the budget; among those as accurate the quickest, then the one of fewest bytes.
+        """Return the point of least mean error within the budget.
 
-        Once points within the budget have trials, one that has none is taken only if its mean plus its standard deviation is less.
+        Of points that are equally accurate it is the quickest, then the one of fewest bytes. If some points within the budget have trials,
+        a point without trials is taken only if its mean error plus its standard deviation is less than theirs.
         """
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
         fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
@@ -137,7 +145,7 @@ class Frontier:
         ]
 
     def as_accurate(self, label: str, budget: int | str) -> tuple[Point, ...]:
-        """The other points within the budget whose errors are as low as that of the point of this label, up to `tie_error`."""
+        """Return the other points within the budget whose errors are as low, up to `tie_error`, as that of the point `label`."""
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
         fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
         errors, labels = cautious_errors(fitting), [point.label for point in fitting]
@@ -145,7 +153,7 @@ class Frontier:
         return tuple(point for point, error in zip(fitting, errors, strict=True) if point.label != label and error <= limit)
 
     def find(self, label: str) -> Point:
-        """The point with this label."""
+        """Return the point with this label."""
         for point in self.points:
             if point.label == label:
                 return point
@@ -159,14 +167,14 @@ class Frontier:
         return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         points = [point.to_json() for point in self.points]
         about = {"metric": self.metric, "full_bytes": self.full_bytes, "tie_error": self.tie_error}
         return {"version": VERSION, **about, "points": points}
 
     @staticmethod
     def from_json(value: Any) -> Frontier:
-        """The frontier whose `to_json` is `value`; PlanError names what is wrong with another value."""
+        """Return the frontier whose `to_json` is `value`; if there is none, PlanError names what is wrong."""
         value, excess = _without_excess(value)
         parts = _parts(value, Frontier, "frontier")
         points = (Point.from_json(point) for point in _list(parts["points"], "points"))
@@ -175,9 +183,10 @@ class Frontier:
 
 
 def cautious_errors(points: Sequence[Point]) -> Array:
-    """Mean errors, with a standard deviation added to those of points without a trial, if others have some, (points,).
+    """Return the errors by which plans are chosen, (points,): mean errors, with caution about plans that have no trial.
 
-    Where a plan quantizes nothing, no error is below its mean (`at_least_exact`).
+    If some points have trials, the standard deviation is added to the mean error of those that have none. If a plan quantizes nothing,
+    no error is below that plan's mean (`at_least_exact`).
     """
     has_trials, means = any(point.num_trials for point in points), np.array([point.mean for point in points])
     added = np.array([point.deviation * (has_trials and not point.num_trials) for point in points])
@@ -185,18 +194,21 @@ def cautious_errors(points: Sequence[Point]) -> Array:
 
 
 def comparable_times(times: Iterable[StepTime]) -> Array:
-    """Times that can be compared, NaN where not known, (plans,): ratios to the baseline where any is known, else seconds."""
+    """Return step times that can be compared, (plans,), NaN where unknown.
+
+    They are ratios to the baseline if any ratio is known, otherwise seconds.
+    """
     seconds, ratios, _ = (np.array(part, dtype=float) for part in zip(*((*time[:2], 0.0) for time in times), strict=True))
     return ratios if np.isfinite(ratios).any() else seconds
 
 
 @dataclass(frozen=True)
 class Picked:
-    """The plan to train a task with within a budget, and why; `plan` None: nothing fits, and `reason` names what would.
+    """The plan to train a task with within a budget, and why.
 
-    `ties`: labels of other plans that fit and may be as good. `trials`: what `pick` ran, in `seconds`. `prior`: name of the prior;
-    `used`: the prior tasks of most weight, (name, weight), where the weights of all tasks add up to 1. `label`: of the picked
-    point. `notes`: further facts, such as failed trials.
+    `plan` is None if nothing fits; `reason` then names what would fit. `label` is the label of the picked plan, `ties` are labels of other
+    plans that fit and may be as good. `trials` are those that `pick` ran, in `seconds`. `prior` is the name of the prior. `used` has the
+    prior tasks of most weight as (name, weight); the weights of all tasks add up to 1. `notes` has further facts, such as failed trials.
     """
 
     task: str
@@ -218,7 +230,7 @@ class Picked:
 
     @property
     def point(self) -> Point | None:
-        """The point of the picked plan; None where nothing fits."""
+        """The plan that was picked, with its bytes and error; None if nothing fits."""
         return None if self.plan is None else self.frontier.find(self.label)
 
     def __repr__(self) -> str:
@@ -227,7 +239,7 @@ class Picked:
         return f"Picked({what} within {say_bytes(self.budget_bytes)}, {trials}): {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: version and all fields by name."""
+        """Return the JSON value: version and all fields by name."""
         value: dict[str, Any] = {"version": VERSION} | {row.name: getattr(self, row.name) for row in fields(self)}
         value |= {"plan": None if self.plan is None else self.plan.to_json(), "frontier": self.frontier.to_json()}
         value |= {"trials": [trial.to_json() for trial in self.trials], "used": [list(pair) for pair in self.used]}
@@ -235,7 +247,7 @@ class Picked:
 
     @staticmethod
     def from_json(value: Any) -> Picked:
-        """The pick whose `to_json` is `value`; PlanError names what is wrong with another value."""
+        """Return the pick whose `to_json` is `value`; if there is none, PlanError names what is wrong."""
         parts = _parts(value, Picked, "pick")
         parts["plan"] = None if parts["plan"] is None else Plan.from_json(parts["plan"])
         parts["frontier"] = Frontier.from_json(parts["frontier"])
@@ -298,7 +310,10 @@ PICKED_CHECKS: Checks = {
 
 
 def _without_excess(value: Any) -> tuple[Any, int]:
-    """The JSON of a frontier without `excess_bytes`, which version 1 has for all points, and that number."""
+    """Return the JSON of a frontier without the field `excess_bytes`, and the value of that field.
+
+    Files of version 1 have it: the bytes that every plan is expected to take beyond its prediction.
+    """
     if not isinstance(value, dict) or value.get("version") != 1 or "excess_bytes" not in value:
         return value, 0
     excess = value["excess_bytes"]
@@ -308,13 +323,13 @@ def _without_excess(value: Any) -> tuple[Any, int]:
 
 
 def _with_excess(point: Point, excess_bytes: int) -> Point:
-    """A point of version 1 with its needed bytes: the measured peak, or else the prediction plus the excess."""
+    """Return a point of a version 1 file with its needed bytes: the measured peak, or else the prediction plus `excess_bytes`."""
     needs = point.measured_bytes or point.predicted_bytes + excess_bytes
     return replace(point, needed_bytes=needs if needs > point.predicted_bytes else None)
 
 
 def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
-    """The fields of a JSON object, its version checked and removed."""
+    """Return the fields of a JSON object after checking and removing its version; `kind` and `what` name the object in errors."""
     names = [row.name for row in fields(kind)]
     needed = {row.name for row in fields(kind) if row.default is MISSING}
     return object_parts(value, what, names, needed, VERSION, PlanError)

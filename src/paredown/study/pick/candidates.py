@@ -71,7 +71,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TaskStep:
-    """A step to make plans for: its peak bytes under a plan, and its trace, which both may depend on what the plan formats.
+    """A training step to make plans for: `bytes_of(plan)` is its peak under a plan, `trace_of(plan)` its trace.
+
+    The trace depends on the plan, since plans with formats for weights or optimizer state run another optimizer.
 
     `trace_of` is None where plans format values that no step stores (simulate mode); then no plan is made for the step, and
     features come from rules alone.
@@ -85,11 +87,11 @@ class TaskStep:
     )
 
     def features(self, plan: Plan) -> Array:
-        """The features of a plan, from the trace where there is one."""
+        """Return the features of a plan, computed from the trace if there is one."""
         return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
 
     def plan_of(self, row: PlanRow) -> Plan:
-        """The plan of a column of the prior, made for this step where the column is a template."""
+        """Return the plan of a column of the prior. If the column is a template, the plan is made for this step."""
         if row.plan is not None:
             return Plan.from_json(row.plan)
         template, budget_bytes = PlanTemplate.parse(row.template), self.budget_of(row)
@@ -99,18 +101,18 @@ class TaskStep:
         return self._solution(budget_bytes, template)
 
     def budget_of(self, row: PlanRow) -> int:
-        """The bytes that the template of a column is made for; 0 for a plan that is the same for every step."""
+        """Return the bytes that the template of a column is made for; 0 for a plan that is the same for every step."""
         if row.plan is not None:
             return 0
         trace = self._state_trace()  # of which `assign` takes the percentage
         return parse_bytes(PlanTemplate.parse(row.template).budget, whole=peak_of(trace, Plan()))
 
     def assigned(self, budget_bytes: int) -> Plan:
-        """The plan with a format for each slot that `assign` makes for a budget."""
+        """Return the plan that `assign` makes for a budget, with a format for each slot."""
         return self._solution(budget_bytes, PlanTemplate(str(budget_bytes)))
 
     def _solution(self, budget_bytes: int, template: PlanTemplate) -> Plan:
-        """The plan of a template, or its BudgetError; solved once for each budget and method."""
+        """Return the plan of a template, or raise its BudgetError; computed once for each budget and method."""
         key = budget_bytes, template.method
         if key not in self._solved:
             try:
@@ -122,11 +124,11 @@ class TaskStep:
         return found
 
     def checkpointed(self, budget_bytes: int) -> Plan:
-        """The plan that `assign` makes for a budget where layers may be checkpointed."""
+        """Return the plan that `assign` makes for a budget if it may use activation checkpointing."""
         return assign(self._state_trace(), budget_bytes, recompute=True)
 
     def _state_trace(self) -> Trace:
-        """The trace for plans that may format weights and optimizer state."""
+        """Return the trace for plans that may have formats for weights and optimizer state."""
         if self.trace_of is None:
             raise PlanError("plans with a format for each slot need a step that stores them: mode 'store', not a simulated one.")
         return self.trace_of(Plan.preset("lpmm"))
@@ -134,7 +136,11 @@ class TaskStep:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates, the features of the prior's plans (NaN: not known), and how many of these plans cannot be made here."""
+    """All candidates, and the features of the prior's plans.
+
+    `points` (plans of the prior, features) has these features, NaN where unknown. `num_left_out` counts the plans of the prior that cannot
+    be made for this step.
+    """
 
     rows: tuple[Candidate, ...]
     points: Array  # (plans of the prior, features)
@@ -142,33 +148,33 @@ class Candidates:
 
     @property
     def columns(self) -> NDArray[np.intp]:
-        """The column of each candidate in the prior, -1 for plans that it does not have."""
+        """The column of each candidate in the prior, -1 for plans that the prior does not have."""
         return np.array([row.column for row in self.rows], dtype=np.intp)
 
     @property
     def error_columns(self) -> NDArray[np.intp]:
-        """The columns of the prior that have the errors of the candidates: those of plans that quantize nothing are the baseline's."""
+        """The column of the prior whose errors each candidate has: a plan that quantizes nothing has the baseline's errors."""
         baseline = next((row.column for row in self.rows if row.plan.changes_nothing), -1)
         return np.where([row.plan.quantizes_nothing and baseline >= 0 for row in self.rows], baseline, self.columns)
 
     @property
     def features(self) -> Array:
-        """Features of the candidates, (plans, features)."""
+        """The features of the candidates, (plans, features)."""
         return np.array([row.features for row in self.rows]).reshape(len(self.rows), len(NAMES))
 
     @property
     def roles(self) -> NDArray[np.bool_]:
-        """Which roles each candidate quantizes, (plans, roles)."""
+        """Whether each candidate quantizes each role, (plans, roles)."""
         return self.features[:, : len(ROLES)] > 0
 
     @property
     def memory(self) -> Array:
-        """Predicted peak bytes of the candidates, (plans,)."""
+        """The predicted peak bytes of the candidates, (plans,)."""
         return np.array([row.predicted_bytes for row in self.rows], dtype=float)
 
 
 def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
-    """The plans to choose from; `others` are further plans with labels.
+    """Return the plans to choose from; `others` are further plans with labels.
 
     Templates of larger budgets are left out: their plans do not fit, and `assign` takes most of the time.
     """
@@ -192,7 +198,7 @@ def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others:
 
 
 def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    """Plans for any task: the baseline, presets, and plans that `assign` makes for the budget."""
+    """Yield labels and functions that make plans for any task: the baseline, presets, and plans that `assign` makes for the budget."""
     yield BASELINE, Plan
     for name in (name for name, row in PRESETS.items() if not row.formats.keys() & UNPROPOSED):
         yield name, lambda name=name: Plan.preset(name)
@@ -203,7 +209,10 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:
-    """The candidate of a plan; None if the plan cannot be made for this step, or has rules for slots that the step does not have."""
+    """Return the candidate of the plan that `make()` returns; `column` is its column in the prior, -1 without one.
+
+    None if the plan cannot be made for this step, or has rules for slots that the step does not have.
+    """
     try:
         plan = make()
         return Candidate(label, plan, step.bytes_of(plan), column, step.features(plan))
@@ -212,7 +221,7 @@ def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int
 
 
 def _with_distinct_labels(rows: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The rows with labels that differ: the second of two equal labels gets a number."""
+    """Yield the candidates with distinct labels: the second of two equal labels gets a number."""
     counts: dict[str, int] = {}
     for row in rows:
         counts[row.label] = number = counts.get(row.label, 0) + 1
@@ -223,7 +232,7 @@ def _with_distinct_labels(rows: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def features_of(plan: Plan, trace: Trace | None = None) -> Array:
-    """The features of a plan in the order of NAMES, (num_features,)."""
+    """Return the features of a plan in the order of NAMES, (num_features,); without a trace, from the plan's rules alone."""
     formats = _by_rules(plan) if trace is None else _by_slots(plan, trace)
     precision_lost = [_precision_lost(formats.get(role, ())) for role in ROLES]
     lossy = [format for of_role in formats.values() for format in of_role if format is not None]
@@ -232,7 +241,9 @@ def features_of(plan: Plan, trace: Trace | None = None) -> Array:
 
 
 def effective_bits(format: Format | None) -> float:
-    """Significant bits of a format; for integer blocks of other lengths than 64, corrected for the largest of their values.
+    """Return the significant bits of a format.
+
+    For integer formats with other block lengths than 64 they are corrected for the largest value of a block, which sets the scale.
 
     >>> effective_bits(Format.parse("int4/64@bf16")), round(effective_bits(Format.parse("int4/1024@bf16")), 1)
     (3.0, 2.6)
@@ -248,7 +259,7 @@ def effective_bits(format: Format | None) -> float:
 
 
 def _precision_lost(formats: Iterable[Format | None]) -> float:
-    """Precision lost by the mean squared error, 4^-bits, of these formats."""
+    """Return the precision that these formats lose, from their mean squared error, 4^-bits."""
     bits = [effective_bits(format) for format in formats]
     if not bits or min(bits) >= FP32_BITS:
         return 0.0
@@ -272,7 +283,10 @@ def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
 
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
-    """The formats of all slots by role; a tensor of which backward needs no value is exact, a recomputed one follows its source."""
+    """Return the formats of all slots by role.
+
+    If backward needs no value of a tensor, it counts as exact. A recomputed tensor has the format of the tensor that it is computed from.
+    """
     trace_with_checkpoints = planned_step(trace, plan)
     storages = slot_storages(trace_with_checkpoints, plan)
     needed = [slot for slot in trace_with_checkpoints.activations if any(saver.use is Use.VALUE for saver in slot.savers)]

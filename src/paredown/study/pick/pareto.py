@@ -16,9 +16,10 @@ SAME_TIME = 0.02  # step times that differ by this share at most are equal
 
 
 def undominated(memory: Array, errors: Array, *, keeps_equals: bool = True) -> Mask:
-    """Which plans are on the Pareto front: no other plan is at most as large in both memory and error, and smaller in one.
+    """Return which plans are on the Pareto front of memory and error, as booleans.
 
-    Without `keeps_equals`, as in PEPPP's released code, plans that are equal in both remove each other.
+    A plan is on it if no other plan is at most as large in both and smaller in one. Without `keeps_equals`, as in PEPPP's released code,
+    plans that are equal in memory and error remove each other.
     """
     order = np.lexsort((errors, memory))
     sizes, heights = memory[order], errors[order]
@@ -35,10 +36,10 @@ def undominated(memory: Array, errors: Array, *, keeps_equals: bool = True) -> M
 
 
 def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
-    """Which plans are on the Pareto front of memory, error and step time; NaN: a time that is not known.
+    """Return which plans are on the Pareto front of memory, error and step time, as booleans; NaN is an unknown time.
 
-    A plan with a known time is dominated only by one whose time is known, and longer by SAME_TIME at most. Where a time is unknown, memory
-    and error decide.
+    If the time of a plan is known, only plans with known times can dominate it, which are longer by SAME_TIME at most. If its time is
+    unknown, memory and error decide.
 
     >>> undominated_with_times(np.array([1.0, 1, 1]), np.array([0.1, 0.2, 0.2]), np.array([1.3, 1.1, np.nan])).tolist()
     [True, True, False]
@@ -50,10 +51,10 @@ def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
 
 
 def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
-    """Errors by which one of some plans is chosen, where those of `is_exact` quantize nothing and have the baseline's errors.
+    """Return the errors by which a plan is chosen: none is below that of the plans that quantize nothing (`is_exact`).
 
-    Another plan is not more accurate than the baseline; where its mean is less, its runs were lucky. So no error is below the least of the
-    exact plans. Theirs are their `means`, tried or not.
+    A plan that quantizes is not more accurate than the baseline; if its mean error is less, its runs were lucky. So its error is at least
+    the least mean error of the exact plans. The errors of the exact plans are their `means`, whether they were tried or not.
 
     >>> at_least_exact(np.array([0.1, 0.3, 0.5]), np.array([0.1, 0.2, 0.5]), np.array([False, True, False])).round(6).tolist()
     [0.2, 0.2, 0.5]
@@ -64,7 +65,9 @@ def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
 
 
 def quickest_of_ties(memory: Array, errors: Array, times: Array, tolerance: float) -> int:
-    """The quickest plan whose error is at most `tolerance` above the least; the plan of least error where its time is not known (NaN).
+    """Return the index of the quickest plan whose error is at most `tolerance` above the least error.
+
+    If the step time of the plan of least error is unknown (NaN), that plan is returned.
 
     Times that differ by SAME_TIME at most are equal, and then the least error decides, then the least memory.
 

@@ -65,7 +65,7 @@ def pick(
     step_seconds: PredictedSeconds | None = None,
     progress: TrialCallback | None = None,
 ) -> Picked:
-    """The plan of least expected error whose predicted peak is within `budget` (by default 40 %), after at most `evaluations` trials.
+    """Return the plan of least expected error whose predicted peak is within `budget`, after at most `evaluations` trials.
 
     Of plans that are as accurate (mean errors at most half a standard deviation of a run apart) it is the quickest.
 
@@ -103,7 +103,10 @@ def pick(
 
 
 def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
-    """Step times by the cost model, as a function of a plan; None where the device was not calibrated, or plans are simulated."""
+    """Return a function from plans to step times by the cost model.
+
+    None if the device was not calibrated, or if plans are simulated.
+    """
     calibration = find_calibration(device)[0] if mode == "store" else None
     if calibration is None:
         return None
@@ -118,7 +121,7 @@ def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], 
 
 
 def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float | None] | None:
-    """Predicted step times as a function, which is called once for each plan; plans with equal rules have one time."""
+    """Return a function from plans to predicted step times, which calls `step_seconds` once for plans with equal rules."""
     if step_seconds is None:
         return None
     by_key = {plan.key: seconds for plan, seconds in step_seconds.items()} if isinstance(step_seconds, Mapping) else {}
@@ -136,7 +139,7 @@ def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float 
 
 
 def _sweep_name(budget_bytes: int, max_error_increase: float | None, confidence: float) -> str:
-    """The name of the trials in a store: an interrupted pick continues under it."""
+    """Return the name of the trials in a store: an interrupted pick continues under it."""
     margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
     return f"pick {budget_bytes} bytes{margin}"
 
@@ -144,7 +147,7 @@ def _sweep_name(budget_bytes: int, max_error_increase: float | None, confidence:
 def _pick_loop(
     task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, task_prior: TaskPrior, device: torch.device
 ) -> PickLoop:
-    """The state before any trial."""
+    """Return the loop of a pick before its first trial."""
     return PickLoop(
         task=task.name,
         metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
@@ -166,7 +169,7 @@ def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> 
 
 
 def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:
-    """The task; a name is looked up. TaskError if the task, `evaluations` or `mode` is invalid."""
+    """Return the task, looked up if it is a name; TaskError if the task, `evaluations` or `mode` is invalid."""
     if not isinstance(evaluations, int) or isinstance(evaluations, bool) or evaluations < 0:
         raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: the prior alone decides).")
     if mode not in PRIOR_MODES:
@@ -187,14 +190,17 @@ def _check_margin(increase: Any, confidence: Any) -> None:
 
 
 def _random_guess_error(task: Task) -> float | None:
-    """The error of random guessing in the task's metric; None where it is not known."""
+    """Return the error of random guessing in the task's metric; None if it is unknown."""
     if task.metric == "loss":
         return task.blind_loss
     return random_guess_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None
 
 
 def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
-    """The step of a task, with the bytes of each plan: those that the step stores, or for PEPPP's configurations those of PEPPP's count."""
+    """Return the step of a task, which knows the peak bytes of each plan.
+
+    They are the bytes that the step stores; for PEPPP's configurations, those of PEPPP's memory model.
+    """
 
     def trace_of(plan: Plan) -> Trace:
         return trace_task(task, plan, device)
@@ -209,7 +215,7 @@ def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> Task
 
 
 def is_peppp(plan: Plan) -> bool:
-    """Whether a plan has the form of PEPPP's configurations: a format for all weights and one for all master weights."""
+    """Return whether a plan is one of PEPPP's configurations in form: one format for all weights and one for all master weights."""
     return all(plan.find(("*",), role).format is not None for role in (Role.WEIGHT, Role.MASTER))
 
 

@@ -48,12 +48,12 @@ MOST_FAILURES = 3  # failed trials without a successful one: then the task is at
 class PickLoop:
     """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
 
-    `unit`: the error of random guessing, relative to which posteriors count; where it is None, the first trial sets it: its error
-    equals the prior's mean for its plan. `is_strict`: measured peaks count: what a trial took beyond its prediction, its excess, is
-    expected of other plans too. `excess_differs`: of those that quantize the same roles first. `device`: name of the device that the plan
-    is for, as trials record it. `others`: trials of the same task that a store already had.
-    `max_error_increase`: not the least error is looked for, but the smallest plan whose error is at most that much above the baseline's,
-    with the probability `confidence`. `predict_seconds`: the step time of a plan by a cost model; None: there is none.
+    `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
+    prior's mean for its plan. `is_strict`: measured peaks count: the bytes that a trial took beyond its prediction (its excess) are
+    expected of other plans too. `excess_differs`: the excess is taken from trials that quantize the same roles, if there are any.
+    `device`: name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
+    `max_error_increase`: if given, the pick is the smallest plan whose error is, with the probability `confidence`, at most this much
+    above the baseline's, instead of the plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
     """
 
     task: str
@@ -92,7 +92,7 @@ class PickLoop:
         self._stop_if_all_failed(MOST_FAILURES)
 
     def _stop_if_all_failed(self, min_trials: int) -> None:
-        """Raise TaskError if there are at least `min_trials` trials and all of them failed: the task is at fault, not a plan."""
+        """Raise TaskError if there are at least `min_trials` trials and all of them failed: then the task is wrong, not a plan."""
         num_trials = len(self.trials)
         if num_trials >= min_trials and all(trial.status is Status.FAILED for trial in self.trials):
             failed = f"{num_trials} trial{'s' * (num_trials != 1)} of {num_trials} failed"
@@ -100,17 +100,17 @@ class PickLoop:
 
     @property
     def known(self) -> list[tuple[int, Trial]]:
-        """All trials of a candidate, each with the index of its plan."""
+        """All trials of candidates, each with the index of its plan."""
         return self._indexed((*self.trials, *self.others))
 
     @property
     def _exact(self) -> list[int]:
-        """Candidates whose errors are those of the baseline."""
+        """The candidates that quantize nothing: their errors are those of the baseline."""
         return [i for i, row in enumerate(self.candidates.rows) if row.plan.quantizes_nothing]
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
-        """Trials whose peak memory counts: those on this device, and those of this pick that name no device."""
+        """The trials whose peak memory counts: those on this device, and those of this pick that name no device."""
         own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
         return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
@@ -118,14 +118,14 @@ class PickLoop:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
     def runs(self) -> list[Run]:
-        """Finished trials as runs, with errors relative to random guessing; infinite where the trial diverged."""
+        """Return the finished trials as runs, with errors relative to random guessing; infinite if the trial diverged."""
         finished = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
         return [Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
-        """The error of random guessing in the task's metric, or its substitute from the first trial."""
+        """The error of random guessing in the task's metric; if it is unknown, a substitute from the first trial."""
         if self.unit is not None:
             return self.unit
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
@@ -135,10 +135,10 @@ class PickLoop:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
+        """Return the plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
 
-        Failures in other sweeps may have another cause than the plan, and do not count. Where measured peaks count, plans whose
-        predicted peak is at least that of a plan that ran out of memory are blocked too, except those that ran.
+        Failures in other sweeps do not count, since they may have another cause than the plan. If measured peaks count, a plan that has not
+        run is blocked too if its predicted peak is at least that of a plan that ran out of memory.
         """
         failed = {plan for plan, trial in self._indexed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
         out_of_memory = {plan for plan, trial in self._on_this_device if trial.status is Status.OUT_OF_MEMORY}
@@ -149,15 +149,18 @@ class PickLoop:
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
-        """(plan, measured peak bytes) of finished trials on this device; the peak of an unfinished trial is only a lower bound."""
+        """The plan and the measured peak bytes of each finished trial on this device.
+
+        Unfinished trials are left out, since their peak is only a lower bound.
+        """
         ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in UNFINISHED]
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
     def expected(self) -> Array:
-        """Expected peak bytes of each plan, (plans,): predicted, plus what the trials say is taken beyond that (`expected_peaks`).
+        """Return the expected peak bytes of each plan, (plans,): its prediction plus the excess of trials (`expected_peaks`).
 
-        Without measured peaks, or where they do not count, the prediction alone. On a CPU most of the excess is copies of
-        convolutions' operands, which depend on the roles that are quantized: `excess_differs`.
+        It is the prediction alone if no peak was measured, or if measured peaks do not count. On a CPU most of the excess is copies of
+        convolutions' operands, which depend on the roles that are quantized; `excess_differs` is for that.
         """
         memory, peaks = self.candidates.memory, self._peaks
         if not (peaks and self.is_strict):
@@ -165,11 +168,11 @@ class PickLoop:
         return expected_peaks(memory, peaks, self.candidates.roles if self.excess_differs else None)
 
     def _ratios(self) -> list[float]:
-        """Measured over predicted peaks of the trials."""
+        """Return the measured peak of each trial divided by the predicted one."""
         return [nbytes / self.candidates.memory[plan] for plan, nbytes in self._peaks if self.is_strict]
 
     def needed(self) -> Array:
-        """Expected peak bytes, infinite for plans that cannot be trained, and for those that need more than the baseline, (plans,)."""
+        """Return the expected peak bytes of each plan, (plans,); infinite if it cannot be trained, or needs more than the baseline."""
         memory = self.expected()
         baseline = self._index_of.get(Plan().key)
         if baseline is not None:
@@ -178,11 +181,11 @@ class PickLoop:
         return memory
 
     def fits(self) -> Indices:
-        """Indices of the plans within the budget that can be trained."""
+        """Return the indices of the plans within the budget that can be trained."""
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
     def step_times(self) -> list[StepTime]:
-        """The step time of each plan: measured on this device, else predicted, else the median ratio on prior tasks."""
+        """Return the step time of each plan: measured on this device, else predicted, else the median ratio on prior tasks."""
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
         predict = self.predict_seconds or (lambda plan: None)
@@ -236,12 +239,15 @@ class PickLoop:
         self._stop_if_all_failed(1)
 
     def _fresh_seed(self, plan: int, seed: int) -> int:
-        """The first seed from `seed` up with which this plan was not tried."""
+        """Return the first seed, from `seed` upwards, for which this plan has no trial."""
         taken = {trial.seed for other, trial in self.known if other == plan}
         return next(number for number in count(seed) if number not in taken)
 
     def next_plan(self, num_left: int) -> int | None:
-        """Index of the plan to try next; None where no plan can fit, or no trial is worth its cost."""
+        """Return the index of the plan to try next; None if no plan can fit, or no trial is worth its cost.
+
+        `num_left`: how many trials may still run.
+        """
         fits, runs = self.fits(), self.runs()
         if not len(fits):
             return self._smallest_untried()
@@ -269,7 +275,7 @@ class PickLoop:
         return plan
 
     def _smallest_untried(self) -> int | None:
-        """The untried plan of least expected peak: before the answer is that nothing fits, it is measured."""
+        """Return the untried plan of least expected peak, which is measured before the answer is that nothing fits."""
         needed = self.needed()
         within = np.flatnonzero((self.candidates.memory <= self.budget_bytes) & np.isfinite(needed))
         if not (len(within) and self.is_strict and self._peaks):
@@ -281,17 +287,20 @@ class PickLoop:
     # --- the answer ---------------------------------------------------------------------------------------------
 
     def estimate(self) -> Estimate:
-        """The posterior of every plan's error, relative to random guessing."""
+        """Return the posterior of every plan's error, relative to random guessing."""
         return Estimate.after(self.prior, self.needed(), self.runs())
 
     def margin(self) -> ErrorMargin | None:
-        """The margin above the baseline's error, relative to random guessing; None where the least error is looked for."""
+        """Return the margin above the baseline's error, relative to random guessing; None if the pick is the plan of least error."""
         if self.max_error_increase is None:
             return None
         return ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
     def choice(self) -> BudgetChoice:
-        """The plan of least expected error within the budget, or the smallest within the margin; BudgetError where nothing fits."""
+        """Return the plan of least expected error within the budget, or the smallest within the margin.
+
+        BudgetError if nothing fits.
+        """
         return self._choice(self.estimate())
 
     def _choice(self, estimate: Estimate) -> BudgetChoice:
@@ -301,7 +310,7 @@ class PickLoop:
         return estimate.smallest(self.budget_bytes, margin)
 
     def answer(self, seconds: float) -> Picked:
-        """The answer after the trials so far; `seconds`: what the pick took."""
+        """Return the answer after the trials so far; `seconds` is the time that the pick took."""
         estimate = self.estimate()
         points = self._points(estimate)
         answer = Picked(
@@ -340,7 +349,10 @@ class PickLoop:
         return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
 
     def _of_margin(self, baseline: Point, point: Point, chance: float) -> str:
-        """Why this plan, where the smallest one within a margin is taken."""
+        """Return a sentence on why this plan is picked as the smallest one within the error margin.
+
+        `chance`: the probability that it is within the margin.
+        """
         if point is baseline:
             return f"No smaller plan has an error {self._said_margin()}."
         known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
@@ -358,7 +370,7 @@ class PickLoop:
         return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
 
     def _points(self, estimate: Estimate) -> list[Point]:
-        """A point for each candidate, in their order."""
+        """Return a point (a plan with its bytes and error) for each candidate, in their order."""
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         times = self.step_times()
         comparable = comparable_times(times)
@@ -391,7 +403,7 @@ class PickLoop:
         return Frontier(tuple(points), self.metric, self.step.full_bytes, estimate.tie_error * self._unit)
 
     def _infeasible(self, points: Sequence[Point]) -> tuple[list[Point], str]:
-        """The smallest possible plan as a point, unless it is one of `points`, and the sentences that explain why nothing fits."""
+        """Return the smallest possible plan as a point, unless it is in `points`, and sentences on why nothing fits."""
         within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
         if within:
             return [], explain_nothing_trains(within, self.trials)
@@ -408,7 +420,7 @@ class PickLoop:
         return [], explain_nothing_fits(least, self.budget_bytes)
 
     def _smallest(self, nbytes: int) -> list[Point]:
-        """A point for the plan of the smallest peak, with an error predicted from its features."""
+        """Return a point for the plan of the smallest peak, `nbytes`, with an error predicted from its features."""
         plan = self.step.assigned(nbytes)
         rows = self.candidates
         prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
@@ -418,11 +430,12 @@ class PickLoop:
 
 
 def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArray[np.bool_] | None) -> Array:
-    """Return the predicted `memory` (plans,) plus the excess of a trial over its prediction, where `peaks` has (plan, measured bytes).
+    """Return the expected peak bytes of each plan, (plans,): the predicted `memory` plus the excess of a trial.
 
-    The trial is the plan's own, else the one of nearest prediction, and of several the one of most excess. With `roles` (plans, roles),
-    which each plan quantizes, it is one of those with the fewest roles that only one of both quantizes; where none quantizes the same
-    roles, trials that quantize some of them count too. Of a plan that quantizes nothing, trials of other plans say nothing.
+    The excess is what a trial took beyond its prediction; `peaks` has (plan, measured bytes). The trial is the plan's own if there is one,
+    otherwise the trial of nearest prediction, and of several the one of most excess. `roles` (plans, roles) says which roles each plan
+    quantizes; with it, trials are preferred that differ from the plan in the fewest quantized roles. If no trial quantizes the same roles,
+    trials that quantize some of them count too. For a plan that quantizes nothing, trials of other plans do not count.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
     distance = np.abs(memory[:, None] - memory[tried])

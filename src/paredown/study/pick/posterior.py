@@ -15,7 +15,7 @@ Student's t distribution: runs that S did not expect, with a misfit of d^2 for k
 >>> posterior.mean.round(1).tolist(), bool(posterior.deviations[1] < 0.05)
 ([0.3, 0.4], True)
 
-Plans of one level share an entry of m and S: they are known to differ by noise alone. An `Estimate` chooses by these numbers:
+A level is a group of plans that are known to differ by noise alone; they share an entry of m and S. An `Estimate` chooses by these numbers:
 
 >>> errors = np.array([[0.9, 0.5, 0.4], [0.8, 0.4, 0.3], [0.9, 0.6, 0.5]])
 >>> estimate = Estimate.after(Prior.of(errors), np.array([1.0, 2.0, 3.0]), [])
@@ -60,7 +60,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LevelSums:
-    """Sums of observed errors: their count, sum and sum of squares by task and level; `weights`: how much each task counts in a fit."""
+    """Sums of observed errors by task and level: their count, sum and sum of squares.
+
+    A level is a group of plans that are known to differ by noise alone. `weights`: how much each task counts in a fit.
+    """
 
     count: Array
     total: Array
@@ -69,7 +72,7 @@ class LevelSums:
 
     @staticmethod
     def of(errors: Array, levels: Levels, weights: Array | None = None) -> LevelSums:
-        """The sums of errors (tasks, runs), NaN where not observed; `levels` (runs,): the level of each."""
+        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` (runs,) is the level of each run."""
         membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
         observed = np.where(np.isfinite(errors), errors, 0.0)
         count, total, square = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
@@ -78,7 +81,7 @@ class LevelSums:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Mean and covariance of the errors of a task's levels, and the variance `noise` of one run of each."""
+    """The mean and covariance of the errors of a task's levels, and the variance `noise` of one run of each level."""
 
     mean: Array
     covariance: Array
@@ -86,16 +89,16 @@ class Posterior:
 
     @property
     def deviations(self) -> Array:
-        """Standard deviations of the levels' errors."""
+        """The standard deviations of the levels' errors."""
         return np.sqrt(np.diagonal(self.covariance))
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Errors of a new task's levels before any run; `num_tasks`: those that it was fitted to.
+    """The distribution of a new task's errors, by level, before any run; it was fitted to `num_tasks` tasks.
 
-    `noise_line`: slope and intercept of the logarithm of a run's variance as a function of the task's mean error; `noise_ratios`
-    (levels,): variances of levels in units of that.
+    `noise_line`: slope and intercept of the logarithm of a run's variance, as a function of the task's mean error. `noise_ratios`
+    (levels,): the variance of each level divided by the variance on that line.
     """
 
     mean: Array
@@ -106,7 +109,7 @@ class Gaussian:
 
     @staticmethod
     def fitted(sums: LevelSums) -> Gaussian:
-        """The distribution of highest posterior probability, by EM."""
+        """Return the distribution of highest posterior probability, found by EM."""
         found, usual_noise = _start_of(sums)
         weights, shrunk = sums.weights, found.covariance
         strength = max(STRENGTH, len(shrunk) - found.num_tasks)
@@ -126,12 +129,12 @@ class Gaussian:
         return found
 
     def noise_at(self, height: float) -> Array:
-        """The variance of one run of each level, on a task whose errors are this far above the mean of all tasks, (levels,)."""
+        """Return the variance of one run of each level, (levels,), on a task whose errors are `height` above the mean of all tasks."""
         slope, intercept = self.noise_line
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
     def given(self, levels: Sequence[int] | Levels, errors: Sequence[float] | Array) -> Posterior:
-        """The posterior after one run of each of these levels, with these errors."""
+        """Return the posterior after one run of each of `levels`, with these errors."""
         levels = np.asarray(levels, dtype=np.intp)
         if not len(levels):
             return Posterior(self.mean, self.covariance, self.noise_at(0.0))
@@ -145,14 +148,17 @@ class Gaussian:
 
 
 def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
-    """Means (tasks, levels) and covariances of the levels' errors on prior tasks, where a run has the variance `noise`."""
+    """Return the means (tasks, levels) and covariances of the levels' errors on prior tasks, if a run has the variance `noise`."""
     inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
     spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
     return found.mean + np.einsum("tlm,tm->tl", spreads, (sums.total - sums.count * found.mean) / noise), spreads
 
 
 def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
-    """Slope and intercept of the logarithm of `noise` (tasks,) as a function of the tasks' mean errors."""
+    """Return slope and intercept of the logarithm of `noise` (tasks,) as a function of the tasks' mean errors.
+
+    `values` are these mean errors, `weights` how much each task counts.
+    """
     if len(noise) < FEWEST_TASKS:
         return 0.0, float(np.log(np.median(noise)))
     heights, logs = values.mean(axis=1), np.log(noise)
@@ -162,7 +168,10 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """What EM starts from and shrinks to: levels differ by an offset, tasks by a height; and the variance of one run."""
+    """Return the distribution that EM starts from and shrinks to, and the variance of one run.
+
+    In it, levels differ by an offset and tasks by a height, which is added to the errors of all levels.
+    """
     weights, observed = sums.weights, sums.weights @ sums.count
     mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
     heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
@@ -180,7 +189,7 @@ def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
 
 @dataclass(frozen=True)
 class Prior:
-    """The distribution of a new task's errors, with the level of each plan, and how likely each plan diverges.
+    """The distribution of a new task's errors, with the level of each plan, and the probability of each plan to diverge.
 
     `worst`: the error of a run that diverged. `divergence` (plans,): probabilities.
     """
@@ -192,7 +201,7 @@ class Prior:
 
     @staticmethod
     def of(errors: Array, levels: Levels | None = None) -> Prior:
-        """The prior fitted to errors (tasks, plans), NaN where not observed; each plan is a level of its own unless `levels` are given."""
+        """Return the prior fitted to errors (tasks, plans), NaN where not observed; without `levels`, each plan is a level of its own."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
@@ -200,14 +209,14 @@ class Prior:
         return Prior(levels, Gaussian.fitted(LevelSums.of(errors, levels)), float(np.nanmax(errors)))
 
     def after(self, runs: Sequence[Run]) -> Posterior:
-        """The posterior of the levels after these runs; one that diverged says nothing of errors."""
+        """Return the posterior of the levels after these runs; a run that diverged does not change it."""
         runs = [run for run in runs if np.isfinite(run.error)]
         return self.gaussian.given(self.levels[[run.plan for run in runs]], [run.error for run in runs])
 
     def chance_of_divergence(self, runs: Sequence[Run]) -> Array:
-        """The probability of each plan to diverge, (plans,): the prior counts as one run; 1 for a plan of which a run diverged.
+        """Return the probability that each plan diverges, (plans,), where the prior counts as one run.
 
-        While all of n runs diverged, it is n / (n + 1) at least.
+        It is 1 for a plan of which a run diverged. If all n runs diverged, it is at least n / (n + 1) for every plan.
         """
         num_runs = np.bincount([run.plan for run in runs], minlength=len(self.levels))
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
@@ -218,7 +227,10 @@ class Prior:
 
 
 class BudgetChoice(NamedTuple):
-    """The plan of least mean error within a budget, and its standard deviation; `ties`: other plans in the budget that may be as good."""
+    """The plan of least mean error within a budget, with that error and its standard deviation.
+
+    `ties`: other plans within the budget that may be as good.
+    """
 
     plan: int
     error: float
@@ -227,7 +239,7 @@ class BudgetChoice(NamedTuple):
 
 
 class ErrorMargin(NamedTuple):
-    """How far a mean error may lie above that of the plan `baseline`, and the least probability that it does not lie further."""
+    """How far a mean error may lie above that of the plan `baseline`, and the least probability that this holds."""
 
     increase: float
     confidence: float
@@ -236,7 +248,10 @@ class ErrorMargin(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Means of the errors of all plans, (plans,), their covariance, and the variance `noise` of one run; `tried`: plans with runs."""
+    """The means of the errors of all plans, (plans,), their covariance, and the variance `noise` of one run.
+
+    `tried`: plans that have runs.
+    """
 
     memory: Array
     means: Array
@@ -246,7 +261,10 @@ class Estimate:
 
     @staticmethod
     def after(prior: Prior, memory: Array, runs: Sequence[Run]) -> Estimate:
-        """The estimate after runs; plans that may diverge have a part of that error, in proportion to its probability."""
+        """Return the estimate after runs.
+
+        If a plan may diverge, its mean error moves towards the error of a diverged run, in proportion to the probability.
+        """
         posterior, chances = prior.after(runs), prior.chance_of_divergence(runs)
         means = posterior.mean[prior.levels]
         rise = np.maximum(prior.worst - means, 0.0)
@@ -256,31 +274,34 @@ class Estimate:
 
     @property
     def deviations(self) -> Array:
-        """Standard deviations of the mean errors, (plans,)."""
+        """The standard deviations of the mean errors, (plans,)."""
         return np.sqrt(np.diagonal(self.covariance))
 
     def mean_band(self, width: float = 1.645) -> tuple[Array, Array]:
-        """Bounds of each plan's mean error over runs, `width` standard deviations to each side: by default a 90 % interval."""
+        """Return the bounds of each plan's mean error: `width` standard deviations to each side, by default a 90 % interval."""
         return self.means - width * self.deviations, self.means + width * self.deviations
 
     def run_band(self, width: float = 1.645) -> tuple[Array, Array]:
-        """Bounds of the error of one further run of each plan: those of its mean, and the noise of a run."""
+        """Return the bounds of the error of one further run of each plan: those of its mean error, widened by the noise of a run."""
         half = width * np.sqrt(self.deviations**2 + self.noise)
         return self.means - half, self.means + half
 
     @property
     def tie_error(self) -> float:
-        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan."""
+        """The difference of mean errors up to which plans are equally accurate.
+
+        It is AS_ACCURATE standard deviations of a run of a typical plan.
+        """
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
     def best(
         self, budget: float, *, is_cautious: bool = True, times: Array | None = None, exact: Collection[int] = ()
     ) -> BudgetChoice:
-        """The plan with the least mean error within the budget; of equals the one with the least memory.
+        """Return the plan with the least mean error within the budget; of equal plans the one with the least memory.
 
-        With `is_cautious`, once plans within the budget are measured, one that is not is taken only if its mean plus its standard deviation
-        is less. With `times` (plans,), NaN where not known, the quickest of the plans that are as accurate is taken. `exact`: plans that
-        quantize nothing (`at_least_exact`).
+        With `is_cautious`, once some plans within the budget are measured, a plan that is not measured is taken only if its mean plus its
+        standard deviation is less than their errors. With `times` (plans,), NaN where unknown, the quickest of the plans that are equally
+        accurate is taken. `exact`: plans that quantize nothing (`at_least_exact`).
         """
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
@@ -297,7 +318,10 @@ class Estimate:
         return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties)
 
     def smallest(self, budget: float, margin: ErrorMargin) -> BudgetChoice:
-        """The plan of least memory within the budget whose error is within the margin; of equals the one with the least mean error."""
+        """Return the plan of least memory whose bytes are within the budget and whose error is within the margin.
+
+        Of plans of equal memory it is the one with the least mean error.
+        """
         chances = self.within_margin(margin)
         allowed = np.flatnonzero((self.memory <= budget) & (chances >= margin.confidence))
         if not len(allowed):
@@ -308,19 +332,25 @@ class Estimate:
         return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ())
 
     def within_margin(self, margin: ErrorMargin) -> Array:
-        """Probability that each plan's mean error is at most the margin above that of the baseline; 1 for the baseline, (plans,)."""
+        """Return the probability that each plan's mean error is within the margin above the baseline's; 1 for the baseline, (plans,)."""
         chances = self.chance_below(margin.baseline, margin.increase)
         chances[margin.baseline] = 1.0
         return chances
 
     def cautious(self, plans: NDArray[np.intp] | None = None) -> Array:
-        """Mean errors of these plans, or all; with a standard deviation added to those of plans without a run, if others have some."""
+        """Return the mean errors of `plans`, or of all plans, with caution about plans without a run.
+
+        If some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
+        """
         plans = np.arange(len(self.means)) if plans is None else plans
         is_tried = np.isin(plans, list(self.tried))
         return self.means[plans] + (~is_tried & is_tried.any()) * self.deviations[plans]
 
     def chance_below(self, plan: int, increase: float = 0.0) -> Array:
-        """Probability that each plan's mean error is below this plan's plus `increase`; one half where nothing tells them apart."""
+        """Return the probability that each plan's mean error is below that of `plan` plus `increase`.
+
+        It is one half for plans that nothing tells apart.
+        """
         variances = np.diagonal(self.covariance)
         apart = np.sqrt(np.maximum(variances + variances[plan] - 2 * self.covariance[plan], 1e-18))
         return np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in (self.means[plan] - self.means + increase) / apart])

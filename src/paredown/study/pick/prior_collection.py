@@ -78,7 +78,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class CollectedTrial(NamedTuple):
-    """A trial that counts, with its task and its column."""
+    """A trial that is part of a prior, with its task and its column (the key of its plan)."""
 
     task: str  # the text of the task
     column: str  # the key of its PlanRow
@@ -89,7 +89,7 @@ class CollectedTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectedTrials:
-    """The trials of a prior, its tasks by text, and its columns by key."""
+    """The trials of a prior, with its tasks by text and its columns (plans) by key."""
 
     mode: str
     entries: list[CollectedTrial]
@@ -98,7 +98,7 @@ class CollectedTrials:
 
 
 def read_rows(source: str | Path) -> Rows:
-    """The trials of an export (.json), or of a store."""
+    """Return the trials of an export (.json) or of a store."""
     if str(source).endswith(".json"):
         return _exported(Path(source))
     from paredown.study.sweeps.export import rows  # SQLAlchemy is an extra
@@ -120,7 +120,9 @@ def _exported(path: Path) -> Rows:
 def collect(
     rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None, is_finished: bool = False
 ) -> PriorData:
-    """The prior of all trials, or of those on the tasks of `sweeps`; tasks in files of code are loaded from `folder` alone.
+    """Return the prior of all trials, or of those on the tasks of `sweeps`.
+
+    Tasks in files of code are loaded from `folder` alone.
 
     `is_finished`: take only tasks with no open trials in these sweeps; of others, the finished trials are a biased sample.
     """
@@ -153,7 +155,7 @@ def _names(rows: Rows) -> list[str]:
 
 
 def _table(rows: Rows, mode: str, folder: Path | None) -> CollectedTrials:
-    """The trials that count, once for each task, plan and seed; columns in the order of their first trial."""
+    """Return the trials that count, once for each task, plan and seed; columns are in the order of their first trial."""
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
@@ -183,7 +185,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
 
 
 def _prior_data(name: str, table: CollectedTrials, folder: Path | None) -> PriorData:
-    """The matrices of the prior."""
+    """Return the prior of a table of trials, with its matrices."""
     row_of_task_text, column_of = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
     shape, seed_index = (len(row_of_task_text), len(column_of)), _seed_indices(table.entries)
     depth = 1 + max(seed_index.values())
@@ -210,14 +212,14 @@ def _prior_data(name: str, table: CollectedTrials, folder: Path | None) -> Prior
 
 
 def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
-    """The index of each seed among the seeds of its task, by task and seed."""
+    """Return the index of each seed among the seeds of its task, by (task, seed)."""
     pairs = sorted({(entry.task, entry.trial.seed) for entry in entries})
     first = {task: i for i, (task, _) in reversed(list(enumerate(pairs)))}
     return {pair: i - first[pair[0]] for i, pair in enumerate(pairs)}
 
 
 def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
-    """Predicted peak bytes; in simulate mode PEPPP's count, where the plan is one of its configurations."""
+    """Return the predicted peak bytes of a trial; in simulate mode PEPPP's count, if the plan is one of PEPPP's configurations."""
     if mode == "simulate":
         try:
             return peppp_bytes(entry.task, entry.trial.plan, folder)
@@ -228,7 +230,7 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
 
 
 def _baseline_step_seconds(entries: Iterable[CollectedTrial]) -> dict[tuple[str, str], float]:
-    """The median step time of the trials of the baseline, by task and device."""
+    """Return the median step time of the trials of the baseline, by task and device."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for entry in entries:
         if entry.trial.plan.changes_nothing and entry.trial.step_seconds:
@@ -237,20 +239,26 @@ def _baseline_step_seconds(entries: Iterable[CollectedTrial]) -> dict[tuple[str,
 
 
 def _step_ratio(trial: Trial, baseline_seconds: float | None) -> float:
-    """The step time in times of the baseline's, which the trial or another trial of its task on the same device measured."""
+    """Return the step time of a trial divided by the baseline's; NaN if one of them is unknown.
+
+    The baseline's step time was measured in the trial itself, or in another trial of its task on the same device.
+    """
     if trial.step_ratio is not None:
         return trial.step_ratio
     return trial.step_seconds / baseline_seconds if trial.step_seconds and baseline_seconds else np.nan
 
 
 def _mean(sheet: Array) -> Array:
-    """Mean over seeds, NaN where there is none."""
+    """Return the mean over seeds; NaN if there is no run."""
     counts = np.isfinite(sheet).sum(axis=2)
     return np.where(counts > 0, np.nansum(sheet, axis=2) / np.maximum(counts, 1), np.nan)
 
 
 def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
-    """The runs, where those that diverged (infinite) have the error of random guessing, or else the worst of their task."""
+    """Return the runs, with the error of random guessing (`blind`) for those that diverged (infinite).
+
+    If that error is unknown, a diverged run gets the worst error of its task.
+    """
     finite = np.where(np.isinf(runs), np.nan, runs)
     worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
     replacement = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
@@ -258,7 +266,7 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _distinct_task_rows(table: CollectedTrials, source: str) -> list[TaskRow]:
-    """The rows of tasks with names that differ: by the whole text where short names are equal, then by a number."""
+    """Return the rows of tasks with distinct names: if two short names are equal, the whole text, then a number."""
     count, used = Counter(row.name for row in table.tasks.values()), Counter[str]()
     rows: list[TaskRow] = []
     for row in table.tasks.values():
@@ -269,7 +277,7 @@ def _distinct_task_rows(table: CollectedTrials, source: str) -> list[TaskRow]:
 
 
 def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
-    """Commit, device and versions of the trials of a prior, with the number of trials, their sweeps and today's date."""
+    """Return commit, device and versions of the trials of a prior, with the number of trials, their sweeps and today's date."""
     groups: dict[str, list[CollectedTrial]] = {}
     for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may be in two columns
         trial = entry.trial
@@ -286,7 +294,10 @@ def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ..
 
 
 def row_of_task(text: str, folder: Path | None) -> TaskRow:
-    """The row of a task by its text; of a task that cannot be loaded, or is code without a folder, what the text contains."""
+    """Return the row of the task with this text.
+
+    If it cannot be loaded, or is code and there is no `folder`, the row has what the text alone says.
+    """
     portable = portable_text(text)
     head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name
@@ -321,7 +332,7 @@ def _task(text: str, folder: Path | None) -> Task | None:
 
 
 def row_of(plan: Plan) -> PlanRow:
-    """The column of a plan: its label, level and features."""
+    """Return the column of a plan: its label, level and features."""
     formats = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
     low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
     if low and high:
@@ -330,7 +341,7 @@ def row_of(plan: Plan) -> PlanRow:
 
 
 def template_row(template: str) -> PlanRow:
-    """The column of a template, whose plan differs from task to task; its feature is the budget's share of the baseline."""
+    """Return the column of a template, from which a plan is made for each task; its feature is the budget's share of the baseline."""
     share = re.search(r"([\d.]+)%", template)
     return PlanRow(template, None, template, "", {"budget": float(share[1]) / 100} if share else {})
 

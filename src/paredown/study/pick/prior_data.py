@@ -40,7 +40,7 @@ TASK_VECTORS = ("noise", "has_seeds")
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task that was trained. `metric`: "error" is the share of wrong answers, "loss" the cross entropy.
+    """A task of a prior. `metric`: "error" is the share of wrong answers, "loss" the cross entropy.
 
     `answers`: number of possible answers. `blind`: the error of random guessing. `full_bytes`: bytes of the baseline, counted as
     `memory` is. `source`: the prior that it came with. `text`: the task as `find_task` reads it.
@@ -60,9 +60,9 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A plan that tasks were trained under. `plan`: its JSON; None: it is made for each task from `template` ("assign 40% role").
+    """A plan of a prior: `plan` is its JSON, or None if a plan is made for each task from `template` ("assign 40% role").
 
-    `level`: plans of one level are known to differ by noise alone; "" unknown. `features`: bits per value by role, and other
+    `level`: plans with the same level are known to differ by noise alone; "" means unknown. `features`: bits per value by role, and other
     numbers by which plans are compared. In files the field `template` has the name of version 0.1, FILE_FIELDS of study/pick/priors.py.
     """
 
@@ -74,7 +74,7 @@ class PlanRow:
 
     @property
     def key(self) -> str:
-        """A text that identifies the plan: the template, or the plan's key; columns with equal keys are one plan."""
+        """The text that identifies the plan: the template, or the plan's key; columns with equal keys are one plan."""
         if self.plan is None:
             return self.template
         return repr(Plan.from_json(self.plan).key)
@@ -82,7 +82,10 @@ class PlanRow:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorData:
-    """Tasks x plans, as the head of this file defines them. `provenance`: commit, device, versions, dates and sweep of each collection."""
+    """Errors of tasks under plans, with memory, noise and step times, as the head of this file defines them.
+
+    `provenance` has commit, device, versions, dates and sweep of each collection of trials.
+    """
 
     name: str
     mode: str  # "simulate" or "store"
@@ -123,7 +126,10 @@ class PriorData:
 
     @staticmethod
     def of_runs(name: str, mode: str, tasks: Sequence[TaskRow], plans: Sequence[PlanRow], runs: Array, **fields: Any) -> PriorData:
-        """A prior from single runs (tasks, plans, seeds), NaN where there is none; `fields` are the other fields, unknown unless given."""
+        """Return a prior from single runs (tasks, plans, seeds), NaN where there is none.
+
+        `fields` are the other fields, unknown unless given.
+        """
         runs, shape = np.asarray(runs, dtype=np.float64), (len(tasks), len(plans))
         counts = np.isfinite(runs).sum(axis=2)
         errors = np.where(counts > 0, np.nansum(runs, axis=2) / np.maximum(counts, 1), np.nan)
@@ -134,25 +140,25 @@ class PriorData:
 
     @property
     def levels(self) -> NDArray[np.intp] | None:
-        """The level of each plan as a number, (plans,); None where a plan has no level."""
+        """The level of each plan as a number, (plans,); None if a plan has no level."""
         if not all(plan.level for plan in self.plans):
             return None
         names = list(dict.fromkeys(plan.level for plan in self.plans))
         return np.array([names.index(plan.level) for plan in self.plans])
 
     def row(self, name: str) -> int:
-        """The row of a task by name."""
+        """Return the index of the task with this name."""
         names = [task.name for task in self.tasks]
         if name not in names:
             raise PriorError(f"prior {self.name!r} has no task {name!r}. Closest: {closest(name, names)}.")
         return names.index(name)
 
     def rows(self, names: Iterable[str]) -> PriorData:
-        """The prior with these tasks alone, in this order."""
+        """Return the prior with these tasks alone, in this order."""
         return self._selected([self.row(name) for name in names])
 
     def without(self, tasks: Iterable[str]) -> PriorData:
-        """The prior without these tasks."""
+        """Return the prior without these tasks."""
         left_out = {self.row(name) for name in tasks}
         return self._selected([i for i in range(len(self.tasks)) if i not in left_out])
 
@@ -168,7 +174,7 @@ class PriorData:
 
 
 def pooled_noise(runs: Array) -> Array:
-    """Standard deviation of one run about its plan's mean, (tasks,); NaN where no plan ran twice."""
+    """Return the standard deviation of one run about its plan's mean, (tasks,); NaN if no plan of the task ran twice."""
     counts = np.isfinite(runs).sum(axis=2)
     means = np.nansum(runs, axis=2) / np.maximum(counts, 1)
     squares = np.nansum((runs - means[..., None]) ** 2, axis=(1, 2))
@@ -177,7 +183,10 @@ def pooled_noise(runs: Array) -> Array:
 
 
 def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
-    """One prior with all tasks and all plans of `parts`; a plan of several parts is one column, a task of two parts is two rows."""
+    """Return one prior with all tasks and all plans of `parts`.
+
+    A plan of several parts becomes one column; a task of two parts stays two rows.
+    """
     modes = list(dict.fromkeys(part.mode for part in parts))
     if len(modes) != 1:
         raise PriorError(f"only priors of one mode can be joined; these have {', '.join(modes) or 'none'}.")
@@ -201,7 +210,10 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int = 0) -> Array:
-    """A matrix of `part` in `columns` of a matrix with `num_columns` columns."""
+    """Return the matrix `name` of `part`, with its columns moved to `columns` of a matrix that has `num_columns` columns.
+
+    Other entries are empty. `depth`: the number of seeds, for the matrix of runs.
+    """
     array = getattr(part, name)
     tail = (depth,) if depth else ()
     empty = 0.0 if name in ("counts", "diverged", "propensity") else np.nan
@@ -214,7 +226,7 @@ def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: 
 
 
 def _distinct_names(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Names that differ: the second of two equal names gets its origin in parentheses."""
+    """Return distinct names for (name, origin): the second of two equal names gets its origin in parentheses."""
     names: list[str] = []
     for name, origin in pairs:
         distinct, number = name, 2

@@ -109,7 +109,7 @@ STATES = {"full": 32.0, "half": 16.0, "lpmm": 8.125}  # tier: bits of a weight
 
 
 def load(name: str | os.PathLike[str] = "stored") -> PriorData:
-    """The prior with this name, or in this file."""
+    """Return the prior of this name, or the prior in this file."""
     text = os.fspath(name)
     if text.endswith(".json") or "/" in text or os.sep in text:
         return read_prior(Path(text))
@@ -117,18 +117,18 @@ def load(name: str | os.PathLike[str] = "stored") -> PriorData:
 
 
 def available() -> list[str]:
-    """Names that `load` accepts: shipped priors first."""
+    """Return the names that `load` accepts, those of shipped priors first."""
     shipped = [name for name in SHIPPED if _shipped(name).is_file()]
     return [*shipped, *own_priors()]
 
 
 def own_priors() -> list[str]:
-    """Names of the user's own priors."""
+    """Return the names of the user's own priors."""
     return sorted(path.stem for path in folder().glob("*.json") if NAME.fullmatch(path.stem))
 
 
 def known_prior(mode: str = "store") -> PriorData:
-    """All priors of a mode, joined: the shipped ones and the user's own."""
+    """Return all priors of a mode ("store" or "simulate") joined into one: the shipped ones and the user's own."""
     if mode not in MODES:
         raise PriorError(f"mode {mode!r} is unknown. Allowed: {', '.join(MODES)}.")
     all_priors = [load(name) for name in available()]
@@ -139,7 +139,10 @@ def known_prior(mode: str = "store") -> PriorData:
 
 
 def add(prior_data: PriorData, name: str, *, replaces: bool = False) -> Path:
-    """Save a prior among the user's own, and return its path."""
+    """Save a prior among the user's own, and return its path.
+
+    With `replaces`, an own prior of this name is overwritten.
+    """
     path = _own_path(name)
     if path.exists() and not replaces:
         raise PriorError(f"a prior {name!r} exists already. Pass replaces=True to replace it, or choose another name.")
@@ -157,7 +160,7 @@ def remove(name: str) -> None:
 
 
 def folder() -> Path:
-    """The folder of the user's own priors."""
+    """Return the folder of the user's own priors."""
     path = os.environ.get(FOLDER_VARIABLE)
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(path) if path else Path(base) / "paredown" / "priors"
@@ -193,14 +196,14 @@ def _path_by_name(name: str) -> Path:
 
 
 def write_prior(prior_data: PriorData, path: Path, *, name: str | None = None) -> None:
-    """Write a prior to a file, one line for each task and plan; the file appears whole or not at all."""
+    """Write a prior to a file, one line for each task and plan; if writing fails, there is no partial file."""
     text = prior_to_text(prior_data if name is None else replace(prior_data, name=name))
     _check_readable(text, path.name)
     save_text(path, text, PriorError)
 
 
 def _check_readable(text: str, name: str) -> None:
-    """Raise PriorError for a text that `read_prior` would refuse."""
+    """Raise PriorError for a text that `read_prior` would refuse; `name` is for messages."""
     try:
         _check_size(len(text.encode()), "it")
         prior_from_text(text)
@@ -214,7 +217,7 @@ def _check_size(size: int, what: str) -> None:
 
 
 def read_prior(path: Path) -> PriorData:
-    """The prior in a file; PriorError names what is wrong with another file."""
+    """Return the prior in a file; PriorError names what is wrong if the file holds none."""
     return load_json(path, "prior", PriorError, prior_from_json, name=path.name, most_bytes=MOST_BYTES)
 
 
@@ -222,7 +225,7 @@ def read_prior(path: Path) -> PriorData:
 
 
 def prior_to_text(prior_data: PriorData) -> str:
-    """The JSON text of a prior, one line for each row of a table or matrix."""
+    """Return the JSON text of a prior, one line for each row of a table or matrix."""
     parts: list[tuple[str, Any]] = [("about", ABOUT), ("version", VERSION), ("name", prior_data.name), ("mode", prior_data.mode)]
     parts += [
         ("tasks", [_nonempty_fields(task) for task in prior_data.tasks]),
@@ -253,7 +256,7 @@ def _compact(value: Any) -> str:
 
 
 def _nonempty_fields(row: TaskRow | PlanRow) -> dict[str, Any]:
-    """The fields of a row that are not empty, by their names in files."""
+    """Return the fields of a row that are not empty, by their names in files."""
     values = {name: value for name, value in asdict(row).items() if value is not None and value != "" and value != {}}
     return {FILE_FIELDS.get(name, name): value for name, value in values.items()}
 
@@ -274,12 +277,12 @@ def _number(value: float) -> float | None:
 
 
 def prior_from_text(text: str) -> PriorData:
-    """The prior whose JSON text this is; PriorError names what is wrong with another text."""
+    """Return the prior of a JSON text; PriorError names what is wrong if the text is none."""
     return prior_from_json(parse_json(text, "prior", PriorError))
 
 
 def prior_from_json(value: Any) -> PriorData:
-    """The prior with this JSON value; PriorError names what is wrong with another value."""
+    """Return the prior of a JSON value; PriorError names what is wrong if the value is none."""
     parts = object_parts(value, "prior", FIELDS, NEEDED, VERSION, PriorError)
     check_fields(parts, {"name": TEXT, "mode": Check(MODES.__contains__, f"one of {', '.join(MODES)}")}, "prior", PriorError)
     return _prior_data(parts, is_first_version=value["version"] == FIRST_VERSION)
@@ -305,7 +308,7 @@ def _prior_data(value: Mapping[str, Any], *, is_first_version: bool) -> PriorDat
 
 
 def _rows(value: Any, kind: type[Row], what: str) -> tuple[Row, ...]:
-    """The tasks or plans of a file, at least one; `what` names them in errors."""
+    """Return the tasks or plans of a file, at least one; `what` names them in errors."""
     if not isinstance(value, list) or not value or not all(isinstance(row, dict) for row in value):
         raise PriorError(f"{what} is a list of at least one object, not {brief(value)}.")
     return read_dataclass(
@@ -314,7 +317,7 @@ def _rows(value: Any, kind: type[Row], what: str) -> tuple[Row, ...]:
 
 
 def _matrix(value: Any, shape: tuple[int, int], name: str) -> Array | None:
-    """A matrix (tasks, plans) of numbers from 0 up, NaN for null; None where the file has none."""
+    """Return a matrix (tasks, plans) of numbers from 0 up, with NaN for null; None if the file has no such matrix."""
     if value is None:
         return None
     if not _is_table(value, shape) or not all(part is None or (SUMMED.holds(part) and part >= 0) for row in value for part in row):
@@ -323,7 +326,7 @@ def _matrix(value: Any, shape: tuple[int, int], name: str) -> Array | None:
 
 
 def _all_runs(value: Any, shape: tuple[int, int]) -> Array:
-    """The runs, (tasks, plans, most runs of a pair), NaN where there is none."""
+    """Return the runs, (tasks, plans, most runs of a pair), NaN where there is none."""
     expected = f"runs is {shape[0]} rows of {shape[1]} lists of finite errors or null"
     if not _is_table(value, shape) or not all(isinstance(cell, list) for row in value for cell in row):
         raise PriorError(f"{expected}; it is {brief(value)}.")
@@ -348,7 +351,10 @@ def _has_seeds(value: Any, num_tasks: int) -> Mask:
 
 
 def _may_have_seeds(runs: Array) -> Mask:
-    """For files of version 1: (tasks,) whether all plans ran equally often. If not, runs of two seeds may share an index."""
+    """Return for each task, (tasks,), whether all its plans ran equally often, for files of version 1.
+
+    If not, runs of two different seeds may share an index.
+    """
     counts = np.isfinite(runs).sum(axis=2)
     return np.array([len(set(row[row > 0])) < 2 for row in counts])
 
@@ -359,7 +365,10 @@ def _is_table(value: Any, shape: tuple[int, int]) -> bool:
 
 
 def _is_plan(value: Any) -> bool:
-    """Whether a value has the form of a plan's JSON; `Plan.from_json` checks the rest on use, which takes 0.25 s for 100 plans."""
+    """Return whether a value has the form of a plan's JSON.
+
+    `Plan.from_json` checks the rest when the plan is used, since that takes 0.25 s for 100 plans.
+    """
     rules = value.get("rules") if isinstance(value, dict) else None
     return isinstance(rules, list) and "version" in value and all(isinstance(rule, list) and len(rule) == 2 for rule in rules)
 
@@ -368,7 +377,10 @@ def _is_plan(value: Any) -> bool:
 
 
 def made_up_prior(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, seed: int = 0, mode: str = "store") -> PriorData:
-    """A synthetic prior of at most 39 plans: unmodified activations or 2, 4 or 8 bits in four block lengths, and three tiers."""
+    """Return a synthetic prior of at most 39 plans.
+
+    Activations are unmodified, or have 2, 4 or 8 bits in four block lengths; optimizer state has one of three tiers (sets of formats).
+    """
     rng = np.random.default_rng(seed)
     plans = list(islice(_plans(), num_plans))
     activation = np.array([plan.features["activation"] for plan in plans])
@@ -387,7 +399,7 @@ def made_up_prior(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, s
 
 
 def _plans() -> Iterator[PlanRow]:
-    """The plans, those with the first block length first."""
+    """Yield the plans of the synthetic prior, those with the first block length first."""
     for block, (tier, bits), (text, width, more) in product(BLOCKS, STATES.items(), ELEMENTS):
         if not text and block != BLOCKS[0]:
             continue

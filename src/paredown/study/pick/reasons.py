@@ -22,7 +22,10 @@ TIMED = {"measured": "measured", "predicted": "predicted", "prior": "the mean of
 
 @dataclass(frozen=True)
 class AnswerText:
-    """The sentences of an answer, from budget, baseline bytes, trials of this pick, prior, and other known trials."""
+    """The sentences of an answer.
+
+    They are made from the budget, the baseline's bytes, the trials of this pick, the prior, and `others`: further known trials.
+    """
 
     budget_bytes: int
     full_bytes: int
@@ -31,7 +34,7 @@ class AnswerText:
     others: tuple[Trial, ...] = ()
 
     def reason(self, point: Point, certainty: str, early: str, ratios: Sequence[float] = ()) -> str:
-        """Why this plan: its peak, its expected error, how certain the choice is, and why trials ended early, if they did.
+        """Return why this plan is picked: its peak, its expected error, how certain the choice is, and why trials ended early, if so.
 
         `ratios`: measured over predicted peaks of the trials.
         """
@@ -43,7 +46,10 @@ class AnswerText:
         return " ".join(part for part in parts if part)
 
     def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
-        """Further facts: the cost, failed trials, a measured peak above the budget, plans that were left out."""
+        """Return further facts: the cost, failed trials, a measured peak above the budget, plans that were left out.
+
+        `has_unit`: whether the error of random guessing is known.
+        """
         notes: list[str] = []
         if self.trials:
             notes.append(self._cost())
@@ -76,7 +82,7 @@ class AnswerText:
 
 
 def _corrected(point: Point, ratios: Sequence[float]) -> str:
-    """The peak that counts where trials took more than predicted."""
+    """Return a sentence on the peak that counts if trials took more memory than predicted."""
     if point.measured_bytes is not None:
         return f"measured {say_bytes(point.needs)}"
     least, most = (f"{ratio:.2f}" for ratio in (min(ratios, default=1.0), max(ratios, default=1.0)))
@@ -86,7 +92,10 @@ def _corrected(point: Point, ratios: Sequence[float]) -> str:
 
 
 def say_use_of_trials(gain: float, is_settled: bool) -> str:
-    """Whether trials are worth their time; `gain`: by how much the best of them is expected to lower the error."""
+    """Return a sentence on whether trials are worth their time.
+
+    `gain`: how much the best trial is expected to lower the error. `is_settled`: no trial is worth its cost.
+    """
     if is_settled:
         return (
             "Trials are not expected to change this choice: the plans that fit are about as accurate, by what earlier tasks show."
@@ -95,7 +104,7 @@ def say_use_of_trials(gain: float, is_settled: bool) -> str:
 
 
 def stopped_early(point: Point) -> str:
-    """Why trials ended before the last one, with this plan as the choice."""
+    """Return a sentence on why trials ended before the last one, with this plan as the choice."""
     if point.plan.quantizes_nothing:
         return "Stopped early: nothing is quantized under this plan, so that its errors are the baseline's."
     return (
@@ -104,7 +113,7 @@ def stopped_early(point: Point) -> str:
 
 
 def explain_nothing_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
-    """Why no plan is picked although some fit by prediction: none of them could be trained within the budget."""
+    """Return why no plan is picked although some fit by prediction: none of them could be trained within the budget."""
     last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
     details = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
     if excess := max((point.needs - point.predicted_bytes for point in within), default=0):
@@ -121,13 +130,13 @@ def _least(points: Sequence[Point]) -> str:
 
 
 def explain_nothing_fits(least: Point, budget_bytes: int) -> str:
-    """Why no plan is picked: the smallest predicted peak is above the budget."""
+    """Return why no plan is picked: the smallest predicted peak is above the budget."""
     smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
     return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
 
 def say_ties(ties: Sequence[str], num_fits: int) -> str:
-    """How many of the other plans that fit may be as good."""
+    """Return a sentence on how many of the other plans that fit may be as good."""
     if num_fits == 1:
         return "No other plan fits."
     if not ties:
@@ -138,7 +147,10 @@ def say_ties(ties: Sequence[str], num_fits: int) -> str:
 
 
 def say_time(frontier: Frontier, point: Point, budget_bytes: int, *, is_by_error: bool = True) -> str:
-    """The step time of the picked plan; where the least error is looked for (`is_by_error`), also those of plans that are as accurate."""
+    """Return a sentence on the step time of the picked plan.
+
+    If the pick is the plan of least error (`is_by_error`), it also names the step times of plans that are equally accurate.
+    """
     if not point.step_source:
         return "No step time was measured."
     step = f"{say_step(point.step_seconds, point.step_ratio)} ({TIMED[point.step_source]})"

@@ -46,7 +46,7 @@ WORST = 1.0  # random guessing
 
 
 def random_guess_error(metric: str, answers: int | None) -> float | None:
-    """The error of random guessing in a metric, with equal odds for every answer; None where it is not known."""
+    """Return the error of random guessing in a metric, with equal odds for every answer; None if it is unknown."""
     if answers is None or answers < 2:
         return None
     return {"error": 1 - 1 / answers, "loss": math.log(answers)}.get(metric)
@@ -54,7 +54,10 @@ def random_guess_error(metric: str, answers: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a new task, and the errors by level that it was fitted to, (tasks, levels), NaN where not observed."""
+    """The prior of a new task, and the errors that it was fitted to, (tasks, levels), NaN where not observed.
+
+    A level is a group of plans that are known to differ by noise alone.
+    """
 
     prior_data: PriorData
     prior: Prior
@@ -62,7 +65,7 @@ class TaskPrior:
 
     @staticmethod
     def of(prior_data: PriorData) -> TaskPrior:
-        """The prior from all tasks of `prior_data`."""
+        """Return the prior from all tasks of `prior_data`."""
         has_diverged = prior_data.diverged > 0  # how likely that is counts apart from the errors of plans that train
         runs = np.where(has_diverged[..., None], np.nan, scaled(prior_data))  # (tasks, plans, seeds)
         if not np.isfinite(runs).any():
@@ -77,10 +80,10 @@ class TaskPrior:
         return TaskPrior(prior_data, Prior(levels, gaussian, WORST, divergence), errors)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
-        """The prior of the candidates: `columns` are theirs in the prior data, -1 for plans that it does not have.
+        """Return the prior of the candidates of a pick.
 
-        `features` are those of the candidates, `points` those of all plans of the prior (NaN: not known), from which new plans are
-        predicted.
+        `columns` are the columns of the candidates in the prior data, -1 for plans that it does not have. `features` are the features of
+        the candidates, `points` those of all plans of the prior (NaN: unknown), from which plans without a column are predicted.
         """
         prior, is_new = self.prior, columns < 0
         levels = np.where(is_new, 0, prior.levels[columns])
@@ -92,7 +95,7 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """The distribution with new levels at these features after the others."""
+        """Return the distribution with new levels after the known ones; `new` are the features of the new levels."""
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):
@@ -110,7 +113,7 @@ class TaskPrior:
 
 
 def scaled(prior_data: PriorData) -> Array:
-    """All runs (tasks, plans, seeds) relative to random guessing, at most WORST; NaN where there is none.
+    """Return all runs (tasks, plans, seeds) relative to random guessing, at most WORST; NaN where there is none.
 
     For a metric without an error of random guessing, they are relative to the worst observed error of their task.
     """
@@ -122,15 +125,19 @@ def scaled(prior_data: PriorData) -> Array:
 
 
 def data_set_weights(prior_data: PriorData) -> Array:
-    """How much each task counts, (tasks,): the superclasses of one data set, `data/1`, `data/2` and so on, count as one task together."""
+    """Return how much each task counts, (tasks,).
+
+    Tasks on parts (superclasses) of one data set, `data/1`, `data/2` and so on, count as one task together.
+    """
     names = [(task.data.partition("/")[0], task.family) if "/" in task.data else task.name for task in prior_data.tasks]
     return np.array([1 / names.count(name) for name in names])
 
 
 def predicting_weights(points: Array, new: Array, tasks: Array) -> tuple[Array, Array]:
-    """Weights (new plans, levels) that predict plans with features `new` from levels at `points`, and the covariance of the rest.
+    """Return weights (new plans, levels) that predict new plans from known levels, and the covariance of the prediction error.
 
-    `tasks` (tasks, levels): errors of the levels, NaN where not observed; each is predicted from the others to scale that covariance.
+    `new` are the features of the new plans, `points` those of the levels. `tasks` (tasks, levels) are errors of the levels, NaN where not
+    observed: each level is predicted from the others to scale the covariance.
     """
     size = len(points)
     system = np.ones((size + 1, size + 1))  # the last row makes the weights add up to 1
@@ -150,6 +157,6 @@ def predicting_weights(points: Array, new: Array, tasks: Array) -> tuple[Array, 
 
 
 def likeness(a: Array, b: Array) -> Array:
-    """Correlation of the errors of plans with features (plans, features); 0 where features are not known (NaN)."""
+    """Return the correlation of the errors of plans with features `a` and `b` (plans, features); 0 if features are unknown (NaN)."""
     squares = (((a[:, None] - b[None]) / LENGTH) ** 2).sum(axis=-1)
     return np.exp(-0.5 * np.where(np.isfinite(squares), squares, np.inf))

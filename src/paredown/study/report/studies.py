@@ -148,7 +148,10 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """Return the plans that take less memory than the baseline, and whose intervals of error reach its own or are lower."""
+        """Return the plans that take less memory than the baseline and may be as accurate.
+
+        A plan may be if its interval of error reaches the baseline's interval or is lower.
+        """
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
         known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
@@ -213,7 +216,7 @@ def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ..
 
 
 def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
-    """Return the marks, with `on_front` set for plans on the line that the page draws: errors fall along it, and it has `picked`.
+    """Return the marks, with `on_front` set for the plans on the line of the chart: errors fall along it, and it contains `picked`.
 
     A plan with less memory and less error than `picked` is not on it; the page says beside it why it was not picked.
 
@@ -458,7 +461,7 @@ def parts_of(values: Sequence[Any], most: int = MOST_POINTS) -> list[Sequence[An
 
 
 def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
-    """Return the memory of a step under each of these plans, by label."""
+    """Return the memory of a step under each of these plans, which are given by label."""
     return tuple(_kept(trace, label, plan) for label, plan in plans.items())
 
 

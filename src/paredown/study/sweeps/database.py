@@ -136,7 +136,7 @@ def prepare(connection: Connection, name: str) -> None:
 
 
 def find_version(connection: Connection) -> int | None:
-    """The version of the store's tables; None where it has no tables, 0 where the version is unreadable."""
+    """Return the version of the store's tables; None if it has no tables, 0 if the version is unreadable."""
     if not inspect(connection).has_table(META.name):
         return None
     value = str(connection.scalar(select(META.c.value).where(META.c.name == "version")))
@@ -144,7 +144,7 @@ def find_version(connection: Connection) -> int | None:
 
 
 def check_version(version: int, name: str) -> None:
-    """StoreError unless this version of paredown can read a store of this version."""
+    """Raise StoreError unless this version of paredown can read a store of this version."""
     if version > VERSION:
         raise StoreError(
             f"the store {name} is of version {version}; this paredown reads version {VERSION}. Nothing was changed. "
@@ -168,7 +168,7 @@ ALLOWED = "a store is a file (trials.db) or a PostgreSQL URL (postgresql://user@
 
 
 def parse_address(address: str | Path) -> URL:
-    """The URL of a store. Error messages do not repeat an unreadable address: it may contain a password."""
+    """Return the URL of a store. Error messages do not repeat an unreadable address: it may contain a password."""
     text = str(address)
     if not text.strip():
         raise StoreError(f"{ALLOWED}; this one is empty.")
@@ -190,7 +190,7 @@ def parse_address(address: str | Path) -> URL:
 
 
 def say_address(url: URL) -> str:
-    """The name of a store in messages: no user, no password, no options."""
+    """Return the name of a store for messages, without user, password and options."""
     if url.drivername == "sqlite":
         return str(url.database)
     host = url.host or "localhost"
@@ -199,7 +199,7 @@ def say_address(url: URL) -> str:
 
 
 def is_same_store(a: URL, b: URL) -> bool:
-    """Whether two addresses are the same store."""
+    """Return whether two addresses are the same store."""
     if a.drivername == b.drivername == "sqlite":
         return Path(str(a.database)).resolve() == Path(str(b.database)).resolve()
     return a.set(username=None, password=None) == b.set(username=None, password=None)
@@ -218,7 +218,10 @@ PAUSE_SECONDS = (0.05, 2.0)  # the first and the longest pause between attempts
 
 
 class DatabaseTrouble(NamedTuple):
-    """A part of the database's message, its meaning, whether a retry may succeed, and what the user can do."""
+    """A kind of database error: a `pattern` in the database's message, its meaning, and what the user can do.
+
+    `is_temporary`: whether a retry may succeed.
+    """
 
     pattern: str
     meaning: str
@@ -284,7 +287,7 @@ class Database:
         self._engine = _make_engine(self.url, self.name, self._connect_seconds)
 
     def open(self, *, may_create: bool = True) -> None:
-        """Connect, and create the tables where there are none; with `may_create=False` this is a StoreError."""
+        """Connect, and create the tables if there are none; with `may_create=False` missing tables are a StoreError."""
         if may_create:
             self._first_try(lambda: self._run(lambda connection: prepare(connection, self.name), {}))
             return
@@ -294,7 +297,10 @@ class Database:
         check_version(version, self.name)
 
     def why_missing(self) -> str | None:
-        """Why there is no store at this address yet: no file, server, database or tables. None where there is one, or another error."""
+        """Return why there is no store at this address yet: no file, server, database or tables.
+
+        None if there is a store, or if another error occurs.
+        """
         try:
             if self._may_exist and self._run(find_version, READS) is not None:
                 return None
@@ -306,15 +312,15 @@ class Database:
 
     @property
     def _may_exist(self) -> bool:
-        """False where a file of SQLite is missing, which connecting would create."""
+        """Return False if a file of SQLite is missing, since connecting would create it."""
         return self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """The value of `work(connection)`, after its transaction was committed to disk."""
+        """Return the value of `work(connection)`, after its transaction was committed to disk."""
         return self._try(lambda: self._run(work, {}), self.patience_seconds)
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """The value of `work(connection)`, a read-only transaction: one consistent snapshot, without blocking writers."""
+        """Return the value of `work(connection)`, run in a read-only transaction: one consistent snapshot, without blocking writers."""
         return self._try(lambda: self._run(work, READS), self.patience_seconds)
 
     def close(self) -> None:
@@ -330,7 +336,10 @@ class Database:
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Run `work`, with retries after temporary errors for up to `patience_seconds`."""
+        """Run `work` and return its value, with retries after temporary errors for up to `patience_seconds`.
+
+        `is_open`: whether the store was open before; if not, a server that does not answer is an error at once.
+        """
         start, pause, is_reported = time.monotonic(), PAUSE_SECONDS[0], False
         while True:
             try:
@@ -355,7 +364,7 @@ class Database:
         return f"the store {self.name} cannot be used"
 
     def _trouble(self, error: DBAPIError) -> DatabaseTrouble:
-        """The row of TROUBLES for an error; StoreError where there is none."""
+        """Return the row of TROUBLES for an error; StoreError if there is none."""
         trouble = find_trouble(error)
         if trouble is None and isinstance(error, IntegrityError):
             raise error  # a constraint of the tables: a bug of paredown, not of the store
@@ -370,7 +379,10 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """The row of TROUBLES whose pattern is in the database's message, SILENT or LOST; None for an unknown error."""
+    """Return the row of TROUBLES whose pattern is in the database's message; None for an unknown error.
+
+    The row is SILENT if a server did not answer, and LOST if the connection was lost.
+    """
     message = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):
         if row.pattern in message:
@@ -384,7 +396,7 @@ def _to_stderr(sentence: str) -> None:
 
 
 def connect_seconds(url: URL) -> int:
-    """The connection timeout: that of the URL, else of the environment, else CONNECT_SECONDS.
+    """Return the connection timeout: that of the URL, else of the environment, else CONNECT_SECONDS.
 
     >>> connect_seconds(parse_address("postgresql://db.example.org/trials?connect_timeout=10"))
     10
@@ -425,7 +437,7 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
 
 
 def _is_ours_or_empty(connection: Any) -> bool:
-    """Whether a database has paredown's tables or none. Any other is refused later, and must not be modified."""
+    """Return whether a database has paredown's tables or none. Any other is refused later, and must not be modified."""
     names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     return not names or META.name in names
 
@@ -443,7 +455,7 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 
 @contextmanager
 def readable(what: str) -> Generator[None]:
-    """Turn the exceptions of reading `what` from a store into a StoreError."""
+    """Return a context that turns exceptions of reading `what` from a store into a StoreError."""
     try:
         yield
     except StoreError:
@@ -464,13 +476,13 @@ CHECKS: dict[str, Check] = {
 
 
 def check_columns(row: Any) -> None:
-    """StoreError where a column has a value of another type, which SQLite allows, or a number that is not finite."""
+    """Raise StoreError if a column has a value of another type, which SQLite allows, or a number that is not finite."""
     checks = {name: CHECKS[name] for name in row._fields if name in CHECKS}
     check_fields(row, checks, "trial in the store", _damaged)
 
 
 def check_text(value: object, what: str) -> str:
-    """`value` if it is a str; StoreError where a column of text has bytes or a number."""
+    """Return `value` if it is a str; StoreError if a column of text has bytes or a number."""
     if not isinstance(value, str):
         raise _damaged(f"{what} in the store is text, not {brief(value)}.")
     return value

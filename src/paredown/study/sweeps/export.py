@@ -39,14 +39,14 @@ COLUMNS = ("key", "sweep", "task", "seed", "mode", "label", "plan", "propensity"
 
 
 def rows(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
-    """The trials of a sweep, or of all sweeps, as JSON values; `trial` is the whole result, None for unfinished ones."""
+    """Return the trials of a sweep, or of all sweeps, as JSON values; `trial` is the whole result, None for unfinished ones."""
     query = select(TRIALS).order_by(TRIALS.c.sweep, TRIALS.c.place, TRIALS.c.key)
     trials = store.database.read(lambda c: c.execute(query if sweep is None else query.where(TRIALS.c.sweep == sweep)).all())
     return [_row(row) for row in trials]
 
 
 def export(store: Store, to: str | Path, *, sweep: str | None = None) -> int:
-    """Write the trials to a file, in the format of its suffix; returns the number of rows."""
+    """Write the trials to a file, in the format of its suffix, and return the number of rows."""
     path = Path(to)
     if path.suffix not in WRITERS:
         raise StoreError(f"{path.name} has suffix {path.suffix!r}, which is no format of an export. Allowed: {', '.join(WRITERS)}.")
@@ -112,7 +112,7 @@ COPIED = tuple(column.name for column in TRIALS.columns if column.name != "worke
 
 @dataclass(frozen=True)
 class MergeResult:
-    """Numbers of trials of a merge: new ones, results added to trials without one, and trials that both had finished."""
+    """The numbers of trials of a merge: new ones, results added to trials without one, and trials that both stores had finished."""
 
     num_new: int = 0
     num_results: int = 0
@@ -159,7 +159,7 @@ def _copy(row: Row[Any]) -> dict[str, Any]:
 
 
 def _check(row: Row[Any]) -> None:
-    """StoreError for an unreadable row: it is not copied."""
+    """Raise StoreError for an unreadable row, which is then not copied."""
     to_spec(row)
     with readable("a result"):
         if row.state == FINISHED:

@@ -30,7 +30,7 @@ class Runner:
     _baseline: list[float | None] = field(default_factory=list[float | None], repr=False)  # its step time, once it is measured
 
     def __call__(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> Trial:
-        """Run one trial; an exception gives a trial of status FAILED."""
+        """Run one trial and return it; an exception gives a trial of status FAILED."""
         try:
             trial = evaluate(self.task, plan, seed=seed, device=self.device, mode=self.mode, progress=progress)
         except Exception as error:
@@ -53,15 +53,15 @@ MAX_REASON_CHARS = 2000
 
 
 class Measurer(ABC):
-    """Runs trials, and returns finished ones of earlier calls."""
+    """Runs trials, and returns those that earlier calls finished."""
 
     @abstractmethod
     def known(self) -> tuple[list[Trial], list[Trial]]:
-        """Finished trials of an earlier call with the same name, and other finished trials of the same task."""
+        """Return the finished trials of an earlier call with the same name, and other finished trials of the same task."""
 
     @abstractmethod
     def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
-        """The trial, and other trials that were finished since the last call."""
+        """Run the trial of this plan and seed; return it, with other trials that were finished since the last call."""
 
     @abstractmethod
     def close(self) -> None:
@@ -76,15 +76,15 @@ class DirectMeasurer(Measurer):
     runner: Runner
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
-        """No trials: nothing is stored."""
+        """Return no trials: nothing is stored."""
         return [], []
 
     def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
-        """The trial of this plan and seed."""
+        """Run the trial of this plan and seed, and return it."""
         return [self.runner(plan, seed, progress)]
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is no store to release."""
 
 
 @final
@@ -112,13 +112,13 @@ class StoredMeasurer(Measurer):
         return f"{self.name} {self.runner.task.name}"
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
-        """Finished trials of this sweep, and others of the same task, from the store."""
+        """Return the finished trials of this sweep, and others of the same task, from the store."""
         self._store.reopen(self.sweep, [Status.FAILED, Status.KILLED])
         trials = [(row["sweep"] == self.sweep, Trial.from_json(row["trial"])) for row in self._rows()]
         return [t for is_of_sweep, t in trials if is_of_sweep], [t for is_of_sweep, t in trials if not is_of_sweep]
 
     def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
-        """The trial of this plan and seed, and other trials of the sweep that were finished meanwhile."""
+        """Run the trial of this plan and seed; return it, with other trials of the sweep that were finished meanwhile."""
         from paredown.study.sweeps.engines.engine import InlineEngine
         from paredown.study.sweeps.sweep import DrawnTrial, TrialSettings, TrialSpec
         from paredown.study.sweeps.worker import WorkerOptions, work
@@ -151,7 +151,7 @@ class StoredMeasurer(Measurer):
 
 
 def measurer(runner: Runner, store: str | Path | None, name: str) -> Measurer:
-    """A measurer with a store, where one is given: it resumes the sweep of that name. Without one, trials run directly."""
+    """Return a measurer: with a `store` it resumes the sweep of that name, without one it runs trials directly."""
     return DirectMeasurer(runner) if store is None else StoredMeasurer(runner, store, name)
 
 

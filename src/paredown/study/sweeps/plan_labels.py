@@ -37,7 +37,7 @@ class Labels:
         self._of_tasks = of_tasks or {}
 
     def of(self, plan: Plan, task: str = "") -> str:
-        """The label of a plan on a task; the same plan has the same label."""
+        """Return the label of a plan on a task; the same plan has the same label."""
         if (label := self._of_tasks.get((task, plan.key))) is not None:
             return label
         if plan.key not in self._labels:
@@ -47,7 +47,9 @@ class Labels:
 
 
 def distinct_labels(requests: Iterable[tuple[str, Plan, str]]) -> dict[TaskPlan, str]:
-    """The labels of (task, plan, text), by task and `plan.key`: the text, with a number if another plan of the task has it already.
+    """Return the labels of (task, plan, text), by task and `plan.key`.
+
+    A label is the text, with a number if another plan of the task has it already.
 
     >>> a, b, c = Plan(), Plan.preset("lpmm"), Plan.preset("safe")
     >>> list(distinct_labels([("digits", a, "x"), ("digits", b, "x"), ("digits", a, "y"), ("faces", c, "x")]).values())
@@ -64,12 +66,12 @@ def distinct_labels(requests: Iterable[tuple[str, Plan, str]]) -> dict[TaskPlan,
 
 
 def _numbered(text: str) -> Iterator[str]:
-    """`text`, `text (2)`, `text (3)` and so on."""
+    """Yield `text`, `text (2)`, `text (3)` and so on."""
     return (f"{text} ({i})" if i > 1 else text for i in count(1))
 
 
 def plan_label(plan: Plan) -> str:
-    """A short name of a plan: its preset, or its formats by role."""
+    """Return a short name of a plan: its preset, or its formats by role."""
     if plan.changes_nothing:
         return BASELINE
     if (name := _presets().get(plan.key)) is not None:

@@ -37,7 +37,7 @@ class TaskFolder:
     path: Path
 
     def refuses(self, task: str) -> str | None:
-        """Why this worker does not run a task, or None. Checks that its file exists; imports nothing."""
+        """Return why this worker does not run a task; None if it does. Checks that the task's file exists; imports nothing."""
         head = task.strip().partition("#")[0]
         kind, _, file = head.partition(":")
         try:
@@ -62,7 +62,7 @@ class TaskFolder:
         return replace(trial, task=spec.task)  # the text of the sweep, which may differ from the task's name
 
     def setting(self, spec: TrialSpec) -> TrainingSetup:
-        """The task, plan, seed and device of a trial."""
+        """Return the task, plan, seed and device of a trial."""
         if (reason := self.refuses(spec.task)) is not None:
             raise TaskError(f"task {spec.task!r}: {reason}")
         task, settings = cached_task(spec.task, self.path), spec.settings
@@ -93,14 +93,18 @@ ENGINES: dict[str, Callable[[RunTrial, int | None], Engine]] = {
 
 
 def engine_for(sweep: Sweep) -> str:
-    """The default engine of a sweep on this machine: CUDA graphs for simulated trials on a GPU, else local processes."""
+    """Return the name of the default engine of a sweep on this machine.
+
+    It is "graphs" (CUDA graphs) for simulated trials on a GPU, otherwise "local" (local processes).
+    """
     return "graphs" if sweep.settings.mode != "store" and find_gpus() and sweep.settings.device != "cpu" else "local"
 
 
 def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayOptions | None = None) -> Engine:
-    """The engine of that name. `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine.
+    """Return the engine of that name, which trains with `run`.
 
-    `ray`: what a trial gets of a Ray cluster; for the ray engine alone.
+    `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine. `ray`: what a trial gets of a Ray
+    cluster, for the ray engine alone.
     """
     if name not in ENGINES:
         raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
@@ -112,12 +116,15 @@ def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayO
 
 
 def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
-    """Add a sweep's trials to a store; trials that the store has already are unchanged."""
+    """Add the trials of a sweep to a store, and return how many were new and how many the store had.
+
+    Trials that the store has already are unchanged. `cost(task, plan)` is the predicted bytes, which the method `cheap_first` needs.
+    """
     return store.add(sweep.name, sweep.draw(cost))
 
 
 def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
-    """Run the open trials of a sweep, in parallel with other workers; returns the number of trials that this worker finished.
+    """Run the open trials of a sweep, in parallel with other workers, and return how many trials this worker finished.
 
     Infeasible trials are reported to `options.say` first, and are not counted.
     """
@@ -134,7 +141,7 @@ def report_infeasible(store: Store, sweep: str, say: Callable[[str], object]) ->
 
 
 def find_gpus() -> list[str]:
-    """The GPUs that this process may use, by the names of CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that this process may use, by the names of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [part.strip() for part in visible.split(",") if part.strip()]

@@ -48,7 +48,7 @@ from paredown.study.tasks.trial import Status, Trial, standard_error
 
 @dataclass(frozen=True)
 class SweepCounts:
-    """Numbers of trials of one sweep by state, and of finished ones by status."""
+    """The numbers of trials of one sweep by state, and of finished trials by status."""
 
     sweep: str
     waiting: int = 0
@@ -71,14 +71,17 @@ class SweepCounts:
         return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
         return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
 
 @dataclass(frozen=True)
 class BestPlan:
-    """The plan of least mean error on a task, and its errors by seed; `num_not_done`: its trials that ended otherwise than DONE."""
+    """The plan of least mean error on a task, and its errors by seed.
+
+    `num_not_done`: how many of its trials ended otherwise than DONE.
+    """
 
     task: str
     label: str
@@ -104,14 +107,17 @@ class BestPlan:
         return f"{self.task}: error {self.error:.4f} with {self.label} ({seeds}{others})"
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
+        """Return the JSON value; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
         numbers = {"error": self.error, "standard_error": self.standard_error, "seeds": sorted(self.errors)}
         return {"task": self.task, "label": self.label, **numbers, "num_not_done": self.num_not_done, "plan": self.plan.to_json()}
 
 
 @dataclass(frozen=True)
 class InfeasibleTrials:
-    """The trials of a task and a template of which no plan fits the task, with the label of the template and the reason."""
+    """The trials of a task and a template that do not run: no plan of the template fits the task within its budget.
+
+    `label` is the label of the template, `reason` the text of the BudgetError.
+    """
 
     task: str
     label: str
@@ -122,7 +128,7 @@ class InfeasibleTrials:
         return f"{self.task}, {self.label}: {self.reason.partition('. ')[0].rstrip('.')}."
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
+        """Return the JSON value."""
         return asdict(self)
 
 
@@ -130,7 +136,7 @@ NUM_NAMED_PAIRS = 3  # in one message
 
 
 def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
-    """A message with the number of infeasible trials, of `total`, and the first pairs with the first sentence of their reasons."""
+    """Return a message with the number of infeasible trials, of `total`, and the first sentence of the first few reasons."""
     num, more = sum(pair.num_trials for pair in pairs), len(pairs) - NUM_NAMED_PAIRS
     verbs = "is infeasible and does" if num == 1 else "are infeasible and do"
     others = f" And {more} more, which `paredown sweep status` lists." if more > 0 else ""
@@ -138,7 +144,7 @@ def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
 
 
 def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
-    """The infeasible pairs of a sweep, in its order."""
+    """Return the infeasible pairs of task and template of a sweep, in its order."""
     columns = (TRIALS.c.task, TRIALS.c.label, TRIALS.c.plan, TRIALS.c.result)
     query = select(*columns).where(TRIALS.c.sweep == sweep, IS_INFEASIBLE).order_by(TRIALS.c.place)
     pairs: dict[tuple[str, str], InfeasibleTrials] = {}
@@ -154,7 +160,7 @@ def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
 
 
 def count(store: Store) -> list[SweepCounts]:
-    """The counts of every sweep, by name."""
+    """Return the counts of every sweep, by name."""
     columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
     rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
     by_sweep: dict[str, dict[str, int]] = {}
@@ -164,7 +170,7 @@ def count(store: Store) -> list[SweepCounts]:
 
 
 def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str] = ()) -> int:
-    """The number of trials without a result, of tasks other than `without`."""
+    """Return the number of trials without a result, except for trials of the tasks in `without`."""
     conditions = [TRIALS.c.state != FINISHED]
     conditions += [] if sweep is None else [TRIALS.c.sweep == sweep]
     conditions += [TRIALS.c.task.not_in(without)] if without else []
@@ -176,7 +182,7 @@ RUN_COLUMNS = [TRIALS.c[name] for name in ("task", "plan", "settings", "seed", "
 
 
 def find_best(store: Store, sweep: str) -> list[BestPlan]:
-    """For each task of a sweep, the plan of least mean error over its trials of status DONE; of equal ones the first of the sweep."""
+    """Return for each task of a sweep the plan of least mean error over its trials of status DONE; of equal plans the first."""
     ran = and_(TRIALS.c.sweep == sweep, TRIALS.c.state == FINISHED, not_(IS_INFEASIBLE))
     query = select(*RUN_COLUMNS).where(ran).order_by(TRIALS.c.place)
     groups: dict[tuple[str, Hashable], list[Any]] = {}
@@ -194,7 +200,7 @@ def find_best(store: Store, sweep: str) -> list[BestPlan]:
 
 @lru_cache(maxsize=4096)
 def _same_run(plan: str, settings: str) -> Hashable:
-    """What trials of a task that differ only in their seed have in common: the rules of the plan, mode and device."""
+    """Return what trials of a task that differ only in their seed have in common: the rules of the plan, mode and device."""
     parsed = TrialSettings(**json.loads(settings))
     return parsed_plan(plan).key, parsed.mode, parsed.device
 
@@ -221,7 +227,7 @@ class Pace:
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add a count; returns trials per minute over the window, None until a trial has finished in it."""
+        """Add a count, and return trials per minute over the window; None until a trial has finished in it."""
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()
@@ -249,7 +255,7 @@ class SweepProgress:
         return f"{self.counts}; {rate}{left}"
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: one line of `--json` output."""
+        """Return the JSON value: one line of `--json` output."""
         rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
         return {"event": "progress", **self.counts.to_json(), **rates, "best": [plan.to_json() for plan in self.best]}
 
@@ -263,7 +269,10 @@ class SweepWatcher:
         self._next = 0.0
 
     def look(self, *, is_due: bool = False) -> list[SweepProgress]:
-        """The progress of the sweeps; empty less than `seconds` after the last call, unless `is_due`."""
+        """Return the progress of the sweeps.
+
+        It is empty if the last call was less than `seconds` ago, unless `is_due`.
+        """
         now = time.monotonic()
         if now < self._next and not is_due:
             return []

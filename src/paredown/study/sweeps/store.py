@@ -1,9 +1,10 @@
 """A store: trials in a database that many workers share. Trials are added, claimed, released, and finished once.
 
-A claim is one SQL statement, and no two workers claim the same trial. A result is committed before it is reported; the first result of a
-trial counts and later ones change nothing, so a worker that was wrongly taken for dead costs time and no trial. Workers count heartbeats
-in the database; the workers that watch them (study/sweeps/worker.py) measure time with their own clock, so wrong clocks release nothing.
-The times of trials, `started_at` and `finished_at`, are those of the worker's clock; they are for readers, and nothing depends on them.
+A worker claims a trial before it runs it. A claim is one SQL statement, and no two workers claim the same trial. A result is committed
+before it is reported; the first result of a trial counts and later ones change nothing, so a worker that was wrongly taken for dead costs
+time and no trial. Workers count heartbeats in the database; the workers that watch them (study/sweeps/worker.py) measure time with their
+own clock, so wrong clocks release nothing. The times of trials, `started_at` and `finished_at`, are those of the worker's clock; they are
+for readers, and nothing depends on them.
 
 Every method may run again after a lost reply: it recognizes its first run by the worker's id or the token of the claim.
 
@@ -41,7 +42,7 @@ RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result", "s
 
 
 class WriteOutcome(str, Enum):
-    """The effect of `finish`."""
+    """The effect of `finish` on a store."""
 
     COUNTED = "counted"  # it is the trial's result
     LATE = "late"  # the trial already had the result of another worker
@@ -64,7 +65,7 @@ class RunTimes(NamedTuple):
 
 
 def utc_now() -> str:
-    """The time of this machine's clock in UTC, to the second: `2026-01-31T12:00:00Z`."""
+    """Return the time of this machine's clock in UTC, to the second: `2026-01-31T12:00:00Z`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -112,13 +113,16 @@ def claim(connection: Connection, request: ClaimRequest) -> list[Claim]:
 
 
 def held_claims(connection: Connection, request: ClaimRequest) -> list[Claim]:
-    """The trials that this request has claimed already: its transaction was committed, and the reply was lost."""
+    """Return the trials that this request has claimed already: its transaction was committed, and the reply was lost."""
     query = select(TRIALS).where(TRIALS.c.worker == request.worker, TRIALS.c.claim == request.token)
     return [_to_claim(row) for row in connection.execute(query)]
 
 
 def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult:
-    """Write a result of time `now`, unless the trial has one. A trial whose process died is released, up to MAX_ATTEMPTS times."""
+    """Write a result that ended at time `now`, unless the trial has one, and return what was written.
+
+    If the trial's process died, the trial is released, up to MAX_ATTEMPTS times.
+    """
     claim, trial = ended.claim, ended.trial
     if trial is None and claim.attempt < MAX_ATTEMPTS:
         give_back(connection, [claim], RELEASE)
@@ -132,13 +136,16 @@ def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult
 
 
 def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = RELEASE_UNCOUNTED) -> None:
-    """Release trials whose claims are still valid."""
+    """Release trials whose claims are still valid; `statement` decides whether the attempt counts."""
     for held in claims:
         connection.execute(statement, {"of_key": held.key, "of_claim": held.token})
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Delete a worker if `condition` holds; release its trials, or finish them as killed after MAX_ATTEMPTS; returns their number."""
+    """Delete a worker if `condition` holds, release its trials, and return how many were released.
+
+    After MAX_ATTEMPTS attempts a trial is not released but finished as killed.
+    """
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
     is_its_trial = TRIALS.c.worker == worker
@@ -150,7 +157,7 @@ def bury(connection: Connection, worker: str, condition: Any) -> int:
 
 
 def to_spec(row: Row[Any]) -> TrialSpec:
-    """The trial to run, from a row of TRIALS."""
+    """Return the trial to run, from a row of TRIALS."""
     with readable("a trial"):
         check_columns(row)
         return TrialSpec(row.task, parsed_plan(row.plan), row.seed, TrialSettings(**json.loads(row.settings)))
@@ -158,19 +165,19 @@ def to_spec(row: Row[Any]) -> TrialSpec:
 
 @lru_cache(maxsize=1024)
 def parsed_plan(text: str) -> Plan:
-    """The plan of the JSON in a row; rows of one sweep repeat it for every task and seed."""
+    """Return the plan of the JSON in a row; cached, since rows of one sweep repeat it for every task and seed."""
     return Plan.from_json(json.loads(text))
 
 
 def result_values(trial: Trial, token: str, times: RunTimes) -> dict[str, Any]:
-    """The columns of a finished trial."""
+    """Return the columns of a finished trial."""
     numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
     result = {"result": json.dumps(trial.to_json()), **times._asdict()}
     return {"state": FINISHED, "worker": None, "claim": token, **numbers, **result}
 
 
 def killed(spec: TrialSpec, attempts: int, reason: str) -> Trial:
-    """The result of a trial whose process or worker died in every attempt."""
+    """Return the result of a trial whose process or worker died in every attempt."""
     text = f"{reason}; this happened in {attempts} attempts, and the trial is not run again"
     return Trial(spec.task, spec.plan, spec.seed, Status.KILLED, reason=text)
 
@@ -183,7 +190,11 @@ def _beat_statement(dialect: str) -> Any:
 
 @cache
 def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
-    """The UPDATE of a claim. On PostgreSQL it skips rows that other workers are claiming; SQLite has one writer at a time."""
+    """Return the UPDATE statement of a claim.
+
+    On PostgreSQL it skips rows that other workers are claiming; SQLite has one writer at a time. `of_sweep`: whether it is limited to
+    one sweep, `has_without`: whether tasks are left out.
+    """
     is_open = [TRIALS.c.state == WAITING]
     is_open += [TRIALS.c.sweep == bindparam("of_sweep")] if of_sweep else []
     is_open += [TRIALS.c.task.not_in(bindparam("without", expanding=True))] if has_without else []
@@ -245,10 +256,11 @@ class Store:
         self.database.close()
 
     def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
-        """Add the trials of a sweep that the store does not have; those that are still open get the new order and settings, all the labels.
+        """Add the trials of a sweep that the store does not have, and return how many were new.
 
-        A sweep with a raised share continues with its finished trials: a trial of both draws has the larger of its two propensities.
-        Infeasible trials are added as finished, and are deleted when a plan fits now, as after the task was changed.
+        Trials that are still open get the new order and settings; all trials get the new labels. A sweep with a raised share continues with
+        its finished trials: if a trial was drawn before and now, it has the larger of its two propensities (probabilities to be drawn).
+        Infeasible trials are added as finished. They are deleted if a plan fits now, for example after the task was changed.
         """
         drawn = list(drawn)
         rows = [_row(sweep, place, trial) for place, trial in enumerate(drawn)]
@@ -274,17 +286,20 @@ class Store:
         return self.database.write(work)
 
     def claim(self, worker: str, num: int, *, sweep: str | None = None, without: Sequence[str] = ()) -> list[Claim]:
-        """Claim up to `num` open trials for a worker, in the order of their sweep, except trials of the tasks in `without`."""
+        """Claim up to `num` open trials for a worker, in the order of their sweep, and return the claims.
+
+        Trials of the tasks in `without` are left out.
+        """
         return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
 
     def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
-        """Write the result of a claim."""
+        """Write the result of a claim, and return its outcome."""
         return self.exchange(worker, (ended,), 0)[0][0]
 
     def exchange(
         self, worker: str, ended: Sequence[EndedTrial], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
     ) -> tuple[list[WrittenResult], list[Claim]]:
-        """`finish` and `claim` in one transaction: the outcome of each result, and the next trials to run."""
+        """Run `finish` and `claim` in one transaction, and return the outcome of each result and the next trials to run."""
         now, attempts = utc_now(), count()  # one time for all attempts to write
         request = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without), now)
 
@@ -306,20 +321,20 @@ class Store:
         self.database.write(lambda connection: beat(connection, worker))
 
     def beats(self) -> dict[str, int]:
-        """The number of heartbeats of each registered worker."""
+        """Return the number of heartbeats of each registered worker."""
         return self.database.read(lambda c: {row.id: row.beats for row in c.execute(select(WORKERS))})
 
     def leave(self, worker: str) -> int:
-        """Delete a worker that ends, and release its trials; returns their number."""
+        """Delete a worker that ends, release its trials, and return how many these were."""
         return self.database.write(lambda connection: bury(connection, worker, WORKERS.c.id == worker))
 
     def free(self, worker: str, beats: int) -> int:
-        """Delete a dead worker, unless it has counted a heartbeat since `beats`, and release its trials; returns their number."""
+        """Delete a dead worker, unless it has counted a heartbeat since `beats`; release its trials, and return how many these were."""
         same = and_(WORKERS.c.id == worker, WORKERS.c.beats == beats)
         return self.database.write(lambda connection: bury(connection, worker, same))
 
     def reopen(self, sweep: str, statuses: Sequence[Status]) -> int:
-        """Reopen the trials of a sweep with these statuses, and delete their results; returns their number."""
+        """Reopen the trials of a sweep with these statuses, delete their results, and return how many these were."""
         if Status.INFEASIBLE in statuses:
             raise StoreError(
                 "infeasible trials have no plan to run again. Raise the budgets of their plans in the sweep file, or change their tasks."
@@ -349,12 +364,12 @@ def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
 
 
 def _infeasible_values(drawn: DrawnTrial) -> dict[str, Any]:
-    """The columns of a trial that no worker runs, since no plan fits its budget."""
+    """Return the columns of a trial that no worker runs, since no plan fits its budget."""
     spec = drawn.spec
     trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
     return {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}
 
 
 def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Batches of rows, each for one statement."""
+    """Yield batches of rows, each for one statement."""
     return (values[i : i + BATCH] for i in range(0, len(values), BATCH))

@@ -7,7 +7,7 @@
 
 The last two are the sampling regimes of PEPPP. The probability is stored with each trial (`propensity`): matrix completion weights an
 observed entry by its reciprocal. A pair that is drawn runs with every seed. `pairs` are further pairs, such as plans that `assign` makes
-for each task; all of them run. `infeasible` are pairs of a task and a template of which `assign` finds no plan within the budget
+for each task; all of them run. `infeasible` are pairs of a task and a template for which `assign` finds no plan within the budget
 (`InfeasiblePair`): their trials are written to the store with that status, and nothing runs.
 
 >>> sweep = Sweep("widths", ("digits",), (Plan(), Plan.preset("activations4")), seeds=(0, 1))
@@ -54,7 +54,7 @@ class SamplingMethod(str, Enum):
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """Mode, device (None: the worker's default) and time limit (None: no limit) of the trials of a sweep."""
+    """The settings of a sweep's trials: mode, device (None: the worker's default) and time limit (None: no limit)."""
 
     mode: str = "store"
     device: str | None = None
@@ -77,9 +77,9 @@ class TrialSpec:
     settings: TrialSettings = TrialSettings()
 
     def key(self, sweep: str, *, infeasible: str = "") -> str:
-        """The key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine.
+        """Return the key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine.
 
-        `infeasible`: the template of an infeasible trial, which has no plan and is identified by the template instead.
+        An infeasible trial has no plan; its template `infeasible` takes the place of the plan in the hash.
         """
         plan_rules, recompute, offload, products = self.plan.key
         rules: list[Any] = [[key, assignment.to_json()] for key, assignment in plan_rules] + [list(rule) for rule in products]
@@ -96,7 +96,7 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial of a sweep, the probability that it was drawn, and the label of its plan (empty: none).
+    """A trial of a sweep, its propensity (the probability that it was drawn), and the label of its plan (empty: none).
 
     `infeasible`: why no plan fits the budget; the trial does not run, and its plan has no rules.
     """
@@ -107,16 +107,19 @@ class DrawnTrial(NamedTuple):
     infeasible: str = ""
 
     def key(self, sweep: str) -> str:
-        """The key of this trial in a store."""
+        """Return the key of this trial in a store."""
         return self.spec.key(sweep, infeasible=templates_of(self.spec.plan)[0] if self.infeasible else "")
 
     def infeasible_keys(self, sweep: str) -> list[str]:
-        """The keys that a store has for this trial if its templates were infeasible when the sweep was added before."""
+        """Return the keys that the store has for this trial if it was added before, when its templates were infeasible."""
         return [] if self.infeasible else [self.spec.key(sweep, infeasible=text) for text in templates_of(self.spec.plan)]
 
 
 class InfeasiblePair(NamedTuple):
-    """A task, a template of which no plan fits the task within its budget, and the sentences of the BudgetError."""
+    """A task and a template that has no plan for it: none fits the task within the template's budget.
+
+    `reason` is the text of the BudgetError.
+    """
 
     task: str
     template: PlanTemplate
@@ -142,7 +145,10 @@ class Claim(NamedTuple):
 
 
 class EndedTrial(NamedTuple):
-    """A claim and its result; `trial` is None where the process died, and `reason` describes how. `host`: None: the worker's."""
+    """A claim and its result.
+
+    If the process of the trial died, `trial` is None and `reason` describes how it died. `host` None means the worker's host.
+    """
 
     claim: Claim
     trial: Trial | None
@@ -194,7 +200,7 @@ class Sweep:
                 )
 
     def _why_empty(self, word: str) -> str:
-        """The sentence of a sweep without tasks, seeds, or plans that can run."""
+        """Return a sentence on why a sweep has no tasks, seeds or plans (`word`) that can run."""
         if word != "plans" or not self.infeasible:
             return f"sweep {self.name!r} has no {word}; it needs at least one."
         first = self.infeasible[0]
@@ -211,7 +217,10 @@ class Sweep:
         return len(self.tasks) * len(self.plans) + len(self.pairs) + len(self.infeasible)
 
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
-        """The trials to run, in their order, then infeasible ones. `cost(task, plan)`: the predicted bytes, which `cheap_first` needs."""
+        """Return the trials to run, in their order, then the infeasible ones.
+
+        `cost(task, plan)` is the predicted bytes, which the method `cheap_first` needs.
+        """
         propensities, order = self._propensities(cost)
         taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:
@@ -232,7 +241,7 @@ class Sweep:
         ] + self._infeasible_trials()
 
     def _infeasible_trials(self) -> list[DrawnTrial]:
-        """The trials of infeasible pairs; their label is that of the template, since they have no plan."""
+        """Return the trials of infeasible pairs; their label is that of the template, since they have no plan."""
         labels = {str(named): label for label, named in self.labels if isinstance(named, PlanTemplate)}
         named = [(pair, labels.get(str(pair.template), str(pair.template))) for pair in self.infeasible]
         return [
@@ -242,7 +251,7 @@ class Sweep:
         ]
 
     def _labels(self) -> dict[TaskPlan, str]:
-        """The label of every plan on every task: that of the user, else of its templates, else its preset or formats."""
+        """Return the label of every plan on every task: that of the user, else of its templates, else its preset or formats."""
         given: dict[Hashable, str] = {named.key if isinstance(named, Plan) else str(named): label for label, named in self.labels}
         shared = [(plan, label_of(plan, given)) for plan in self.plans]
         requests = [(task, plan, label) for task in self.tasks for plan, label in shared]
@@ -253,7 +262,7 @@ class Sweep:
         )
 
     def _propensities(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
-        """The probability of each pair, task by task, and the order in which pairs run."""
+        """Return the probability of each pair, task by task, and the order in which pairs run."""
         num = len(self.tasks) * len(self.plans)
         if self.method is not SamplingMethod.CHEAP_FIRST:
             return np.full(num, self.share), range(num)
@@ -267,7 +276,7 @@ MAX_LABEL_CHARS = 200
 
 
 def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
-    """`labels` as pairs; SweepError for a label that is no printable text, or that two plans have."""
+    """Return `labels` as pairs; SweepError for a label that is no printable text, or that two plans have."""
     pairs = tuple(labels.items() if isinstance(labels, Mapping) else labels)
     texts = [label for label, _ in pairs]
     for label in texts:
@@ -281,7 +290,10 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """The label of a plan: that of `given`, which has labels by key of a plan or text of a template, or its template, preset or formats."""
+    """Return the label of a plan: that of `given` if there is one, otherwise its template, its preset or its formats.
+
+    `given` has labels by the key of a plan or by the text of a template.
+    """
     given = given or {}
     if plan.key in given:
         return given[plan.key]
@@ -290,7 +302,10 @@ def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """share * rank / (N - 1): `share` for the pair of the fewest bytes, 0 for that of the most. Of equal ones, the first ranks higher."""
+    """Return share * rank / (N - 1) for each pair: `share` for the fewest bytes, 0 for the most.
+
+    Of pairs with equal bytes, the first ranks higher.
+    """
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))
@@ -299,7 +314,10 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """A mask of the pairs that are drawn, each independently with its probability, by numpy's RandomState as in PEPPP's release."""
+    """Return which pairs are drawn, each independently with its probability, by numpy's RandomState as in PEPPP's release.
+
+    With the method `full` all pairs are drawn.
+    """
     if method is SamplingMethod.FULL:
         return np.ones(len(propensities), dtype=bool)
     return np.random.RandomState(seed).uniform(size=len(propensities)) < propensities

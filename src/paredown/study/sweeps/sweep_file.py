@@ -72,7 +72,7 @@ class SweepFile(NamedTuple):
 
 
 def load_sweep(path: str | Path) -> SweepFile:
-    """The sweep of a TOML file; SweepError names the line or table with an error."""
+    """Return the sweep of a TOML file; SweepError names the line or table with an error."""
     path = Path(path)
     try:
         return _read(_parsed(path), path)
@@ -85,7 +85,7 @@ def load_sweep(path: str | Path) -> SweepFile:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """The TOML of a file. Dotted keys of many parts are refused: tomllib takes quadratic time for them, hours for a small file."""
+    """Return the TOML of a file. Dotted keys of many parts are refused: tomllib takes quadratic time for them."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise SweepError(f"it has {path.stat().st_size} bytes; a sweep file has at most {MAX_FILE_BYTES}.")
     text = path.read_text(encoding="utf-8")
@@ -120,9 +120,9 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
 def _plans_of_templates(
     task: str, templates: list[PlanTemplate], folder: Path, device: str | None
 ) -> tuple[list[Plan], list[InfeasiblePair]]:
-    """The plans of templates for a task, and the templates without one, traced for the device where its trials run.
+    """Return the plans of templates for a task, and the templates that have no plan within their budget.
 
-    As in `pick`, for plans that format state.
+    The task is traced for the device where its trials run, and as in `pick`, for plans with formats for optimizer state.
     """
     from paredown.study.tasks.lookup import (
         cached_task,  # importing torch takes seconds, and sweeps without templates need none here
@@ -155,7 +155,7 @@ Entry = Plan | PlanTemplate
 
 
 def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], tuple[tuple[str, Entry], ...]]:
-    """The plans and templates of all [[plans]] tables, and those that have a label, with it."""
+    """Return the plans and templates of all [[plans]] tables, and those of them that have a label, with the label."""
     entries: list[Entry] = []
     labels: list[tuple[str, Entry]] = []
     for number, table in enumerate(tables, 1):
@@ -167,7 +167,10 @@ def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], t
 
 
 def _table_labels(value: Any, num_plans: int, number: int) -> list[str]:
-    """The labels of one [[plans]] table: a text for one plan, or a list with a text for each."""
+    """Return the labels of one [[plans]] table: a text for one plan, or a list with a text for each.
+
+    `number` is that of the table, for errors.
+    """
     labels = value if isinstance(value, list) else [value]
     if len(labels) != num_plans:
         needs = f"a list of {num_plans} labels" if num_plans > 1 else "one label"
@@ -176,7 +179,7 @@ def _table_labels(value: Any, num_plans: int, number: int) -> list[str]:
 
 
 def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Entry]:
-    """The plans of one [[plans]] table: a preset, a file, templates, or every combination of the formats of its roles."""
+    """Return the plans of one [[plans]] table: a preset, a file, templates, or every combination of the formats of its roles."""
     try:
         for word, (make, others) in SOURCES.items():
             if word in table:
@@ -190,13 +193,13 @@ def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Entry]:
 
 
 def _crossed(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every combination of the values of lists."""
+    """Return every combination of the values of a table's lists, each as a table."""
     choices = [value if isinstance(value, list) else [value] for value in table.values()]
     return [dict(zip(table, choice, strict=True)) for choice in product(*choices)]
 
 
 def _names(table: dict[str, Any], word: str) -> list[str]:
-    """The text of a key, or the texts of its list."""
+    """Return the texts at a key of a table: one text, or a list of texts."""
     names = table[word] if isinstance(table[word], list) else [table[word]]
     if not names or not all(isinstance(name, str) for name in names):
         raise SweepError(f'{word} is a text or a list of texts, such as {word} = ["lpmm", "activations4"], not {table[word]!r}.')
@@ -229,5 +232,5 @@ SOURCES: dict[
 
 
 def _beside(store: str | None, folder: Path) -> str | None:
-    """The address of a store: a path is relative to the folder of the file; a URL is unchanged."""
+    """Return the address of a store: a path is relative to the folder of the sweep file; a URL is unchanged."""
     return store if store is None or "://" in store else str(folder / store)

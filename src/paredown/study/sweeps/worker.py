@@ -43,13 +43,13 @@ PATIENCE_SECONDS = 20.0
 
 
 def beat_every(patience_seconds: float) -> float:
-    """Seconds between heartbeats: a tenth of the patience, and at most what workers with the default patience expect."""
+    """Return the seconds between heartbeats: a tenth of the patience, and at most what workers with the default patience expect."""
     return min(BEAT_SECONDS, patience_seconds / 10)
 
 
 @dataclass
 class WorkerPulse:
-    """How long the heartbeat counter of each worker has not changed, as this process observed it."""
+    """Measures how long the heartbeat counter of each worker has not changed, as this process observed it."""
 
     patience_seconds: float
     look_seconds: float
@@ -57,7 +57,7 @@ class WorkerPulse:
     _unchanged: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
 
     def look(self, beats: Mapping[str, int], now: float) -> list[str]:
-        """Read the counters at time `now`; returns the workers whose counters did not change for `patience_seconds`."""
+        """Read the counters at time `now`, and return the workers whose counters did not change for `patience_seconds`."""
         passed = 0.0 if self._last is None else min(now - self._last, 2 * self.look_seconds)
         self._last = now
         previous = self._unchanged
@@ -119,7 +119,10 @@ LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0  # between two looks, and between two mess
 def wait_for_store(
     address: str | Path, *, seconds: float, sweep: str | None = None, needs_trials: bool = True, say: Callable[[str], object]
 ) -> Store:
-    """Open a store that may not be there yet, or have no trials yet (of `sweep`): wait up to `seconds` for it, then raise StoreError."""
+    """Wait up to `seconds` for a store that may not be there yet, and return it opened; then raise StoreError.
+
+    With `needs_trials` it also waits until the store has trials (of `sweep`, if given).
+    """
     database = Database(address, say=say)
     deadline = time.monotonic() + seconds
     try:
@@ -137,7 +140,10 @@ def wait_for_store(
 
 
 def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable[[str], object]) -> None:
-    """Wait until `why_not()` is None; it is reported at intervals, and is a StoreError after `deadline` of the monotonic clock."""
+    """Wait until `why_not()` is None; its sentence is reported at intervals.
+
+    After `deadline`, a time of the monotonic clock, the sentence is a StoreError.
+    """
     start, reported = time.monotonic(), -math.inf
     while (reason := why_not()) is not None:
         now = time.monotonic()
@@ -154,7 +160,7 @@ def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable
 
 
 def _why_empty(store: Store, sweep: str | None) -> str | None:
-    """A sentence if a store has no trials of a sweep (None: of any), finished or not."""
+    """Return a sentence if a store has no trials of a sweep (None: of any), finished or not; otherwise None."""
     if any(sweep in (None, counts.sweep) for counts in count(store)):
         return None
     return f"the store {store.database.name} has no trials{'' if sweep is None else f' of sweep {sweep!r}'}"
@@ -166,11 +172,11 @@ IDLE_SECONDS = 0.5  # between attempts to claim trials
 
 
 def ignore(*_: object) -> None:
-    """Do nothing: the default of callbacks."""
+    """Do nothing. This is the default of callbacks."""
 
 
 def refuse_nothing(task: str) -> str | None:
-    """None: the default of `refuses`, which refuses no task."""
+    """Return None: the default of `refuses`, which refuses no task."""
     return None
 
 
@@ -194,7 +200,7 @@ class WorkerOptions:
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials until all are finished; returns how many this worker finished. When interrupted, it releases its claims."""
+    """Run trials until all are finished, and return how many this worker finished. When interrupted, it releases its claims."""
     return Worker(store, engine, options or WorkerOptions()).run()
 
 
@@ -210,7 +216,7 @@ class Worker:
         self._num_finished = 0
 
     def run(self) -> int:
-        """Run trials until all are finished, as `work` describes."""
+        """Run trials until all are finished, as `work` describes, and return how many this worker finished."""
         self._store.beat(self._id)
         options = self._options
         heart = Heartbeat(
@@ -234,7 +240,7 @@ class Worker:
         return self._num_finished
 
     def _turn(self) -> bool:
-        """Write results, then claim and start as many trials as there are free slots; False when all trials are finished."""
+        """Write results, then claim and start as many trials as there are free slots; return False when all trials are finished."""
         claims = self._write(self._engine.slots - len(self._claims) + len(self._ended))
         for claim in self._accepted(claims):
             self._engine.start(claim)
@@ -242,7 +248,7 @@ class Worker:
         return bool(self._claims or claims) or not self._is_over()
 
     def _write(self, num_free: int) -> list[Claim]:
-        """Write results to the store and report them; returns up to `num_free` new claims."""
+        """Write results to the store, report them, and return up to `num_free` new claims."""
         options, ended = self._options, self._ended
         written, claims = self._store.exchange(self._id, ended, num_free, sweep=options.sweep, without=tuple(self._refused))
         self._ended = []
@@ -254,7 +260,7 @@ class Worker:
         return claims
 
     def _wait(self) -> list[EndedTrial]:
-        """Results that ended within IDLE_SECONDS; a pause where no trial runs here."""
+        """Return the trials that ended within IDLE_SECONDS; if no trial runs here, pause and return none."""
         if self._claims:
             return self._engine.wait(IDLE_SECONDS)
         time.sleep(IDLE_SECONDS)
@@ -273,7 +279,7 @@ class Worker:
             self._options.say(f"{about}: {result.reason}. It will run again ({claim.attempt} of at most {MAX_ATTEMPTS} attempts).")
 
     def _accepted(self, claims: Sequence[Claim]) -> list[Claim]:
-        """The claims whose tasks this worker runs; the others are released, and their tasks are not claimed again."""
+        """Return the claims whose tasks this worker runs; the others are released, and their tasks are not claimed again."""
         for task in dict.fromkeys(claim.spec.task for claim in claims):
             if (reason := self._options.refuses(task)) is not None:
                 self._refused[task] = reason
@@ -285,7 +291,7 @@ class Worker:
         return [claim for claim in claims if claim not in refused]
 
     def _is_over(self) -> bool:
-        """Whether no open trial is left that this worker could run."""
+        """Return whether no open trial is left that this worker could run."""
         return not self._options.stays and not count_open(self._store, self._options.sweep, without=tuple(self._refused))
 
     def _give_up(self) -> None:
@@ -296,7 +302,7 @@ class Worker:
         self._store.leave(self._id)
 
     def _check_refused(self) -> None:
-        """SweepError if trials that this worker refused are still open."""
+        """Raise SweepError if trials that this worker refused are still open."""
         left = count_open(self._store, self._options.sweep) if self._refused else 0
         if left:
             task, reason = next(iter(self._refused.items()))

@@ -62,7 +62,7 @@ class Data(ABC):
         """Return all test examples, in batches of at most `batch`."""
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return the batches of `batches`, of which several are made at once: faster, with more memory."""
+        """Return the same batches as `batches`, but made several at a time: faster, with more memory."""
         return self.batches(batch, seed=seed, device=device)
 
     @property
@@ -77,7 +77,7 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """Preprocessing of pictures.
+    """Preprocessing of pictures: repeated channels, and random shifts and flips in training.
 
     Grey pictures are repeated to `channels`. In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left
     to right, both at random.
@@ -184,12 +184,12 @@ class Examples(Data):
         return self._pairs(batch, batch, seed, device)
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return the batches of `batches`, NUM_AHEAD of which are made at once."""
+        """Return the same batches as `batches`, made NUM_AHEAD at a time."""
         chunks = self._pairs(batch, NUM_AHEAD * batch, seed, device)
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return `size` examples at a time, in the order in which batches of `batch` examples have them."""
+        """Return `size` examples at a time, in the order in which `batches(batch)` has them."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch

@@ -48,7 +48,10 @@ READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  #
 
 
 def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
-    """Return the pictures of an `.npz`; `superclass` keeps the classes of one, by the arrays `coarse_train` and `coarse_test`."""
+    """Return the pictures in the arrays of an `.npz` file.
+
+    `superclass` keeps only the classes of one superclass, by the arrays `coarse_train` and `coarse_test`.
+    """
     arrays = _loaded(path)
     splits = _by_name(arrays) or _by_shape(arrays)
     missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in splits]

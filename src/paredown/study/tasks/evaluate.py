@@ -86,7 +86,7 @@ class Meter(ABC):
 
 @final
 class CudaMeter(Meter):
-    """The peak of torch.cuda's allocated bytes, minus the bytes allocated at the start."""
+    """Measures the peak of torch.cuda's allocated bytes, minus the bytes allocated at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before, self._runs = device, 0, False
@@ -110,7 +110,10 @@ class CudaMeter(Meter):
 
 @final
 class CpuMeter(Meter):
-    """The peak of the profiler's running sum of bytes; not measured where a profiler already runs in this process."""
+    """Measures the peak of the running sum of bytes that torch's profiler records.
+
+    It measures nothing if a profiler already runs in this process.
+    """
 
     def __init__(self) -> None:
         self._runs = False
@@ -139,7 +142,7 @@ class CpuMeter(Meter):
 def largest_sum(events: list[Any]) -> int:
     """Return the largest running sum of allocated minus released bytes.
 
-    Memory may be released that was allocated before the first event, and does not count. Events have no addresses: a release counts if
+    A release does not count if its memory was allocated before the first event. Events have no addresses, so that a release counts if
     something of its size was allocated and is not released yet.
     """
     held = peak = 0
@@ -262,7 +265,7 @@ def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> floa
 
 
 def empty_trial(setting: TrainingSetup) -> Trial:
-    """Return the trial before it runs: names, predicted peak, device, versions and commit."""
+    """Return a trial that has not run yet: names, predicted peak, device, versions and commit."""
     head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
     return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
 
@@ -347,7 +350,7 @@ def _run(
 
 
 def _predicted(setting: TrainingSetup) -> int | None:
-    """Return the peak of the footprint.
+    """Return the predicted peak bytes of a training.
 
     None if the step cannot be traced, or if a simulated plan has rules for values that no step stores.
     """

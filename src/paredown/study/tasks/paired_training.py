@@ -35,7 +35,10 @@ from paredown.study.tasks.trial import Trial
 
 @dataclass(eq=False)
 class Training:
-    """A training whose first NUM_MEASURED_STEPS steps `start` takes, to measure their peak memory; `step` takes one more."""
+    """A training that is advanced step by step.
+
+    `start` takes the first NUM_MEASURED_STEPS steps, to measure their peak memory; each call of `step` takes one more.
+    """
 
     loop: Loop
     peak_bytes: int | None
@@ -107,8 +110,9 @@ class Training:
 def paired_difference(baseline: Tensor, plan: Tensor) -> tuple[float, float]:
     """Return how much more often the plan is wrong than the baseline, as a share of all answers, and its standard error.
 
-    Both arguments have a row of booleans for each seed. The standard error is the larger one of two: of the mean over seeds, which a few
-    seeds that happen to agree make too small, and of the mean over all pairs of answers, which leaves out what a seed changes for all.
+    Each argument has a row of booleans for each seed (True: wrong). The standard error is the larger one of two estimates. The first is of
+    the mean over seeds, which is too small if a few seeds happen to agree. The second is of the mean over all pairs of answers, which
+    leaves out what a seed changes for all answers.
     """
     pairs = plan.double() - baseline.double()  # (seeds, examples): 1, 0 or -1
     by_seed = pairs.mean(1)

@@ -32,7 +32,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> scalar tensor, th
 
 
 class NamedOptimizer(NamedTuple):
-    """The optimizer that a name means: a class of paredown.optim, and the arguments that the name implies."""
+    """An optimizer by name: a class of paredown.optim, and the arguments that the name implies."""
 
     kind: str
     options: Mapping[str, Any]
@@ -153,7 +153,7 @@ class Task:
 
     @property
     def judge(self) -> Loss:
-        """The function (output, answers) -> mean error of a batch that `metric` selects."""
+        """The function (output, answers) -> mean error of a batch, as `metric` selects it."""
         return (METRICS[self.metric] or self.loss) if isinstance(self.metric, str) else self.metric
 
     @property

@@ -78,7 +78,11 @@ def formats_state(plan: Plan) -> bool:
 def _trace(
     task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
-    """Return `trace_task`; `step`: whether the step is compiled, and whether its loss is computed in chunks."""
+    """Return the trace of one step, as `trace_task` does.
+
+    `has_state_formats`: whether the plan has formats for weights or optimizer state. `step`: whether the step is compiled, and whether its
+    loss is computed in chunks.
+    """
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).placed_model(), _first_batch(task)
     if batch_size is not None:
@@ -106,7 +110,7 @@ def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
 
 
 def predicted_bytes(text: str, plan: Plan, folder: Path, device: str | None = None) -> int:
-    """Return the predicted peak bytes of a plan on a task by name; `cheap_first` sorts by them.
+    """Return the predicted peak bytes of a plan on the task with the name `text`; sweeps with `cheap_first` sort by them.
 
     A simulated plan with rules for values that no step stores has the bytes of PEPPP's memory model.
     """
@@ -123,7 +127,7 @@ def peppp_bytes(text: str, plan: Plan, folder: Path | None) -> float:
 
 @lru_cache(maxsize=4)
 def outline_task(task: Task) -> Outline:
-    """Return the outline of a forward pass on the task's first batch: every tensor that an operation computes."""
+    """Return the outline of a forward pass on the task's first batch: the list of all tensors that operations compute."""
     x, _ = _first_batch(task)
     return outline(TrainingSetup(task, Plan(), 0, CPU).model(), (x,))
 

@@ -84,7 +84,7 @@ class LossCurve:
         return True
 
     def is_point(self, step: int) -> bool:
-        """Return whether the curve has a point at this step."""
+        """Return whether the curve gets a point (the mean loss since the point before) at this step."""
         return step % self._every == 0 or step >= self._steps
 
     def may_stop(self, step: int) -> bool:
@@ -92,7 +92,7 @@ class LossCurve:
         return step in self._stop_steps
 
     def point(self, total: float) -> None:
-        """Add the next point, from the sum of all losses since the last one."""
+        """Add the next point to the curve; `total` is the sum of all losses since the point before."""
         last = self.step // self._every * self._every
         self.step = min(last + self._every, self._steps)
         mean = total / (self.step - last)
@@ -182,7 +182,7 @@ def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int =
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A task, the plan to train it under, the seed and the device, which together decide the numbers of a trial."""
+    """What decides the numbers of a trial: a task, the plan to train it under, the seed, the device and the mode."""
 
     task: Task
     plan: Plan
@@ -224,7 +224,7 @@ class TrainingSetup:
 
 @dataclass
 class Loop:
-    """A model with its session and optimizer, which `step` trains on one batch."""
+    """A training loop: a model with its session and optimizer, which `step` trains on one batch."""
 
     setting: TrainingSetup
     model: nn.Module
@@ -270,7 +270,10 @@ class Loop:
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the loss; those of activations are `loss_factor` times as large on the way."""
+        """Compute the gradients of the loss.
+
+        With a `loss_factor`, gradients of activations are that many times as large during backward.
+        """
         factor = self.setting.task.settings.loss_factor
         if factor is None:
             loss.backward()
@@ -302,9 +305,9 @@ def train(
     after: Callable[[int], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Train to the last step, or until `curve` has a verdict.
+    """Train to the last step, or until `curve` has a verdict (the run diverged or is hopeless).
 
-    `after(step)` is called after each step, `progress(step, steps, training loss)` after each point of the curve.
+    `after(step)` is called after each step, `progress(step, steps, training loss)` after each point of the loss curve.
     """
     task = loop.setting.task
     for step, (x, answers) in zip(range(task.steps), batches, strict=False):

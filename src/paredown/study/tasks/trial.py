@@ -118,7 +118,7 @@ class Trial:
 
     @staticmethod
     def from_json(value: Any) -> Trial:
-        """Return the trial whose `to_json` is `value`; PlanError where `value` is not valid."""
+        """Return the trial whose `to_json` is `value`; PlanError if `value` is not valid."""
         rest = object_parts(value, "trial", NAMES, REQUIRED, VERSION, PlanError)
         rest["plan"] = Plan.from_json(rest["plan"])
         return Trial(**rest)

@@ -72,7 +72,7 @@ MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
 
 
 def why_alone(setting: TrainingSetup) -> str | None:
-    """Why a training run cannot share a captured CUDA graph with others; None if it can."""
+    """Return why a training run cannot share a captured CUDA graph with others; None if it can."""
     settings, mode = setting.task.settings, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
     if not isinstance(mode, Simulate):
         return "it is not simulated, and tensors that are stored in different formats have different sizes"
@@ -90,7 +90,7 @@ def why_alone(setting: TrainingSetup) -> str | None:
 
 
 def kind_of(setting: TrainingSetup) -> Any:
-    """The key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
+    """Return the key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
     task, settings = setting.task, replace(setting.task.settings, lr=1.0, schedule="constant")
     mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
     options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
@@ -111,14 +111,14 @@ def kind_of(setting: TrainingSetup) -> Any:
 
 
 def model_key(make: Callable[..., Any]) -> Any:
-    """A key that is equal for functions that make the same model: partials of one function with equal arguments."""
+    """Return a key that is equal for functions that make the same model: partials of one function with equal arguments."""
     if isinstance(make, partial):
         return (model_key(make.func), tuple(map(model_key, make.args)), tuple(sorted(make.keywords.items())))
     return make
 
 
 def rounding_key(plan: Plan) -> Any:
-    """The part of a plan that a graph fixes: its selectors, rounding modes, and whether TF32 represents each format exactly."""
+    """Return the part of a plan that a graph fixes: its selectors, rounding modes, and whether TF32 represents each format exactly."""
     return tuple((key, a.rounding, a.format is None, is_narrow(a.format)) for key, a in plan.rules)
 
 
@@ -131,14 +131,14 @@ class QueuedTraining(NamedTuple):
 
 @dataclass
 class GraphGroup:
-    """Runs that share graphs: the queue, and the lanes with these graphs."""
+    """Runs that share graphs: the queue, and the lanes, each of which trains one run at a time with these graphs."""
 
     queue: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
     lanes: list[Lane] = field(default_factory=list[Lane])
 
     @property
     def idle(self) -> list[Lane]:
-        """Lanes without a run."""
+        """Return the lanes that have no run."""
         return [lane for lane in self.lanes if lane.run is None]
 
 
@@ -170,7 +170,10 @@ class GraphBench:
         return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
     def turn(self) -> dict[Any, Trial | LayoutMismatch]:
-        """Queue one step in every lane; returns by key the trials that have ended, and a LayoutMismatch for runs that share no graph."""
+        """Queue one step in every lane, and return the trials that have ended, by key.
+
+        A run that can share no graph has a LayoutMismatch in place of a trial.
+        """
         self._fill()
         results: dict[Any, Trial | LayoutMismatch] = {}
         busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]
@@ -214,14 +217,17 @@ class GraphBench:
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_freed_memory(self) -> bool:
-        """Whether a retry may find memory: idle lanes were dropped, or running ones will free theirs. Starts no further lanes."""
+        """Return whether a retry may find memory, because idle lanes were dropped, or running ones will free theirs.
+
+        No further lanes are started.
+        """
         dropped = self._drop_idle()
         if self._begun:
             self._num_lanes = len(self._begun)
         return dropped or bool(self._begun)
 
     def _drop_idle(self) -> bool:
-        """Free the memory of lanes without a run; returns whether there were any."""
+        """Free the memory of lanes without a run, and return whether there were any."""
         idle = [lane for group in self._groups.values() for lane in group.idle]
         for group in self._groups.values():
             group.lanes = [lane for lane in group.lanes if lane.run is not None]
@@ -254,7 +260,7 @@ class GraphBench:
                 lane.close()
 
     def _tests_of(self, setting: TrainingSetup) -> list[Pair]:
-        """The test batches of a task on the device, cached between runs."""
+        """Return the test batches of a task on the device, cached between runs."""
         key = (setting.task.data, setting.task.batch, str(setting.device))
         if key not in self._tests:
             self._tests[key] = list(setting.task.data.tests(setting.task.batch, device=setting.device))
@@ -266,12 +272,12 @@ class GraphBench:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an exception's text, or its type."""
+    """Return the first line of an exception's text, or its type."""
     return str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
 
 
 def _is_hashable(kind: Any) -> bool:
-    """Whether the key of a group is hashable; it is not where an argument of the model is a list."""
+    """Return whether the key of a group is hashable; it is not if an argument of the model is a list."""
     try:
         hash(kind)
     except TypeError:
@@ -286,20 +292,20 @@ PER_LANE = 2  # claims for each lane, so that the next trial is at hand when one
 
 
 class Trains(Protocol):
-    """A `RunTrial` that also returns the setup of a trial."""
+    """A function that runs trials (`RunTrial`), and also returns the setup of a trial."""
 
     def __call__(self, spec: TrialSpec) -> Trial:
         """Run one trial."""
         ...
 
     def setting(self, spec: TrialSpec) -> Any:
-        """The TrainingSetup of a trial."""
+        """Return the TrainingSetup of a trial."""
         ...
 
 
 @dataclass
 class GpuProcess:
-    """The process of a GPU, the parent's ends of its pipes, and its claims with their deadlines."""
+    """The process of a GPU, the parent's ends of its pipes, and the trials that were sent to it, with their deadlines."""
 
     process: BaseProcess
     pipe: Connection
@@ -351,7 +357,7 @@ class GraphsEngine(Engine):
         return GpuProcess(process, parent_pipe, life)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """The trials that ended, after at most `seconds`."""
+        """Return the trials that ended, after at most `seconds`."""
         pipes = [child.pipe for child in self._children.values()]
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
         left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
@@ -361,7 +367,10 @@ class GraphsEngine(Engine):
         return ended
 
     def _receive(self, gpu: str | None) -> list[EndedTrial]:
-        """The trials that ended in a child; if it has died or a trial is late, all of its trials, without results."""
+        """Return the trials that ended in the child process of `gpu`.
+
+        If it has died or a trial is late, these are all of its trials, without results.
+        """
         child = self._children[gpu]
         ended: list[EndedTrial] = []
         try:
@@ -387,7 +396,7 @@ class GraphsEngine(Engine):
         return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if overdue else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
-        """Kill a child; its trials without results, which will run again."""
+        """Kill the child process of `gpu`, and return its trials without results; they will run again."""
         child = self._children.pop(gpu)
         kill_group(child.process)
         child.pipe.close()
@@ -403,7 +412,7 @@ class GraphsEngine(Engine):
 
 
 def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
-    """The main function of the process that runs the trials of one GPU; it returns when the pipe is closed."""
+    """Run the trials of one GPU, in a process of its own, until the pipe is closed."""
     settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)

@@ -48,7 +48,7 @@ class Engine(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """The trials that have ended, as soon as there are any; empty after `seconds`."""
+        """Return the trials that have ended, as soon as there are any; empty after `seconds`."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -56,7 +56,7 @@ class Engine(ABC):
 
 
 def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
-    """The trial of `spec`; an exception becomes its status and reason."""
+    """Run the trial of `spec` and return it; an exception becomes its status and reason."""
     try:
         trial = run(spec)
         if not isinstance(trial, Trial):
@@ -67,7 +67,7 @@ def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
 
 
 def of_error(spec: TrialSpec, error: BaseException) -> Trial:
-    """The trial for an exception of its code; KeyboardInterrupt is raised again."""
+    """Return the trial for an exception of its code; KeyboardInterrupt is raised again."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, MemoryError):
@@ -78,18 +78,18 @@ def of_error(spec: TrialSpec, error: BaseException) -> Trial:
 
 
 def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Trial:
-    """A trial without numbers, with this status and reason."""
+    """Return a trial without numbers, with this status and reason."""
     return Trial(spec.task, spec.plan, spec.seed, status, reason=reason[:MAX_REASON_CHARS])
 
 
 def deadline_of(claim: Claim) -> float | None:
-    """Return the time of the monotonic clock at which a trial that starts now is late; None without a time limit."""
+    """Return the time of the monotonic clock at which a trial that starts now exceeds its limit; None without a time limit."""
     limit = claim.spec.settings.timeout_seconds
     return None if limit is None else time.monotonic() + limit
 
 
 def late(claim: Claim, host: str | None = None) -> EndedTrial:
-    """Return the result of a trial whose process was ended at its time limit."""
+    """Return the result of a trial whose process was ended because it exceeded its time limit."""
     spec = claim.spec
     reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
     return EndedTrial(claim, failed(spec, reason, Status.KILLED), host=host)
@@ -148,11 +148,11 @@ class LocalEngine(Engine):
 
     @property
     def pipes(self) -> list[Connection]:
-        """The pipes of running trials, which become readable when a trial ends."""
+        """Return the pipes of running trials, which become readable when a trial ends."""
         return [running.pipe for running in self._running]
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """The trials that ended, after at most `seconds`."""
+        """Return the trials that ended, after at most `seconds`."""
         left = [running.deadline - time.monotonic() for running in self._running if running.deadline is not None]
         connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
         checked = [(running, _ended(running)) for running in self._running]
@@ -167,7 +167,7 @@ class LocalEngine(Engine):
 
 
 def check_run(run: RunTrial) -> None:
-    """SweepError where child processes could not import `run`."""
+    """Raise SweepError if child processes could not import `run`."""
     if getattr(run, "__module__", None) == "__main__":
         raise SweepError(
             "the function that runs trials is defined in the script itself, and child processes cannot import it: move it to a module."
@@ -175,7 +175,7 @@ def check_run(run: RunTrial) -> None:
 
 
 def _ended(running: TrialProcess) -> EndedTrial | None:
-    """The result of a trial, or how its process died; None while it runs."""
+    """Return the result of a trial, or how its process died; None while it runs."""
     spec = running.claim.spec
     if running.pipe.poll():
         trial = _receive(running)
@@ -191,7 +191,7 @@ def _ended(running: TrialProcess) -> EndedTrial | None:
 
 
 def _receive(running: TrialProcess) -> Trial | None:
-    """The trial that the child sent; None where the pipe was closed without a result."""
+    """Return the trial that the child sent; None if the pipe was closed without a result."""
     try:
         return Trial.from_json(json.loads(running.pipe.recv_bytes()))
     except (EOFError, OSError):
@@ -199,7 +199,7 @@ def _receive(running: TrialProcess) -> Trial | None:
 
 
 def cause_of(exitcode: int | None) -> str:
-    """How a process ended that sent no result."""
+    """Return how a process ended that sent no result, from its exit code."""
     if exitcode is None:
         return "its process closed its pipe without a result"
     if exitcode >= 0:
@@ -224,7 +224,7 @@ def kill_group(process: BaseProcess) -> None:
 
 
 def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialResources) -> None:
-    """The main function of a trial's process."""
+    """Run one trial in a process of its own, send its result through `pipe`, and end the process."""
     settle(pipe, resources)
     trial = run_safely(run, spec)
     pipe.send_bytes(json.dumps(trial.to_json()).encode())
@@ -253,7 +253,7 @@ def _end_with_parent(pipe: Connection) -> None:
 
 @contextmanager
 def without_main() -> Generator[None]:
-    """Hide the user's script from multiprocessing, which would run it again in every child."""
+    """Return a context that hides the user's script from multiprocessing, which would run it again in every child."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -278,7 +278,7 @@ class InlineEngine(Engine):
         self._next = claim
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """The trials that ended, after at most `seconds`."""
+        """Run the trial that was started, if there is one, and return it."""
         if self._next is None:
             return []
         ended = EndedTrial(self._next, run_safely(self._run, self._next.spec))

@@ -2,7 +2,7 @@
 
     begin     copy the weights and buffers of the seed, the plan's formats and random keys; zero the optimizer state and the step count
     a step    copy the next batch to the graph's inputs, replay; the graph adds the loss to `total`
-    a point   copy `total` to the host without synchronizing; it is read when the copy has arrived, and added to the loss curve
+    a point   of the loss curve: copy `total` to the host without synchronizing; it is read when the copy has arrived
     the end   replay a second graph, one for each size of a test batch, over the test examples: error and loss
 
 The host synchronizes with the device only when more than MAX_PENDING points have not been read, and at the steps where a hopeless run may
@@ -42,7 +42,7 @@ class InitialStates:
         self._states: OrderedDict[Any, list[Tensor]] = OrderedDict()
 
     def of(self, key: Any, setting: TrainingSetup) -> list[Tensor]:
-        """Parameters and buffers of a new model; `key` identifies the model."""
+        """Return parameters and buffers of a new model; `key` identifies the model."""
         state = self._states.pop((key, setting.seed), None)
         if state is None:
             state = [tensor.detach().to(setting.device) for tensor in tensors_of(setting.model())]
@@ -54,13 +54,16 @@ class InitialStates:
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """All parameters and buffers of a model."""
+    """Return all parameters and buffers of a model."""
     return [*model.parameters(), *model.buffers()]
 
 
 @dataclass
 class LaneRun:
-    """One training in a lane: its setup, the trial without its results, its loss curve, and its progress."""
+    """One training in a lane: its setup, the trial without its results (`head`), its loss curve, and its progress.
+
+    `num_queued` steps were queued on the device; `is_judged`: the evaluation was queued, too.
+    """
 
     setting: TrainingSetup
     head: Trial
@@ -72,7 +75,7 @@ class LaneRun:
 
 
 class Lane:
-    """A model with its session, optimizer and captured graphs; trains one run after another."""
+    """A model with its session, optimizer and captured graphs, which trains one run after another."""
 
     def __init__(self, setting: TrainingSetup, key: Any, starts: InitialStates) -> None:
         self.setting, self._key, self._starts = setting, key, starts
@@ -103,7 +106,7 @@ class Lane:
         self._total.add_(self._loop.run_step(self._x, self._answers).float())
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
-        """The graph for test batches of this size: its replay function, its inputs, and its output (error, loss)."""
+        """Return the graph for test batches of this size: its replay function, its inputs, and its output (error, loss)."""
         scores = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
 
         def judge() -> None:
@@ -115,7 +118,7 @@ class Lane:
         return self._captured(judge), (x, answers), scores
 
     def _captured(self, call: Replay) -> Replay:
-        """The replay function of a graph of `call`; on a CPU `call` itself."""
+        """Return the replay function of a CUDA graph of `call`; on a CPU `call` itself."""
         states = _random_states(self.setting.device)
         for _ in range(NUM_WARMUPS if self.is_cuda else 1):
             with self._session.capturing():
@@ -155,7 +158,10 @@ class Lane:
         self.run = run  # last: nothing raises after this
 
     def advance(self, *, blocks: bool) -> Trial | None:
-        """Queue the next step or the evaluation; returns the trial once its results are on the host. `blocks`: block until they are."""
+        """Queue the next step or the evaluation, and return the trial once its results are on the host.
+
+        `blocks`: wait until they are.
+        """
         run = self.run
         assert run is not None
         task = run.setting.task
@@ -202,7 +208,10 @@ class Lane:
         self._results = self._sent(torch.stack(scores))
 
     def _has_arrived(self, run: LaneRun, *, blocks: bool) -> bool:
-        """Whether all queued results are on the host; reads the pending points."""
+        """Return whether all queued results are on the host, and if so, add the pending points to the loss curve.
+
+        `blocks`: wait for the results.
+        """
         if not blocks and self._results is not None and not _is_ready(self._results):
             return False
         while self._points and run.curve.verdict is None:
@@ -226,7 +235,7 @@ class Lane:
     # --- copies to the host ---------------------------------------------------------------------------------------------
 
     def _sent(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """An asynchronous copy on the host, and the CUDA event of its completion."""
+        """Return an asynchronous copy of a tensor on the host, and the CUDA event of its completion."""
         if not self.is_cuda:
             return tensor.clone(), None
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -247,7 +256,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def layout(x: Tensor, answers: Tensor) -> Any:
-    """Shapes, strides and dtypes of a batch, which a captured graph fixes."""
+    """Return shapes, strides and dtypes of a batch, which a captured graph fixes."""
     return tuple((tuple(part.shape), part.stride(), part.dtype) for part in (x, answers))
 
 
@@ -260,14 +269,14 @@ def _is_ready(sent: tuple[Tensor, Any]) -> bool:
 
 
 def _received(sent: tuple[Tensor, Any]) -> Tensor:
-    """The copied tensor, after its event."""
+    """Return the copied tensor, after waiting for its event."""
     if sent[1] is not None:
         sent[1].synchronize()
     return sent[0]
 
 
 def _random_states(device: torch.device) -> Any:
-    """The states of the random number generators of device and host."""
+    """Return the states of the random number generators of device and host."""
     on_device = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
     return on_device, torch.get_rng_state().numpy().tobytes(), random.getstate()
 

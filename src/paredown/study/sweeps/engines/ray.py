@@ -77,19 +77,19 @@ class RayOptions:
 
     @staticmethod
     def load(path: str | Path) -> RayOptions:
-        """The options of a JSON file: an object with any of the fields."""
+        """Return the options in a JSON file: an object with any of the fields."""
         value = read_json(path, "file of options for Ray", SweepError, most_bytes=MAX_FILE_BYTES)
         names = [one.name for one in fields(RayOptions)]
         return RayOptions(**object_parts(value, "file of options for Ray", names, (), 1, SweepError))
 
     @property
     def amounts(self) -> dict[str, float]:
-        """What Ray reserves for a trial, by the names that Ray's nodes have for it."""
+        """Return the resources that Ray reserves for a trial, by the names that Ray's nodes have for them."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus or 0.0, **self.resources}
         return {name: amount for name, amount in amounts.items() if amount}
 
     def to_ray(self) -> dict[str, Any]:
-        """The options of `ray.remote`, without the runtime environment."""
+        """Return the options of `ray.remote`, without the runtime environment."""
         selector = {"label_selector": dict(self.labels)} if self.labels else {}
         reserved = {"num_cpus": self.cpus, "num_gpus": self.gpus or 0.0, "resources": dict(self.resources)}
         return {**reserved, "scheduling_strategy": self.placement, **selector}
@@ -104,13 +104,16 @@ class RayTrial:
     deadline: float | None = None
 
     def started(self, host: str) -> RayTrial:
-        """This trial, which has started now."""
+        """Return this trial as one that starts now on `host`."""
         return replace(self, host=host, deadline=deadline_of(self.claim))
 
 
 @final
 class RayEngine(Engine):
-    """Runs trials as Ray tasks, one process each. `slots`: trials in parallel; None: as many as the cluster's nodes have resources for."""
+    """Runs trials as Ray tasks, one process each.
+
+    `slots`: trials in parallel; None: as many as the cluster's nodes have resources for.
+    """
 
     def __init__(self, run: RunTrial, *, slots: int | None = None, options: RayOptions | None = None) -> None:
         options = options or RayOptions()
@@ -129,7 +132,7 @@ class RayEngine(Engine):
         self._running[self._remote.remote(self._run, claim.spec)] = RayTrial(claim)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """The trials that ended, after at most `seconds`."""
+        """Return the trials that ended, after at most `seconds`."""
         end = time.monotonic() + seconds
         while True:
             deadlines = [trial.deadline for trial in self._running.values() if trial.deadline is not None]
@@ -146,7 +149,7 @@ class RayEngine(Engine):
         self._running = {}
 
     def _read(self, values: Any) -> EndedTrial | None:
-        """Read the next value of a trial: None when it has started, its result when it has ended."""
+        """Return the result of a trial if it has ended; None if the next value says that it has started."""
         trial, exceptions = self._running[values], self._ray.exceptions
         try:
             host, result = json.loads(self._ray.get(next(values)))
@@ -166,7 +169,7 @@ class RayEngine(Engine):
         return EndedTrial(self._running.pop(values).claim, None, reason)
 
     def _end_late(self) -> list[EndedTrial]:
-        """Kill the trials whose time limit has passed; their results."""
+        """Kill the trials whose time limit has passed, and return their results."""
         now = time.monotonic()
         running = [values for values, trial in self._running.items() if trial.deadline is not None and now >= trial.deadline]
         return [self._end(values) for values in running]
@@ -177,7 +180,7 @@ class RayEngine(Engine):
         return late(trial.claim, trial.host)
 
     def _num_fitting(self, options: RayOptions) -> int:
-        """The number of trials that the cluster has resources for; SweepError where there is none."""
+        """Return the number of trials that the cluster has resources for; SweepError if there is none."""
         group = getattr(options.placement, "placement_group", None)
         nodes = [node for node in self._ray.nodes() if node["Alive"] and has_labels(node["Labels"], options.labels)]
         places = list(group.bundle_specs) if group is not None else [node["Resources"] for node in nodes]
@@ -197,7 +200,9 @@ def _say(amounts: Mapping[str, object]) -> str:
 
 
 def num_fitting(place: Mapping[str, float], amounts: Mapping[str, float]) -> int:
-    """The number of trials that need `amounts` and fit on a node, or in a bundle of a placement group; one where they need nothing.
+    """Return the number of trials that need `amounts` and fit on a node, or in a bundle of a placement group.
+
+    It is one if trials need nothing.
 
     >>> num_fitting({"CPU": 8, "GPU": 2}, {"CPU": 1, "GPU": 0.5}), num_fitting({"CPU": 8}, {"CPU": 1, "GPU": 0.5})
     (4, 0)
@@ -206,7 +211,7 @@ def num_fitting(place: Mapping[str, float], amounts: Mapping[str, float]) -> int
 
 
 def has_labels(found: Mapping[str, str], asked: Mapping[str, str]) -> bool:
-    """Whether a node has all labels that are asked for by value; conditions such as `!in(a, b)` are left to Ray.
+    """Return whether a node has all labels that are asked for by value; conditions such as `!in(a, b)` are left to Ray.
 
     >>> has_labels({"region": "north"}, {"region": "north"}), has_labels({"region": "north"}, {"region": "south"})
     (True, False)
@@ -215,7 +220,9 @@ def has_labels(found: Mapping[str, str], asked: Mapping[str, str]) -> bool:
 
 
 def share_of_gpu(num_gpus: float, slots: int | None) -> float:
-    """The GPUs of one trial: one; a share such that `slots` trials fit where there are fewer GPUs; none where there are none.
+    """Return the GPUs of one trial: one if there are enough, otherwise a share of a GPU such that `slots` trials fit.
+
+    It is 0 if there are no GPUs.
 
     >>> share_of_gpu(2, None), share_of_gpu(2, 2), share_of_gpu(2, 3), share_of_gpu(2, 8), share_of_gpu(0, 8)
     (1.0, 1.0, 0.5, 0.25, 0.0)
@@ -224,14 +231,16 @@ def share_of_gpu(num_gpus: float, slots: int | None) -> float:
 
 
 def _run_remotely(run: RunTrial, spec: TrialSpec) -> Generator[str]:
-    """JSON of the host of this machine of the cluster and None at the start, and of the host and the trial at the end."""
+    """Yield JSON twice: at the start the host of this process and None, at the end the host and the trial."""
     host = socket.gethostname()
     yield json.dumps([host, None])
     yield json.dumps([host, run_safely(run, spec).to_json()])
 
 
 def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The ray module, connected to a running cluster (RAY_ADDRESS, or that of `ray start` on this machine), else to a new local one.
+    """Return the ray module, connected to a cluster, and the options that tasks need for `runtime_env`.
+
+    A running cluster is that of RAY_ADDRESS or of `ray start` on this machine; if there is none, a new local one is started.
 
     A runtime environment is that of the connection, since Ray then uploads folders of this machine (`working_dir`, `py_modules`). It is
     returned as an option of tasks where the program was connected already.
@@ -255,7 +264,7 @@ def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _refused_by_ray(call: Any) -> Any:
-    """The value of `call()`; what Ray refuses with a ValueError or TypeError is a SweepError with Ray's message."""
+    """Return the value of `call()`; if Ray raises a ValueError or TypeError, raise a SweepError with Ray's message."""
     try:
         return call()
     except (TypeError, ValueError) as error:
