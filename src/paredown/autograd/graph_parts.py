@@ -314,8 +314,8 @@ class KnownParts:
     ) -> GraphPart | None:
         """Store the part that was read from `values` for later passes, and return it; None if it cannot be found there again.
 
-        `start`: the moment of the pass before it was read (`point_of`), with the counts of the running calls. `kind`: the class of the
-        part.
+        `start`: the moment of the pass before it was read (`point_of`), with the counts of the running calls. `kind`: whether the part is a
+        call, or lies before or between calls.
         """
         innermost = current.calls[-1]
         if kind == "call":

@@ -487,7 +487,7 @@ class Watch(SavedReports):
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether a call of `module` in another thread may belong to the forward pass `running` of this one."""
+    """Return whether a call of `module` in another thread may belong to the forward pass `running`: it is inside of the pass's entrance."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 

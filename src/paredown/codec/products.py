@@ -228,7 +228,7 @@ class RowProduct(torch.autograd.Function):
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
     """Return F.linear(x, weight, bias), computed by products of codes in `element`, in the dtype of F.linear.
 
-    `covers` tells which sizes of `weight` are possible. `shared`: codes of `x` to share with other layers.
+    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: codes of `x` to share with other layers.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)
