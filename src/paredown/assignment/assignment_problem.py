@@ -77,10 +77,11 @@ class AssignmentProblem:
         known: KnownItems | None = None,
         keeps_margin: bool = True,
     ) -> AssignmentProblem:
-        """Set up the search for a trace by `method`. With a `ladder`, activations have its formats and parameters are unmodified.
+        """Set up the search for a trace by `method`.
 
-        `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks are
-        `bound_bytes` of footprints, otherwise `peak_bytes`.
+        `sensitivities`: measured gradient errors of slots. `ladder`: the formats of activations, the most precise first; then parameters
+        are unmodified. `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks
+        are `bound_bytes` of footprints, otherwise `peak_bytes`.
         """
         formats = LADDER if ladder is None else ladder
         error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)

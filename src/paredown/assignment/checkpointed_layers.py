@@ -184,7 +184,8 @@ def _saved_bytes(trace: Trace, path: str) -> int:
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
     """Return the error above which layers are checkpointed: that of all activations in the first format of `ladder`.
 
-    If checkpointing is the last resort, it is the error of the second format.
+    A ladder lists the formats that activations may have, the most precise first. If checkpointing is the last resort, it is the error of
+    the second format.
     """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]

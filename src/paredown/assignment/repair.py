@@ -73,7 +73,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: the step, the budget, the sensitivities of slots, and the formats that activations may have."""
+    """The constraints of a repair: the step, the budget, measured gradient errors of slots, and the formats that activations may have."""
 
     trace: Trace
     budget_bytes: int

@@ -342,7 +342,7 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Return the bytes at each tick, (ticks,), if `chosen` is the row of each item; the optimizer's step is left out."""
+        """Return the bytes at each tick, (ticks,), without the optimizer's step. `chosen` is the ledger's row of each item."""
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:

@@ -379,7 +379,7 @@ def role_table_error(slot: Slot, format: Format) -> float:
 
 
 def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
-    """Return a function (slot, format) -> measured gradient error.
+    """Return a function (slot, format) -> measured gradient error. `ladder`: the formats that it is called with, the most precise first.
 
     A slot that was not probed has the error of the role table, scaled by median(measured / predicted). A format later in the ladder never
     has a smaller error than one before it, whatever the noise of the measurement.
@@ -410,7 +410,10 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """Return a function slot -> formats that it may have: all of `ladder`, or only the first if the slot is not `eligible`."""
+    """Return a function slot -> formats that the slot may have: all of `ladder`, or only the first if the slot is not `eligible`.
+
+    A ladder lists formats, the most precise first. `eligible`: names of slots; None for all.
+    """
     if eligible is None:
         return lambda slot: ladder
     names = frozenset(eligible)

@@ -406,7 +406,10 @@ def _is_packed_again(slot: Slot) -> bool:
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return changes of memory, as (tick, bytes), of a tensor that the operation that saves it packs in 8 bits. `read`: its last read."""
+    """Return the changes of memory, as (tick, bytes), by a tensor if it is packed in 8 bits when it is saved.
+
+    `read`: the tick at which the first pass reads it last.
+    """
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
     return [(slot.birth, slot.nbytes), (read + 1, -slot.nbytes), (first, 0 if slot.recomputed_from else int(share * slot.nbytes))]

@@ -449,7 +449,9 @@ def model_bytes(trace: Trace, plan: Plan) -> int:
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return the tick at which the intervals together hold the most bytes, and these bytes. `length`: the number of ticks.
+    """Return the tick at which the intervals together hold the most bytes, and these bytes.
+
+    A tick is a position in the step's list of operations. `length`: the number of ticks.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
