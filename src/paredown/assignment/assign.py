@@ -144,7 +144,7 @@ def assign(
 
 @dataclass(frozen=True)
 class Planning:
-    """The size within which a plan must fit: `bound_bytes` of its footprint, or without `keeps_margin` its `peak_bytes`."""
+    """The size that a plan must fit within: `bound_bytes` of its footprint, or without `keeps_margin` its `peak_bytes`."""
 
     budget_bytes: int
     within_bytes: int
@@ -154,7 +154,7 @@ class Planning:
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
         """Return the planning of a budget that keeps the margin of `bound_bytes`.
 
-        If that of the baseline is larger than an eighth of the budget, it keeps this eighth instead.
+        If the baseline's margin is larger than an eighth of the budget, the planning keeps this eighth instead.
         """
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
@@ -167,7 +167,7 @@ class Planning:
 
     @property
     def size_of(self) -> Callable[[Trace, Plan], int]:
-        """The function that returns the size of a plan that is compared with `within_bytes`."""
+        """The function (trace, plan) -> size of the plan, which is compared with `within_bytes`."""
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
@@ -184,7 +184,10 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan for a preference, if there is one; else the plan of least time, if it is searched for; else of least error."""
+    """Return the plan that `assign` searches for: by `preference` if there is one, else of least time or of least error.
+
+    `problem_of` sets up the search for a trace, `plan_of` turns its solution into a plan. `ladder`: the formats that the caller allows.
+    """
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
     if recompute is None and ladder is None and problem_of(trace).method.order is None and recompute_choices(trace):
@@ -203,7 +206,7 @@ def _preferred(
     preference: Preference,
     recompute: bool | None,
 ) -> Plan:
-    """Return the plan for `preference`; with "speed" its reason states the predicted time."""
+    """Return the plan for `preference`. If that is "speed", the plan's reason states the predicted time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
     exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
@@ -226,7 +229,7 @@ def _preferred(
 def _problems(
     strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int, *, keeps_margin: bool
 ) -> Callable[..., AssignmentProblem]:
-    """Return a function that sets up the search for a traced step, with the formats of `ladder` or of its second argument."""
+    """Return a function that sets up the search for a traced step. Formats are those of `ladder`, or of the function's second argument."""
     known: dict[Ladder | None, KnownItems] = {}
 
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
@@ -271,9 +274,9 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any]) -> Plan:
-    """Return the plan of a solution, whose footprint is checked to be within the budget.
+    """Return the plan of a solution, after checking that its footprint is within the budget.
 
-    It has its margin too, unless the plan quantizes nothing (assignment/speed.py).
+    It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py).
     """
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED
@@ -288,10 +291,10 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield rules of a plan for the formats of a point; the first to fit is taken.
+    """Yield rules of a plan for the formats of a point (a choice of formats with its predicted error and peak); the first to fit is taken.
 
-    Those without a rule for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors
-    of a compiled step, for which it has a rule for activations.
+    Rules without one for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors of a
+    compiled step, for which it has a rule for activations.
     """
     formats = problem.formats(point)
     short, long = (rules_of(problem.trace, formats, is_short=is_short) for is_short in (True, False))
@@ -317,7 +320,10 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 def _reason(
     problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """Return a plan's reason: what is stored in a lower precision, under which budget, with which peak and margin."""
+    """Return a plan's reason: what is stored in a lower precision, under which budget, and with which peak and margin.
+
+    `point`: the choice of formats. `layers`: the checkpointed layers. `planned`: the plan's footprint.
+    """
     formats = problem.formats(point)
     quantized = [slot for slot in problem.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
     what = ("tensor", "recomputed") if problem.trace.is_compiled else ("layer", "checkpointed")
@@ -331,7 +337,7 @@ def _reason(
 
 
 def _margin(planned: Footprint, budget_bytes: int) -> str:
-    """Return a note on the margin that a plan keeps for memory that is not predicted; "" if it keeps none."""
+    """Return a note on how far below the budget a plan stays for memory that is not predicted; "" if it keeps no margin."""
     margin, left = planned.bound_bytes - planned.peak_bytes, budget_bytes - planned.peak_bytes
     instead = f"{say_bytes(left)} instead of " if left < margin else ""
     return f" (with a margin of {instead}{say_bytes(margin)} for the allocator and libraries)" if margin else ""
@@ -380,7 +386,7 @@ class PlanTemplate:
         return f"assign {self.budget} {self.method}"
 
     def make(self, trace: Trace) -> Plan:
-        """Return the plan that `assign` finds for a step with these arguments."""
+        """Return the plan that `assign` finds for a step with this template's budget and method."""
         plan = assign(trace, self.budget, method=self.method)
         return replace(plan, made_for={**plan.made_for, TEMPLATE_FIELD: str(self)})
 
@@ -389,9 +395,9 @@ OnInfeasible = Callable[[PlanTemplate, BudgetError], object]
 
 
 def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible: OnInfeasible | None = None) -> list[Plan]:
-    """Return the plans of templates for one step. Equal plans are returned once, with all of their templates in `made_for`.
+    """Return the plans of templates for one step. If templates give equal plans, one is returned, with all of them in `made_for`.
 
-    `on_infeasible` is called for each template whose budget no plan fits; without it, the first one raises its BudgetError.
+    `on_infeasible` is called for each template whose budget no plan fits; without it, the first such template raises its BudgetError.
     """
     plans: dict[object, Plan] = {}
     for template in templates:
@@ -443,7 +449,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Return why an item cannot take fewer than the `nbytes` that it has at the peak."""
+    """Return why an item (slots that are stored together) cannot take fewer than the `nbytes` that it has at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
@@ -461,7 +467,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if a plan would fit the budget without pins (lower bounds on precision), else ""."""
+    """Return a sentence if a plan would fit the budget without the pins (lower bounds on precision), else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""

@@ -58,7 +58,7 @@ SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD",
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """The search for plans of one traced step by one method: what can be stored how, with which bytes and error."""
+    """The search for plans of one traced step by one method: the ways to store each tensor, with their bytes and errors."""
 
     trace: Trace
     method: AssignMethod
@@ -77,10 +77,11 @@ class AssignmentProblem:
         known: KnownItems | None = None,
         keeps_margin: bool = True,
     ) -> AssignmentProblem:
-        """Set up the search for a trace by `method`. With a `ladder`, activations have its formats and parameters are unmodified.
+        """Set up the search for a trace by `method`.
 
-        `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks are
-        `bound_bytes` of footprints, otherwise `peak_bytes`.
+        `sensitivities`: measured gradient errors of slots. `ladder`: the formats of activations, the most precise first; then parameters
+        are unmodified. `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks
+        are `bound_bytes` of footprints, otherwise `peak_bytes`.
         """
         formats = LADDER if ladder is None else ladder
         error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)
@@ -95,21 +96,21 @@ class AssignmentProblem:
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:
-        """The combinations of peak memory and error that the method finds; a budget selects one of them."""
+        """The points (choices of formats, each with its peak memory and error) that the method finds; a budget selects one of them."""
         return self.method.points(self.ledger, self.seed)
 
     def best(self, budget_bytes: int) -> AssignmentPoint | None:
-        """Return the point of least error whose peak is within the budget; None if there is none."""
+        """Return the point (a choice of formats) of least error whose peak is within the budget; None if there is none."""
         return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
     def formats(self, point: AssignmentPoint) -> Formats:
-        """Return the format of each slot at a point, None for an unmodified one."""
+        """Return the format of each slot at a point (a choice of one storage option for each item); None is unmodified."""
         rows = [option for item in self.ledger.items for option in item.options]
         return {key: format for row in point.chosen for key, format in rows[row].formats}
 
     @property
     def smallest(self) -> AssignmentPoint:
-        """The point of least peak memory, whatever its error."""
+        """The point (a choice of formats) of least peak memory, whatever its error."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
 
 
@@ -125,7 +126,7 @@ def method_named(name: str) -> AssignMethod:
 
 
 def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
-    """Return the formats in `levels`, the best first; raise PlanError if they are not in this order."""
+    """Return the formats in `levels`, which are texts or formats, the most precise first; raise PlanError for another order."""
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
     ladder = tuple(Assignment.parse(level).format for level in levels)
@@ -144,7 +145,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
 
 
 def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
-    """Raise PlanError unless sensitivities are given exactly if the method needs them, and are of this model."""
+    """Raise PlanError unless `sensitivities` (measured gradient errors) are of this model, and given exactly if the method needs them."""
     if sensitivities is None:
         if method.needs_sensitivities:
             advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
@@ -169,7 +170,7 @@ def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensi
 def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
     """Return the rules that give these formats to the slots of `trace`. Without `is_short`, parameters are matched by name alone.
 
-    Rules for a role or a pattern also match small parameters, which are unmodified but then need `paredown.optim`.
+    A rule for a role or a pattern also matches small parameters. These stay unmodified, but then need `paredown.optim`.
     """
     rules = list(_activation_rules(trace, formats))
     for role in (Role.WEIGHT, Role.FROZEN, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
@@ -180,7 +181,7 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
 def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
     """Return a rule for the role activation, with the most frequent format, and rules for slots with other formats.
 
-    The first one also packs masks.
+    The rule for the role also packs masks.
     """
     format_of: dict[str, Format | None] = {}
     for slot in trace.activations:
@@ -208,7 +209,10 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Return rules for the slots of `rest`: a pattern if it matches no slot of `wanted` with another format, else names."""
+    """Return rules for the slots of `rest`: a pattern if it matches no slot of `wanted` with another format, else names.
+
+    `rest` and `wanted` map names of slots to formats. Without `is_short`, all rules are names.
+    """
     patterns: dict[tuple[str, Format | None], list[str]] = {}
     for name, format in rest.items():
         patterns.setdefault((_pattern(name), format), []).append(name)

@@ -70,7 +70,7 @@ def quickest_plan(
 ) -> Solution | None:
     """Return the solution of least predicted time for a budget.
 
-    It is None if only packed weights or optimizer state beside checkpointing can fit.
+    Return None if no plan fits but one that packs weights or optimizer state and also checkpoints layers.
     """
     small, tolerated = (tolerated_error(trace, LADDER, recompute) for recompute in (True, None))
     problem = problem_of(trace, None)
@@ -144,7 +144,7 @@ def with_choice(trace: Trace, chosen: tuple[str, ...]) -> Trace:
 def recomputable_slots(trace: Trace) -> list[str]:
     """Return tensors of a compiled step that backward can recompute, those with the fewest seconds for each freed byte first.
 
-    Tensors that backward reads when the step is at its peak would be there anyway: chains of sums read theirs early.
+    Tensors that backward reads when the step is at its peak are left out, since they would exist then anyway.
     """
     by_storage = {slot.storage: slot for slot in trace.activations}
     tick = footprint(trace, exact_plan(trace, ())).peak_tick
@@ -182,9 +182,10 @@ def _saved_bytes(trace: Trace, path: str) -> int:
 
 
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
-    """Return the error above which layers are checkpointed: that of all activations in the first format of the ladder.
+    """Return the error above which layers are checkpointed: that of all activations in the first format of `ladder`.
 
-    If checkpointing is the last resort, it is that of the second format.
+    A ladder lists the formats that activations may have, the most precise first. If checkpointing is the last resort, it is the error of
+    the second format.
     """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
@@ -196,7 +197,7 @@ def with_layers(
 ) -> Solution | None:
     """Return the solution that recomputes the fewest layers or tensors and whose error is at most `tolerated`.
 
-    If no number of them is enough, it is the solution of least error; None if none fits.
+    If no number of layers brings the error there, return the solution of least error; None if no solution fits the budget.
     """
     layers = recompute_choices(trace)
 
@@ -221,7 +222,7 @@ def with_layers(
 
 
 def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
-    """Return the least count above `too_few` for which `is_enough` is true, by bisection; it is true for `enough`.
+    """Return the least count above `too_few` for which `is_enough` is true, by bisection. It must be true for `enough`.
 
     >>> fewest_layers(lambda count: count >= 7, 4, 8), fewest_layers(lambda count: True, 0, 1)
     (7, 1)

@@ -63,7 +63,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """A new plan, the slots whose format changed, and which of the requested slots got a wider format and which did not."""
+    """The result of a repair: the new plan, the slots whose format changed, and which requests for a wider format were met or refused."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,7 +73,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: the step, the budget, the sensitivities of slots, and the formats that activations may have."""
+    """The constraints of a repair: the step, the budget, measured gradient errors of slots, and the formats that activations may have."""
 
     trace: Trace
     budget_bytes: int
@@ -84,7 +84,7 @@ class RepairTerms:
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
     """Return `plan` with the slots `raised` in the next wider format, and others, except `keeps`, in narrower ones to fit.
 
-    `raised` has the worst slots first; the last ones are refused if the budget does not allow all.
+    `raised` lists the slots of largest error first. If the budget does not allow all, the last ones are refused.
     """
     check(plan, terms)
     state = RepairState.of(plan, terms)
@@ -102,7 +102,10 @@ def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Coll
 
 
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return the plan of least predicted error, with no slot of `keeps` in fewer bits than now; `plan` itself if none is clearly better."""
+    """Return the plan of least predicted error, or `plan` itself if no other is clearly better.
+
+    Slots of `keeps` get no fewer bits than now.
+    """
     check(plan, terms)
     state = RepairState.of(plan, terms)
     min_bits = {name: state.current_bits(name) for name in keeps if name in state.item_of}
@@ -113,7 +116,7 @@ def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> Re
 
 
 def check(plan: Plan, terms: RepairTerms) -> None:
-    """Raise BudgetError if the plan itself is not within the budget."""
+    """Raise BudgetError if `plan` itself is not within the budget of `terms`."""
     peak, budget = footprint(terms.trace, plan).peak_bytes, terms.budget_bytes
     if peak > budget:
         raise BudgetError(
@@ -123,9 +126,9 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """The formats of a plan in the form of the search: `current` is the ledger's row of each item.
+    """The formats of a plan as the search has them: `current` is the index of each item's storage option in the ledger (options x ticks).
 
-    `bits[slot][row]` are the bits per value of a slot.
+    `bits[slot][row]` are the bits per value of a slot under the storage option `row`.
     """
 
     trace: Trace
@@ -160,7 +163,7 @@ class RepairState:
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Return the bits per value of a slot under the choice `chosen`; infinity for unmodified."""
+        """Return the bits per value of a slot under `chosen` (one storage option for each item); infinity if it is unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
@@ -172,7 +175,7 @@ class RepairState:
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Return a choice in which these slots have the next wider format, and no slot beside them has fewer bits than before."""
+        """Return a choice in which the slots `names` have the next wider format, and no other slot has fewer bits than before."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -191,9 +194,7 @@ class RepairState:
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
         """Return `chosen` with other slots in fewer bits, so that the peak is within the budget; None if that is impossible.
 
-        Slots with the least added error per byte are lowered first.
-
-        `floors`: slot -> fewest bits per value that it may have.
+        Slots with the least added error per byte are lowered first. `floors`: the fewest bits per value that a slot may have, by its name.
         """
         ledger, chosen = self.ledger, chosen.copy()
         refused = {row for name, least in floors.items() for row, bits in self.bits[name].items() if bits < least}
@@ -211,7 +212,10 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the one of the `allowed` rows that adds least error for each byte that it frees at a tick; None if none frees any."""
+        """Return the storage option among `allowed` that adds least error for each byte that it frees at a tick; None if none frees any.
+
+        A tick is a position in the step's list of operations.
+        """
         current = chosen[self.ledger.item_of[allowed]]
         column, totals = self.ledger.held[:, tick], self.totals
         freed = column[current] - column[allowed]
@@ -244,7 +248,7 @@ class RepairState:
 
 
 def bits_per_value(format: Format | None) -> float:
-    """Return the bits per value of a format; infinity for unmodified."""
+    """Return the bits per value of a format; infinity for None, which is unmodified."""
     return inf if format is None else float(format.bits_per_value)
 
 

@@ -80,9 +80,9 @@ RESIDUE_BITS = 8  # significant bits that a residue adds to its weight
 
 @dataclass(frozen=True, repr=False)
 class Sensitivities:
-    """Squared gradient errors by slot and format, measured at a step of training.
+    """The squared gradient errors that quantizing one slot alone causes, by slot and format, measured at a step of training.
 
-    A slot has its name in the trace; a slot that is no activation has its role as a prefix ("moment1=fc.weight").
+    A slot has its name in the trace. If it is no activation, its role is a prefix ("moment1=fc.weight").
     """
 
     errors: Mapping[str, Mapping[str, float]] = field(hash=False)
@@ -104,7 +104,7 @@ class Sensitivities:
         return row[text] if text in row else _interpolated(row, text)
 
     def known(self, names: Iterable[str]) -> list[str]:
-        """Return the names that were probed."""
+        """Return those of `names` that were probed."""
         return [name for name in names if self.errors.get(name)]
 
     def __len__(self) -> int:
@@ -142,7 +142,7 @@ class Sensitivities:
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """Check the errors of one slot, and return them by the canonical text of the format."""
+    """Check the errors of one slot (`row`: format -> error), and return them by the formats' canonical text."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
@@ -158,7 +158,7 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """Check a squared error, and return it as a finite number: LARGEST for an infinite one."""
+    """Check that `error` is a squared error, and return it as a finite number: LARGEST if it is infinite. `what` names it in messages."""
     try:
         value = NAN if isinstance(error, str | bytes | bool) else float(error)  # accepts scalars of numpy and torch
     except (TypeError, ValueError, OverflowError):
@@ -174,9 +174,9 @@ def _bits(text: str) -> int:
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:
-    """Return the error of a format that was not measured, by its significant bits.
+    """Return the error of a format that was not measured, by its significant bits. `row`: format -> measured error.
 
-    It is interpolated between the nearest two measured formats, or 4 times the error for each bit less.
+    The error is interpolated between the nearest two measured formats. Beyond them it is 4 times as large for each bit less.
     """
     bits = _bits(text)
     points = sorted((_bits(measured), error) for measured, error in row.items())

@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """Whether `assign` prefers speed or accuracy, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs of time."""
+    """The preferences of `assign`: speed or accuracy, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs of time."""
 
     prefer: str
     error_allowance: float | None
@@ -92,7 +92,7 @@ def _checked(calibration: Calibration, trace: Trace) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A solution with its plan and predicted time. `keeps_margin`: `bound_bytes` of its footprint is within the budget."""
+    """A solution with its plan and predicted time. `keeps_margin`: whether `bound_bytes` of its footprint is within the budget."""
 
     solution: Solution
     plan: Plan
@@ -106,9 +106,9 @@ class Candidate:
 
 
 def quickest_plan(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate of least error among those predicted within NOISE of the quickest.
+    """Return the candidate of least error among those whose predicted time is within NOISE of the quickest.
 
-    One without its margin is chosen only if it is quicker by more than NOISE.
+    A candidate that does not keep the margin is chosen only if it is quicker by more than NOISE.
     """
 
     def best(of: Sequence[Candidate]) -> Candidate:
@@ -161,9 +161,9 @@ def quickest_solution(
 
 
 def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
-    """Yield solutions that quantize nothing: every layer checkpointed and every second one, if these fit, and as few as fit.
+    """Yield solutions that quantize nothing: every layer checkpointed, every second one, and as few as fit.
 
-    The first two fit by their expected peak, the last one with its margin.
+    The first two are left out if their expected peak does not fit. The last one fits with its margin.
     """
     layers = repeated_layers(trace)
 
@@ -204,7 +204,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds on the device and on the host of packing, for each storage option (row of the ledger)."""
+    """Return the seconds of packing on the device and on the host, one number for each storage option (row of the ledger)."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
@@ -218,7 +218,10 @@ def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Flo
 
 
 def cheapest_choices(ledger: Ledger, costs: tuple[Floats, Floats], budget_bytes: int) -> Iterator[NDArray[np.int64]]:
-    """Yield choices within the budget that cost few seconds of the device, or of the host, and little error."""
+    """Yield choices (one storage option for each item) within the budget that take few seconds and have little error.
+
+    `costs`: the seconds of each option on the device and on the host.
+    """
     error_scale = max(float(ledger.errors.max(initial=0.0)), 1e-30)
     for seconds in costs:
         scale = max(float(seconds.max(initial=0.0)), 1e-30)

@@ -80,7 +80,7 @@ FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store an item, with its bytes over time and its predicted error.
+    """One way to store an item (slots that are stored together), with its bytes over time and its predicted error.
 
     `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that torch.optim updates.
     """
@@ -120,11 +120,10 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each storage of activations and the slots that depend on it.
+    """Yield an item for each storage of activations, with the slots that depend on it.
 
-    `is_free`: slots of an item may have different formats.
-
-    `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
+    `ladder_of`: the formats that a slot may have. `error_of`: the error of a slot in a format. `is_free`: slots of an item may have
+    different formats. `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
     """
     known = {} if known is None else known
     for slots in _components(trace.activations):
@@ -199,7 +198,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Return options by rising error, then by falling bytes. Options that others beat in both stay, since the search skips them."""
+    """Return options by rising error, then by falling bytes. Options that others beat in both are kept, since the search skips them."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 
@@ -209,9 +208,10 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(
     trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each parameter with its gradient, moments and casts, whose options are `rows`.
+    """Yield an item for each parameter with its gradient, moments and casts.
 
-    `known`: as for activations.
+    `rows`: the ways to store it, {role: format} each; `frozen_rows`: those of a parameter that is not trained. `known`: the items of traces
+    that share slots with this one; new ones are added.
     """
     known = {} if known is None else known
     trained, frozen = _tiers(rows, trace), _tiers(frozen_rows, trace)
@@ -239,7 +239,7 @@ class Tier(NamedTuple):
 
     @staticmethod
     def of(name: str, row: Mapping[str, str]) -> Tier:
-        """Return the tier with the formats of a row, {role: text}."""
+        """Return the tier (a way to store all tensors of a parameter) with these formats, {role: text}."""
         formats = {Role(role): Format.parse(text) for role, text in row.items()}
         plan = Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),))
         return Tier(name, formats, plan, parameter_error(formats))
@@ -275,7 +275,7 @@ def _by_parameter(trace: Trace) -> dict[Slot, tuple[Slot, ...]]:
 
 
 def unowned(trace: Trace) -> list[Interval]:
-    """Return the intervals of moments that belong to no parameter of the trace, which no plan changes."""
+    """Return the intervals of bytes of optimizer moments that belong to no parameter of the trace, which no plan changes."""
     owned = {id(slot) for slots in _by_parameter(trace).values() for slot in slots}
     moments = [slot for slot in trace.slots if slot.role in (Role.MOMENT1, Role.MOMENT2) and id(slot) not in owned]
     return [Interval(slot.role, slot.module, slot.birth, slot.death, slot.nbytes) for slot in moments]
@@ -342,16 +342,16 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Return the bytes at each tick, (ticks,), under the choice `chosen` of a row for each item, without the optimizer's step."""
+        """Return the bytes at each tick, (ticks,), without the optimizer's step. `chosen` is the ledger's row of each item."""
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """Return the bytes at each tick under the choice `after`, from `load`, which are those under the choice `before`."""
+        """Return the bytes at each tick under the choice `after`. `load` has the bytes under the choice `before`."""
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return the bytes at each tick with the memory that the optimizer's step allocates, from `load`, which is without."""
+        """Return the bytes at each tick including what the optimizer's step allocates, which `load` leaves out."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -364,11 +364,9 @@ class Ledger:
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
-        """Return the peak bytes after each of some changes of the choice `chosen`, whose bytes at each tick are `load`.
+        """Return the peak bytes after each of some changes to the choice `chosen`. `load` has the bytes of `chosen` at each tick.
 
-        `columns`: the ticks that count; None: all.
-
-        `changes` is (changes, 2): the new rows of two items, equal where one item changes.
+        `changes` is (changes, 2): the new rows of two items, equal if one item changes. `columns`: the ticks that count; None: all.
         """
         first, second = changes[:, 0], changes[:, 1]
         before, is_pair = chosen[self.item_of], first != second
@@ -399,7 +397,7 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """Return every interval as a row (row of the ledger, birth, death, bytes with rounding and margin), (intervals, 4)."""
+    """Return every interval as numbers: (row of the ledger, birth, death, bytes with rounding and margin), shape (intervals, 4)."""
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -416,7 +414,8 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
     """Return the fewest and the most bytes that a choice of options can have at each tick.
 
-    An item has constant bytes from one of its births or deaths to the next, a stretch: few values for each row, not one for each tick.
+    `spans`: intervals as numbers (`_spans`). Between one of its births or deaths and the next, the bytes of an item are constant: such a
+    stretch takes one value for each row, not one for each tick.
     """
     row, birth, death, nbytes = spans.T
     period = int(ticks.max(initial=0)) + int(death.max(initial=0)) + 2

@@ -62,13 +62,16 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the point of least error whose peak is within the budget; of equals the one of least peak."""
+    """Return the point (a choice of formats) of least error whose peak is within the budget; of equal ones, that of least peak."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """Return the points of the greedy search, and points with the same peak and less error that are found from some of them."""
+    """Return the points of the greedy search, and points of the same peak and less error that are found from some of them.
+
+    A point is a choice of one storage option for each item, with its peak and error.
+    """
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -83,7 +86,10 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the points of quantizing items in this order: all to their second option, then all to their third, and so on."""
+    """Return the points (choices of one option for each item) if items are quantized in `order`.
+
+    All items get their second option one after the other, then all get their third, and so on.
+    """
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
     load = ledger.load(chosen)
@@ -99,15 +105,15 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """Return the point of a choice; `load` has its bytes at each tick."""
+    """Return the point (choice with its peak and error) of `chosen`. `load` has its bytes at each tick."""
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the points of the greedy search from the baseline down, each with one item in fewer bytes.
+    """Yield the points of the greedy search from the baseline down: in each, one more item has fewer bytes.
 
-    The item adds the least error for each byte that it frees at the peak.
+    The item is the one that adds the least error for each byte that it frees at the peak.
     """
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
@@ -123,7 +129,7 @@ def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield points of least peak memory at any error, which the greedy path may miss.
+    """Yield points (choices of one option for each item) of least peak memory at any error, which the greedy path may miss.
 
     They start from the smallest options, and go move by move to a lower peak.
     """
@@ -144,7 +150,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the storage option (row of the ledger) that lowers the peak most if its item changes to it; None if none does."""
+    """Return the storage option (row of the ledger) that lowers the peak most if its item changes to that option; None if none does."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -155,9 +161,9 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the storage option that adds least error for each byte that it frees at a tick; None if none frees any.
+    """Return the storage option among `rows` that adds least error for each byte that it frees at a tick; None if none frees any.
 
-    Among equals it is the one that frees most.
+    Of equal options, the one that frees most is returned.
     """
     current = chosen[ledger.item_of]
     column = ledger.held[:, tick]
@@ -180,9 +186,9 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
-    """Return the point with wider formats for some items, so that it has less error and a peak of at most `cap_bytes`.
+    """Return points found from `point` by wider formats for some items: they have less error and a peak of at most `cap_bytes`.
 
-    The largest error is lowered first; the list is empty if no wider format fits. `load` are the point's bytes at each tick.
+    The largest error is lowered first; the list is empty if no wider format fits. `load` has the bytes of `point` at each tick.
     """
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
@@ -213,7 +219,7 @@ def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
 
 
 class PointFront:
-    """The Pareto front of peak and error: points by rising peak and falling error."""
+    """The Pareto front of peak and error: points (choices of one option for each item) by rising peak and falling error."""
 
     def __init__(self) -> None:
         self.points: list[AssignmentPoint] = []
@@ -239,7 +245,7 @@ class PointFront:
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that may join the front: no point of it is better, if their peaks are `least_peaks`."""
+        """Return the indices of candidates that no point of the front beats even at their lowest possible peaks, `least_peaks`."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
@@ -276,7 +282,8 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
     """Return changes of the options of one or two items that could join the front, with their peaks and errors.
 
-    Changes are pairs of rows, equal for one item. The last result is the number of additions that all changes take.
+    A change is a pair of rows of the ledger, which are equal if one item changes. The last result is the number of additions that computing
+    all changes takes.
     """
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))
@@ -300,7 +307,7 @@ def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tu
 
 
 def _highest_ticks(total: Ints) -> Ints:
-    """Return, for each of BOUND_TICKS stretches of the step, the tick with the most bytes."""
+    """Return the tick with the most bytes in each of BOUND_TICKS stretches of the step. `total` has the bytes of each tick."""
     stretch = -(-max(len(total), 1) // BOUND_TICKS)
     return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
 
@@ -310,7 +317,7 @@ def _highest_ticks(total: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method of `assign`. `order`: in which items are quantized, None for the greedy search; `eligible`: activations it may quantize."""
+    """A method of `assign`: the order in which items are quantized (None: greedy search), and the activations that it may quantize."""
 
     name: str
     note: str
@@ -372,11 +379,10 @@ def role_table_error(slot: Slot, format: Format) -> float:
 
 
 def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
-    """Return a function (slot, format) -> measured gradient error.
+    """Return a function (slot, format) -> measured gradient error. `ladder`: the formats that it is called with, the most precise first.
 
-    Slots that were not probed have the error of the role table, scaled by median(measured / predicted).
-
-    A format later in the ladder never has a smaller error than one before it, whatever the noise of the measurement.
+    A slot that was not probed has the error of the role table, scaled by median(measured / predicted). A format later in the ladder never
+    has a smaller error than one before it, whatever the noise of the measurement.
     """
     formats = [format for format in ladder if format is not None]
     probed = [(slot, name) for slot in trace.activations if (name := _probed_name(slot, sensitivities)) is not None]
@@ -404,7 +410,10 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """Return a function slot -> formats that it may have: all of `ladder`, or only the first if the slot is not `eligible`."""
+    """Return a function slot -> formats that the slot may have: all of `ladder`, or only the first if the slot is not `eligible`.
+
+    A ladder lists formats, the most precise first. `eligible`: names of slots; None for all.
+    """
     if eligible is None:
         return lambda slot: ladder
     names = frozenset(eligible)

@@ -87,7 +87,7 @@ WORDS, DIMENSIONS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])"), re.compile(r"(\d)D")
 
 
 def running_checkpoint() -> Any:
-    """Return the frame of the innermost running torch.utils.checkpoint with use_reentrant=False of this thread, or None."""
+    """Return the frame of the innermost checkpoint (use_reentrant=False) that runs in this thread; None if none runs."""
     hooks: Any = top_default_hooks(True)
     pack: Any = hooks[0] if hooks is not None else None
     if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") or pack.__module__ != torch.utils.checkpoint.__name__:
@@ -97,7 +97,10 @@ def running_checkpoint() -> Any:
 
 
 def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
-    """Return (handle, tensor) of each tensor that a checkpoint keeps, except those that other hooks hold or that were modified in place."""
+    """Return (handle, tensor) of each tensor that a checkpoint keeps, except if other hooks hold it or it was modified in place.
+
+    `frame`: the frame that torch.utils.checkpoint made for the checkpoint.
+    """
     saver = getattr(frame, "input_saver", None)
     if saver is not None:  # torch 2.11: a node that no graph reaches; the first tensor that it saved is a placeholder
         node: Any = saver.grad_fn
@@ -118,14 +121,14 @@ def _read(raws: Iterable[Any], read: Any) -> list[tuple[Any, Tensor]]:
 
 
 def key_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key of a tensor's memory and layout: equal for tensor objects that share both, as long as the memory is allocated."""
+    """Return a key of a tensor's memory and layout. Tensor objects that share both have equal keys as long as the memory is allocated."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
     """Return the description of a saved tensor that is the input `number` of a checkpoint.
 
-    `place` is the slot's name up to the operand, `reason` says why it is not quantized.
+    `place` is the slot's name up to the operand. `raw` is autograd's handle of the tensor. `reason` says why it is not quantized.
     """
     operand = input_operand(number)
     use = Use.EXACT if reason else Use.VALUE
@@ -146,7 +149,7 @@ def op_of(node: Any) -> str:
 def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> str:
     """Return why the input `tensor` of a checkpointed layer is not quantized, or "" if it may be.
 
-    `first` is the number of the layer's first node.
+    `output`: what the layer returned. `first`: the sequence number of the layer's first autograd node.
     """
     if not tensor.requires_grad:
         return NO_GRADIENT
@@ -163,7 +166,7 @@ def _routers_in(layer: nn.Module) -> list[str]:
 
 
 def _nodes(output: Any, first: int) -> list[Any]:
-    """Return the autograd nodes with sequence number `first` or later that backward from `output` would visit."""
+    """Return the autograd nodes that backward from `output` would visit, without those older than sequence number `first`."""
     pending: list[Any] = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
     nodes: dict[Any, None] = {}
     while pending:
@@ -203,13 +206,13 @@ class HiddenLayer:
 
     @staticmethod
     def of(module: nn.Module, path: str, args: Any) -> HiddenLayer | None:
-        """Return the record of a layer that begins to run under no_grad; None if no argument needs a gradient."""
+        """Return the record of a layer that begins to run under no_grad; None if no argument of the layer needs a gradient."""
         is_leaf = next(module.children(), None) is None
         inputs = {key_of(arg): is_leaf for arg in _differentiable(args)}
         return HiddenLayer(module, path, inputs) if inputs else None
 
     def enter(self, args: Any) -> None:
-        """Record that a module inside the layer is called, and which inputs of the layer are among its arguments."""
+        """Record that a module inside the layer is called with `args`, and which inputs of the layer are among them."""
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
@@ -254,16 +257,16 @@ class Checkpoints:
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function that is called when a checkpointed layer runs again; it returns the function that packs one saved tensor."""
+        """Set the function that is called when a checkpointed layer runs again. It must return a function that packs one saved tensor."""
         self.on_recomputation = on_recomputation
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether what layers of reentrant checkpoints save has no names yet, since no backward has run them again."""
+        """Whether tensors that layers of reentrant checkpoints save have no names yet, since no backward has run the layers again."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
-        """Record which checkpoint of torch.utils.checkpoint runs, if any, when the first module inside of it is entered."""
+        """Record the checkpoint of torch.utils.checkpoint that runs, if any, when its first module is entered with `args`."""
         frame = running_checkpoint()
         if frame is None or frame in current.checkpoints or not self.reports_inputs:
             return
@@ -274,14 +277,14 @@ class Checkpoints:
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
 
     def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
-        """Return descriptions of the inputs of the checkpoint in which `call` was the first module."""
+        """Return descriptions of the inputs of the checkpoint whose first module call was `call`. `output`: what that call returned."""
         assert call.checkpoint is not None
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Let the checkpoint in which `call` was the first module pack what its layer saves when backward runs it again."""
+        """Let the checkpoint whose first module call was `call` pack what its layer saves when backward runs the layer again."""
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:

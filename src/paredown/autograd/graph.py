@@ -64,7 +64,10 @@ class Saved:
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
-        """Return a copy of this description for the tensor that the same operation saved in a later forward pass."""
+        """Return a copy of this description for the tensor that the same operation saved in a later forward pass.
+
+        `raw`: autograd's handle of that tensor.
+        """
         described = self.use, kind, self.pin, None, self.reason, self.is_centered
         return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
@@ -125,7 +128,7 @@ class Pass:
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
-        """Return "weight" or "buffer" if the storage belongs to a parameter or buffer of the model now, else None.
+        """Return "weight" or "buffer" if a parameter or buffer of the model is in this storage now, else None.
 
         A packed weight has its decoded storage only while its module runs. Then the storage is freed, and an activation may get its
         address.
@@ -151,12 +154,12 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Return whether `tensor` is packed together with the rest of its storage if it is a view; if not, it is packed alone."""
+    """Return whether a view is packed together with the rest of its storage; if not, it is packed alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Return the bytes that packing a saved tensor covers: of its whole storage, or of the tensor alone."""
+    """Return the bytes that packing a saved tensor covers: those of its whole storage, or of the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
@@ -185,7 +188,7 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """Return (number, node) of the autograd nodes that lead to `values` and that the pass created after the last call, in order."""
+    """Return (number, node) of the autograd nodes that lead to `values` and that the pass created since the last call, in order."""
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -209,7 +212,7 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
     """Return (name, handle attribute, tensor attribute) of each tensor that autograd nodes of a type save.
 
-    `only_major` leaves out statistics, library state and parameters.
+    If `only_major`, statistics, library state and parameters are left out.
     """
     names = (a.removeprefix("_raw_saved_") for a in dir(node_type) if a.startswith("_raw_saved_"))
     operands = row_of(node_name).operands
@@ -221,7 +224,10 @@ Named = tuple[str, Any, Tensor | None]
 
 
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
-    """Return (autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None if hooks of other code hold it."""
+    """Return (autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None if hooks of other code hold it.
+
+    `name`: that of the node. If `only_major`, statistics, library state and parameters are left out.
+    """
     saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         raws = node._raw_saved_tensors
@@ -245,7 +251,10 @@ def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
 
 
 def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
-    """Append (name, handle, tensor) of the tensors in the list `attribute` of a node to `saved`."""
+    """Append (name, handle, tensor) of each tensor in a list of saved tensors to `saved`.
+
+    `attribute`: the name of that list on `node`. `names`, `raws`: the name and autograd's handle of each tensor.
+    """
     hooks = [raw.unpack_hook for raw in raws]
     if any(hook is not None for hook in hooks):  # reading the tensors would run the hooks
         is_foreign = any(hook is not None and not is_of_weight(hook) for hook in hooks)
@@ -260,7 +269,7 @@ def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
 
 
 def is_of_weight(hook: Any) -> bool:
-    """Return whether a session registered this saved-tensor hook for a packed weight; such tensors are not reported."""
+    """Return whether a session registered this saved-tensor hook for a packed weight. Tensors with such a hook are not reported."""
     return getattr(hook, IS_WEIGHT, False)
 
 

@@ -33,7 +33,7 @@ Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]
 
 
 class SavedTrail(NamedTuple):
-    """Where one saved tensor of a `GraphPart` is found in a later graph, and how it was described last."""
+    """The way to one saved tensor of a `GraphPart` in a later graph, with the tensor's last description."""
 
     node_index: int
     raw: str
@@ -44,7 +44,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """A part of autograd's graph that was read once, stored as paths along which the same part of a later graph is read.
+    """A part of autograd's graph that was read once, stored as paths, so that the same part of a later graph is read along them.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
     """
@@ -55,9 +55,9 @@ class GraphPart:
 
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """Return the part that is reached from the nodes `starts`, among the nodes `created` in a pass (by number).
+        """Return the part of the graph that is reached from the nodes `starts`, among the nodes `created` in a pass (by number).
 
-        `saved`: (number of a node, description) of what they saved.
+        `saved`: (number of a node, description) of each tensor that the nodes saved.
         """
         kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
         found, edges = _reach(starts, created)
@@ -76,7 +76,7 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def keeping(self, kept: Sequence[bool]) -> GraphPart:
-        """Return a part with only those of its saved tensors for which `kept` is True."""
+        """Return a part with those saved tensors for which `kept` is True; `kept` has one value for each tensor."""
         trails = [trail for trail, is_kept in zip(self.trails, kept, strict=True) if is_kept]
         needed = {trail.node_index for trail in trails}
         steps: list[tuple[int, list[tuple[int, str, int]]]] = []  # the walk with the index of each node behind
@@ -133,7 +133,10 @@ class GraphPart:
 
 
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Return whether later passes can read the saved tensors of these nodes in the same places: none is of a custom function."""
+    """Return whether later passes can read the tensors that these nodes saved in the same places: no node is of a custom function.
+
+    `created`: the nodes by number. `reported`: (number of a node, description) of each saved tensor.
+    """
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
         return False
     return all(  # each tensor can be read by the name of an attribute: it has no bound and is not in a list
@@ -158,8 +161,8 @@ Found = dict[int, tuple[int | None, int]]
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
     """Search the graph from `starts`, and return two mappings: how each node was found, and which nodes lie behind it.
 
-    The first maps a node's number to (number of the node before it or None, index of the start or edge), the second to (edge, number)
-    pairs.
+    The first maps a node's number to (number of the node before it or None, index of the start or edge), the second to a list of (edge,
+    number). `created`: the nodes of the pass by number; no others are visited.
     """
     found, edges = Found(), dict[int, list[tuple[int, int]]]()
     queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]
@@ -177,7 +180,10 @@ def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, di
 
 
 def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
-    """Return the numbers of the nodes on the paths from the starts to the nodes `numbers`, these included."""
+    """Return the numbers of the nodes on the paths from the starts to the nodes `numbers`, including the nodes themselves.
+
+    `found`: how each node was reached (`_reach`).
+    """
     needed: set[int] = set()
     for number in numbers:
         at: int | None = number
@@ -192,7 +198,7 @@ def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """The tensors that the last call of a leaf module saved, so that later calls are read without a search of autograd's graph."""
+    """The tensors that the last call of a leaf module saved. With them, later calls are read without a search of autograd's graph."""
 
     num_nodes: int
     layout: tuple[torch.Size, torch.dtype]  # size and dtype of the output
@@ -201,7 +207,10 @@ class CallCache:
 
     @staticmethod
     def of(call: ModuleCall, found: Report, output: Tensor) -> CallCache | None:
-        """Return the cache for this call; None if some of its nodes were not reached, or one is of a custom function."""
+        """Return the cache for this call; None if some of its nodes were not reached, or a node is of a custom function.
+
+        `found`: the descriptions of what the call saved. `output`: the tensor that it returned.
+        """
         nodes, reported = found
         created = {number: node for number, node in nodes if number >= call.first}
         saved_here = [(number, saved) for number, saved in reported if number >= call.first]
@@ -228,7 +237,7 @@ class CallCache:
 
 
 def needs_of(args: Any) -> tuple[bool, ...]:
-    """Return which of the tensors among the arguments of a call require a gradient."""
+    """Return, for each tensor among the arguments of a call, whether it requires a gradient."""
     if len(args) == 1 and type(args[0]) is Tensor:
         return NEEDED if args[0].requires_grad else NOT_NEEDED
     return tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
@@ -236,7 +245,7 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """The tensors that nodes between two module calls saved, so that the next forward pass is read without a search of the graph."""
+    """The tensors that nodes between two module calls saved. With them, the next forward pass is read without a search of the graph."""
 
     point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
@@ -249,7 +258,8 @@ class Segment:
     def of(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
         """Return the segment that was read from the tensors in `values`.
 
-        `point` and `counts` are `point_of` the pass, and the counts of its running calls, before that.
+        `point` identifies the moment of the pass before it was read (`point_of`), and `counts` are those of the running calls at that
+        moment.
         """
         nodes, reported = found
         tensors = list(tensors_in(values))
@@ -278,9 +288,9 @@ class Segment:
 
 
 def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
-    """Return numbers that identify a point of a forward pass: nodes created, seen and not reached, and running calls.
+    """Return numbers that identify a moment of a forward pass: its nodes created, seen and not reached, and its running calls.
 
-    `before` is the number of the first node after that point; None: the next one that is created.
+    `before`: the number of the first node after that moment; None for the next node that is created.
     """
     calls = current.calls
     created = (next_number() if before is None else before) - calls[0].first
@@ -304,7 +314,8 @@ class KnownParts:
     ) -> GraphPart | None:
         """Store the part that was read from `values` for later passes, and return it; None if it cannot be found there again.
 
-        `start`: `point_of` the pass, and counts of its calls, before that.
+        `start`: the moment of the pass before it was read (`point_of`), with the counts of the running calls. `kind`: whether the part is a
+        call, or lies before or between calls.
         """
         innermost = current.calls[-1]
         if kind == "call":

@@ -63,12 +63,15 @@ def num_running(module: nn.Module) -> int:
 
 
 class HookPlace:
-    """The position of a registered hook among those of its module, by which it is removed for a time and put back."""
+    """The position of a registered hook among those of its module, so that the hook can be removed for a time and put back."""
 
     __slots__ = ("_before", "_hooks", "_id", "hook")
 
     def __init__(self, handle: Any) -> None:
-        """Find the place of the hook whose `handle` `register_forward_hook` or `register_forward_pre_hook` returned."""
+        """Find the position of the hook that `handle` removes.
+
+        `register_forward_hook` or `register_forward_pre_hook` returned the handle.
+        """
         hooks = handle.hooks_dict_ref()
         self._hooks: OrderedDict[int, Any] = hooks
         self._id: int = handle.id
@@ -76,7 +79,7 @@ class HookPlace:
         self._before: frozenset[int] = frozenset()  # hooks before it, when it was taken out
 
     def call_always(self, module: nn.Module, *, is_on: bool) -> None:
-        """Set whether this forward hook of `module` is also called, with None as the output, after a forward that raised."""
+        """Set whether this forward hook of `module` is also called after a forward that raised; its output is None then."""
         always: dict[int, bool] = module._forward_hooks_always_called
         always[self._id] = True
         if not is_on:
@@ -89,7 +92,7 @@ class HookPlace:
             del self._hooks[self._id]
 
     def put_back(self) -> None:
-        """Register the hook again, after those that were before it."""
+        """Register the hook again, after the hooks that were before it."""
         if self._id not in self._hooks:
             self._hooks[self._id] = self.hook
             for other in list(self._hooks):
@@ -110,7 +113,7 @@ _abandoned: list[Handle] = []  # handles of hooks whose owners are gone; the hoo
 def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Callable[[Owner, Optimizer], None]) -> Handle:
     """Call `method(owner, optimizer)` at optimizer steps as long as `owner` is alive.
 
-    `register` is torch's function that registers the hook.
+    `register` is torch's function that registers such a hook, and its handle is returned.
     """
     ref = weakref.ref(owner)
 
@@ -128,7 +131,7 @@ def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Cal
 
 @contextmanager
 def patched_attributes(owner: object, **attributes: Any) -> Generator[None]:
-    """Give `owner` these instance attributes, which hide those of its class, inside of a `with` block."""
+    """Give `owner` these instance attributes inside of a `with` block; they hide attributes of its class with the same names."""
     instance = vars(owner)
     before = {name: instance[name] for name in attributes if name in instance}
     instance.update(attributes)

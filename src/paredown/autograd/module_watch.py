@@ -119,7 +119,7 @@ class Watch(SavedReports):
     def end_first_pass(self) -> None:
         """Remove hooks that the first pass showed to be unnecessary, inside of checkpointed modules, and stop collecting small tensors.
 
-        That is for passes that enter the model through the same module as the one that began last.
+        This holds for passes that enter the model through the same module as the pass that began last.
         """
         self.collects_small = False
         self._known_entrances.add(self.entrance)
@@ -152,12 +152,12 @@ class Watch(SavedReports):
 
     @contextmanager
     def reporting_to(self, on_saved: Callable[[Saved], None]) -> Generator[None]:
-        """Report all saved tensors to `on_saved` inside of a `with` block, those in places of earlier passes too."""
+        """Report all saved tensors to `on_saved` inside of a `with` block, including those in places that earlier passes reported."""
         with patched_attributes(self, _on_saved=on_saved, on_saved_again=None):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """Stop reporting tensors with these names, from the next pass on, if at most `max_bytes` would be packed for them."""
+        """Stop reporting tensors with these names, from the next pass on, if packing them would cover at most `max_bytes`."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 
@@ -187,7 +187,7 @@ class Watch(SavedReports):
         self._begin_pass(module, (args, kwargs))
 
     def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
-        """Begin a forward pass of this thread, for a call of `entrance` whose arguments are `values`, and return it."""
+        """Begin a forward pass of this thread, and return it: `entrance` is the module that is called, `values` are its arguments."""
         with torch._C.DisableTorchFunctionSubclass():  # so that packed parameters run no Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
@@ -210,7 +210,10 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Report what operations before a pass saved that begins with the call of a module inside of the model."""
+        """Report what operations before a pass saved, if the pass begins with the call of a module inside of the model.
+
+        `between`: these operations.
+        """
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -255,7 +258,10 @@ class Watch(SavedReports):
             self.replays.record(current, output, self._hook_places)
 
     def _end_interrupted(self, called: nn.Module) -> None:
-        """End the pass of this thread if an interrupt ended it: `called` is called, and what the pass entered through does not run."""
+        """End the pass of this thread if an interrupt ended it: then the module that it entered through no longer runs.
+
+        `called`: the module that is called now.
+        """
         current = self._current()
         entrance = self.model if current is None or current.entrance is None else current.entrance
         if current is None or current.is_branch or num_running(entrance) > (entrance is called):
@@ -300,7 +306,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """Return the forward pass that a call of `module` belongs to or begins; None if the module is not followed in it."""
+        """Return the forward pass that a call of `module` belongs to or begins; None if that call is not followed."""
         if getattr(self._current(), "entrance", None) is module:
             self._end_interrupted(module)
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
@@ -319,7 +325,7 @@ class Watch(SavedReports):
         return None
 
     def _follow_again(self, module: nn.Module) -> None:
-        """Register hooks inside of a layer again, which were removed because a checkpoint held all that the layer saved."""
+        """Register the hooks inside of a layer again. They had been removed because a checkpoint held all that the layer saved."""
         again = [part for part in module.modules() if part in self._unfollowed]
         self._unfollowed.difference_update(again)
         for part in again:
@@ -328,7 +334,7 @@ class Watch(SavedReports):
     # --- passes that enter through a module inside of the model ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin a pass with a call of `module` that no forward pass of the model makes, and return it; None if it is not followed.
+        """Begin a pass with a call of `module` outside of the model's forward, and return the pass; None if the call is not followed.
 
         In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
         """
@@ -421,10 +427,10 @@ class Watch(SavedReports):
         current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin the branch of the running forward pass that another thread starts by calling `module`; None if that is not followed.
+        """Begin the branch of the running forward pass that another thread starts by calling `module`; None if it is not followed.
 
-        Nodes before the arguments belong to the thread that created them. While several forward passes run, it is not known which of
-        them the thread belongs to.
+        Nodes before the arguments belong to the thread that created them. If several forward passes run, it is not known which of them the
+        thread belongs to.
         """
         if not self._passes or not torch.is_grad_enabled():
             return None
@@ -443,7 +449,10 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin the second forward pass of a reentrant checkpoint's layer if backward calls `module` for it, and return it; else None."""
+        """Begin the second forward pass of a reentrant checkpoint's layer, and return the pass.
+
+        Return None if this call of `module` is not one that backward makes for a checkpoint.
+        """
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -478,7 +487,7 @@ class Watch(SavedReports):
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether a call of `module` in another thread may belong to the forward pass `running`."""
+    """Return whether a call of `module` in another thread may belong to the forward pass `running`: it is inside of the pass's entrance."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 

@@ -98,7 +98,7 @@ class Operand:
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """Return the operand as one node needs it: unmodified if `exact_if` holds for the node."""
+        """Return the operand as `node` needs it: stored unmodified if `exact_if` is true for the node."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
@@ -121,14 +121,14 @@ def _exact(name: str, reason: str) -> Operand:
 
 
 def _plane_of_input(node: Any) -> int:
-    """Return the pixels of one channel of the input, a bound for the indices of max pooling."""
+    """Return the number of pixels in one channel of the input, which bounds the indices of max pooling."""
     return prod(node._saved_self.shape[-3 if "3D" in node.name() else -2 :])
 
 
 def _classes(node: Any) -> int:
     """Return a bound for class targets: the number of classes.
 
-    A negative ignore_index (-100) needs a signed integer, so more than a byte.
+    If targets may be a negative ignore_index (-100), they need a signed integer, so more than a byte.
     """
     classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
     return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
@@ -330,7 +330,10 @@ def row_of(node_name: str) -> OperationRow:
 
 
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
-    """Return what backward is assumed to need of a saved tensor that no row names. `is_custom`: a custom autograd function saved it."""
+    """Return what backward is assumed to need of a saved tensor if the table has no row for it.
+
+    `attribute`: autograd's name of the tensor. `is_custom`: a custom autograd function saved it.
+    """
     if is_float:
         return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)
     return Operand(attribute, Use.MASK if is_bool else Use.INDEX)
@@ -392,7 +395,7 @@ SECOND_PASS_USES = (Use.VALUE, Use.SIGN, Use.MASK, Use.SHAPE)
 
 
 def is_stored_in_second_pass(op: str, needs: Needs) -> bool:
-    """Return whether a tensor that `op` saves in the second forward pass of a checkpointed layer may be packed, if it is large."""
+    """Return whether a large tensor may be packed if the operation `op` saves it in the second forward pass of a checkpointed layer."""
     return needs.use in SECOND_PASS_USES and needs.pin not in ATTENTION_PINS and op not in PERIODIC and not needs.is_centered
 
 
@@ -402,7 +405,9 @@ def is_large_in_second_pass(nbytes: int) -> bool:
 
 
 def max_left_bytes(sizes: Collection[int]) -> int:
-    """Return the size in bytes up to which saved tensors stay unmodified on a GPU; `sizes`: of all tensors that could be packed.
+    """Return the size in bytes up to which saved tensors stay unmodified on a GPU.
+
+    `sizes`: of all tensors that could be packed.
 
     >>> max_left_bytes([1, 1, 1, 2, 3000]), max_left_bytes([5, 5, 3000]), max_left_bytes([100] * 9)
     (2, 0, 0)

@@ -37,8 +37,8 @@ MAX_BETWEEN = 128  # nodes that are searched from one argument: a network withou
 class Between(NamedTuple):
     """The operations between the outputs of earlier passes and the arguments of a call.
 
-    `nodes`: to read, (number, node). `arguments`: those that passes produced. `outputs`: the storages of the outputs that lead to them.
-    `held`: the storages of the caller.
+    `nodes`: (number, node) of their autograd nodes. `arguments`: the arguments that passes produced. `outputs`: the storages of the outputs
+    that lead to these arguments. `held`: the storages of the caller's own tensors.
     """
 
     nodes: list[tuple[int, Any]]
@@ -59,7 +59,7 @@ class PassChain:
         self._known: dict[int, int] = {}
 
     def end_pass(self, output: Any, first: int) -> None:
-        """Record the outputs of a pass whose first node has the number `first`."""
+        """Record the outputs of a pass. `first`: the number of its first node."""
         made = [(t.grad_fn._sequence_nr(), t) for t in tensors_in(output) if t.grad_fn is not None and has_storage(t)]
         self._add({number: t.untyped_storage()._cdata for number, t in made if number >= first})
 
@@ -85,7 +85,10 @@ class PassChain:
         return Between(sorted(nodes.items()), produced, outputs - given, frozenset(given | held))
 
     def _way_to(self, start: Any) -> tuple[dict[int, Any], set[int]] | None:
-        """Return the nodes on paths from `start` back to outputs of earlier passes, by number, and the storages of these; else None."""
+        """Return the nodes on paths from `start` back to outputs of earlier passes, by number, and the storages of these outputs.
+
+        Return None if there is no such path.
+        """
         known, oldest = self._known, next(iter(self._known))
         found, behind, stack = dict[int, Any](), dict[int, list[int]](), [start]
         while stack and len(found) < MAX_BETWEEN:
@@ -121,14 +124,14 @@ class PassChain:
         return held
 
     def _is_foreign_weight(self, node: Any) -> bool:
-        """Return whether a node stands for a parameter, its view or its cast, that does not belong to the model."""
+        """Return whether a node stands for a parameter of another model, its view or its cast."""
         while node is not None and node.name() in WEIGHT_PRESERVING and node.next_functions:
             node = node.next_functions[0][0]
         return node is not None and node.name() == ACCUMULATE and not self._owns(node.variable)
 
 
 def _has_packed_weight(node: Any, name: str) -> bool:
-    """Return whether a node saved a packed weight; its hooks do not tell of which model."""
+    """Return whether a node saved a packed weight, of any model: the hooks of a packed weight do not tell which model it belongs to."""
     if name in SAVES_NOTHING or isinstance(node, torch.autograd.function.BackwardCFunction):
         return name == FROZEN_LINEAR
     raws = [getattr(node, raw_name) for _, raw_name, _ in attributes(name, type(node), False)]
@@ -136,9 +139,9 @@ def _has_packed_weight(node: Any, name: str) -> bool:
 
 
 def likely_entrances(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that code outside of a model's forward probably calls: its children, also those in a ModuleList or ModuleDict.
+    """Return the modules that code outside of a model's forward probably calls.
 
-    The forward of nn.Sequential calls all its children.
+    These are the model's children, and those in a ModuleList or ModuleDict. The forward of nn.Sequential calls all its children.
     """
     if type(model) is nn.Sequential:
         return set()

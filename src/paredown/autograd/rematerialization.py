@@ -31,8 +31,8 @@ ACTIVATIONS = frozenset(("gelu", "silu"))
 class Rematerialization(NamedTuple):
     """How to recompute a tensor: apply `op` to the operand "input" that node `source` saved.
 
-    `sign` is the node of a ReLU after it, `function` that of another activation function. `otherwise`: where that is not possible, since
-    `source` saved nothing that is stored.
+    `sign`: the node of a ReLU after `op`. `function`: the node of another activation function after it. `otherwise`: how to recompute the
+    tensor if `source` saved nothing that is stored.
     """
 
     op: str
@@ -74,7 +74,7 @@ def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
 
 @cache
 def _may_lead(name: str) -> bool:
-    """Return whether the results of autograd nodes with this name may be recomputed."""
+    """Return whether results of autograd nodes with this name may be recomputed."""
     return name in SAME_MEMORY_ORDER or row_of(name).op in SOURCE_OPS
 
 

@@ -46,7 +46,10 @@ class Receiver(Protocol):
         ...
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """Begin a pass that entered through a module: `arguments` of its call, and storages that earlier passes returned (`outputs`)."""
+        """Begin a pass that entered through a module inside of the model.
+
+        `arguments`: the tensors of the call. `outputs`: the storages that earlier passes returned.
+        """
         ...
 
     def begin_replay(self) -> None:
@@ -59,7 +62,7 @@ class Receiver(Protocol):
 
 
 class Search(NamedTuple):
-    """Nodes between module calls that a later pass finds by searching the graph again, since a `GraphPart` cannot find them."""
+    """Nodes between module calls that later passes find by searching the graph, since a `GraphPart` cannot find them."""
 
     reached: frozenset[int]
     calls: tuple[tuple[nn.Module, str, bool, int, dict[str, int]], ...]
@@ -73,7 +76,10 @@ class Search(NamedTuple):
         return Search(frozenset(number - first for number in numbers), running)
 
     def nodes(self, values: Any, first: int) -> list[tuple[int, Any]] | None:
-        """Return (number, node) of these nodes in a pass that began with node number `first`; None if one is not found from `values`."""
+        """Return (number, node) of these nodes in a later pass; None if a node is not found from `values`.
+
+        `first`: the number of the first node of that pass.
+        """
         stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
         found: dict[int, Any] = {}
         while stack:
@@ -85,7 +91,7 @@ class Search(NamedTuple):
         return sorted(found.items()) if len(found) == len(self.reached) else None
 
     def running_calls(self, first: int) -> list[ModuleCall]:
-        """Return the module calls that were running, with node numbers of a pass that began with node number `first`."""
+        """Return the module calls that were running, with node numbers of a later pass. `first`: the number of its first node."""
         running: list[ModuleCall] = []
         for module, path, is_plain_leaf, offset, counts in self.calls:
             running.append(call := ModuleCall(module, path, is_plain_leaf, first + offset))
@@ -94,7 +100,10 @@ class Search(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One reading of autograd's graph at the return of a module. `storages`: of the tensors found, 0 for those that are never stored."""
+    """One reading of autograd's graph at the return of a module.
+
+    `storages`: the addresses of the storages of the tensors found, 0 for a tensor that is never stored.
+    """
 
     of_args: bool
     how: GraphPart | Search
@@ -102,7 +111,7 @@ class Reading(NamedTuple):
 
 
 class Return(NamedTuple):
-    """The return of a module in a recorded pass: nodes created and modules called until then, size of the output, and what was read."""
+    """The return of a module in a recorded pass: the nodes and calls until then, the size of the output, and what was read."""
 
     module: nn.Module
     num_created: int
@@ -123,11 +132,17 @@ class Recording:
         self.has_new_parts = False  # whether a part of the graph was searched that the next pass does not search
 
     def add(self, part: GraphPart, tensors: Iterable[FoundAgain], *, of_args: bool = False) -> None:
-        """Record that a part of the graph was read, and which tensors it has."""
+        """Record that a part of the graph was read, and its tensors.
+
+        `of_args`: it was read from the arguments of a call, not from its output.
+        """
         self.readings.append(Reading(of_args, part, [tensor.untyped_storage()._cdata for _, _, _, tensor in tensors]))
 
     def add_new(self, part: GraphPart | None, found: Report, current: Pass, counts: list[dict[str, int]], *, of_args: bool) -> None:
-        """Record that the graph was searched. `part`: how later passes find the same nodes; None if they search again."""
+        """Record that the graph was searched. `part`: how later passes find the same nodes; None if they search again.
+
+        `counts`: operations of the running calls before the nodes were reported. `of_args`: the search began at the arguments of a call.
+        """
         nodes, reported = found
         if part is not None:
             self.readings.append(Reading(of_args, part, []))
@@ -144,7 +159,7 @@ class Recording:
         self.readings.clear()
 
     def outline(self) -> list[Any]:
-        """Return a list that is equal for forward passes that can be replayed alike."""
+        """Return a list of what the pass recorded. Forward passes with equal lists can be replayed alike."""
         searches = [reading.how for one in self.returns for reading in one.readings if isinstance(reading.how, Search)]
         return [(one.module, one.num_created, one.size, len(one.readings)) for one in self.returns] + searches
 
@@ -155,10 +170,13 @@ def _storage_of(saved: Saved) -> int:
 
 
 class Program:
-    """The returns of modules at which stored tensors are read, made of a recorded pass and followed in later equal passes."""
+    """The module returns at which stored tensors are read. It is made from a recorded pass and followed in later equal passes."""
 
     def __init__(self, recording: Recording, paths: list[str], is_left: Callable[[int], bool]) -> None:
-        """Make the program of a recorded pass. `paths` are those of the modules in the order of their calls."""
+        """Make the program of a recorded pass.
+
+        `paths`: of the modules, in the order of their calls. `is_left`: whether tensors in a storage stay unmodified.
+        """
         returns = [one._replace(readings=_stored(one.readings, is_left)) for one in recording.returns]
         self.followed = {one.module for one in returns if one.readings} | {returns[-1].module}
         self.returns = [one for one in returns if one.module in self.followed]
@@ -176,7 +194,10 @@ class Program:
 
 
 def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tuple[Reading, ...]:
-    """Return the readings in which some tensor is stored, without their tensors that stay unmodified."""
+    """Return the readings in which some tensor is stored, without the tensors that stay unmodified.
+
+    `is_left`: whether tensors in a storage stay unmodified.
+    """
     kept: list[Reading] = []
     for reading in readings:
         stored = [storage != 0 and not is_left(storage) for storage in reading.storages]
@@ -187,7 +208,7 @@ def _stored(readings: tuple[Reading, ...], is_left: Callable[[int], bool]) -> tu
 
 
 class Replay:
-    """The progress of a pass that follows a program: the returns so far, and the number of its first node."""
+    """The progress of a pass that follows a program: the number of returns so far, and the number of its first node."""
 
     __slots__ = ("first", "num_returned", "program")
 
@@ -219,7 +240,8 @@ class Replays:
     def key(self, entrance: nn.Module, arguments: Sequence[Tensor], is_held: tuple[bool, ...], modules: Iterable[nn.Module]) -> Any:
         """Return what two passes must have in common to repeat each other, beside their nodes; None if the pass is followed in full.
 
-        `is_held`: of a pass through a module, which of the arguments are the caller's, and not made by earlier passes.
+        `is_held`: if the pass enters through a module inside of the model, whether each argument is the caller's and not made by earlier
+        passes.
         """
         decides_by = self.receiver.replay_key() if self.receiver is not None else None
         if decides_by is None:
@@ -284,7 +306,10 @@ class Replays:
             set_grad_enabled(is_enabled)
 
     def _read_again(self, current: Pass, how: GraphPart | Search, values: Any) -> bool:
-        """Report the tensors that are found in the recorded places from `values`; return False if the graph differs."""
+        """Report the tensors that are found in the recorded places from `values`; return False if the graph differs.
+
+        `how`: the part or the search to repeat.
+        """
         if type(how) is GraphPart:
             starts = (values.grad_fn,) if type(values) is Tensor else [tensor.grad_fn for tensor in tensors_in(values)]
             tensors, receiver, inputs = how.follow(starts), self.receiver, current.inputs
@@ -324,7 +349,8 @@ class Replays:
     def _take_out(self, places: HookPlaces) -> None:
         """Remove the hooks that no program needs: before modules that all programs call, and after calls that store nothing.
 
-        A program of another entrance need not call a module that is not inside of that. Entrances keep their hooks.
+        An entrance is the module through which a pass enters the model. The program of one entrance need not call modules outside of that
+        entrance. Entrances keep their hooks.
         """
         if self._taken_out:
             return

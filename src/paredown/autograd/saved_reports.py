@@ -50,7 +50,10 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report new saved tensors as `_report` does, but without a search of the graph if the last pass was at the same point."""
+        """Report new saved tensors as `_report` does, but without a search of the graph if the last pass had come equally far.
+
+        `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
+        """
         key = current.calls[-1].path, before is not None
         segment = current.parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
         tensors = segment.read_again(current, values, before) if segment is not None else None
@@ -83,9 +86,9 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the saved tensors of new nodes that lead to `values`, each under the innermost running call that created it.
+        """Report the saved tensors of new nodes that lead to `values`, each under the innermost running call that created its node.
 
-        `before`: the first sequence number of the call whose arguments `values` are; None where they are outputs.
+        `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
         point, counts = point_of(current, before), [dict(call.counts) for call in current.calls]
         nodes = new_nodes(values, current)
@@ -137,7 +140,7 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report a tensor that an autograd node saved, and return its description; None if it is too small, or is left out."""
+        """Report a tensor that an autograd node saved, and return its description; None if the tensor is too small or is left out."""
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None

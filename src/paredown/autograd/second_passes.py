@@ -39,7 +39,7 @@ class CapturedHooks:
         self.unpack: Callable[[Any], Tensor] | None = None
 
     def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Call `pack` with the tensor, and keep its result and `unpack`."""
+        """Call `pack` with the tensor, and keep the result and `unpack`."""
         self.packed, self.unpack = pack(self._tensor), unpack
 
 
@@ -68,7 +68,7 @@ def stored_operand(node: Any) -> Any:
 
 
 class _State:
-    """The state that the dictionaries of one checkpoint's frame share."""
+    """The state that the dictionaries of one checkpoint share."""
 
     __slots__ = ("is_compared", "save")
 
@@ -78,7 +78,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """A dictionary of the tensors of one backward, as torch.utils.checkpoint keeps; packed ones are unpacked when they are read."""
+    """A dictionary with the tensors of one backward, in place of that of torch.utils.checkpoint. Packed tensors are unpacked when read."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """A dictionary with the tensors of each backward by its number, as torch.utils.checkpoint keeps."""
+    """A dictionary with the tensors of each backward by its number, in place of that of torch.utils.checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +109,10 @@ FRAME = ("recompute_fn", "recomputed", "check_recomputed_tensors_match")  # priv
 
 
 class RecomputedLayer:
-    """A checkpointed layer that stores large tensors packed when backward runs it again.
+    """A checkpointed layer that stores large tensors packed when backward runs the layer again.
 
-    `hooked`: what the operations of its first forward pass saved. `begin` starts a second one, and returns the function that stores.
+    `hooked`: what the operations of the layer's first forward pass saved. `begin` starts a second pass, and returns the function that
+    stores.
     """
 
     def __init__(self, frame: Any, module: nn.Module, hooked: Iterable[Saved], begin: Callable[[], Store]) -> None:
@@ -124,7 +125,10 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Let a checkpoint of this layer store what its second forward pass saves; do nothing if it saved another number of tensors."""
+        """Let a checkpoint of this layer store what its second forward pass saves.
+
+        Do nothing if the checkpoint saved another number of tensors.
+        """
         is_known = all(hasattr(frame, name) for name in FRAME)
         if not is_known or len(frame.weak_holders) != len(self.saves) or not any(self.saves):
             return
@@ -144,7 +148,10 @@ class RecomputedLayer:
 
 
 def _compare(reference: weakref.ref[Any], number: Any) -> None:
-    """Compare both forward passes as torch does, by shape, dtype and device, without unpacking any tensor."""
+    """Compare the tensors of both forward passes as torch does, by shape, dtype and device, without unpacking any.
+
+    `reference`: the checkpoint's frame. `number`: that of the backward.
+    """
     frame = reference()
     assert frame is not None
     state: _State = frame.recomputed.state
@@ -213,7 +220,7 @@ class ReentrantSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward that ran the layer again still runs; one that raised ends without notice."""
+        """Whether the backward that ran the layer again is still running. If a backward raises, it ends without notice."""
         return self._backward == running_backward()
 
     def __call__(self, saved: Saved) -> None:

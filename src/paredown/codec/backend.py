@@ -21,7 +21,7 @@ log = logging.getLogger("paredown")
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """Return `x` encoded into codes and scales; `given` holds scales to use."""
+    """Return `x` encoded into codes and scales; if `given` is not None, its scales are used."""
     kernels = _kernels(x, encoding, "encode")
     return kernels.encode_rows(x, encoding, given) if kernels else cpu.encode_rows(x, encoding, given)
 
@@ -42,7 +42,7 @@ def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Cal
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write decode(encode(x)) into `out`, and return it."""
+    """Write decode(encode(x)) into `out`, and return `out`. If `given` is not None, its scales are used."""
     kernels = _kernels(x, encoding, "round_trip")
     return (kernels or cpu).round_trip_rows(x, encoding, given, out)
 

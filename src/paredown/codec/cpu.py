@@ -40,9 +40,9 @@ LOOPS = "paredown.codec.loops"
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None = None) -> PackedParts:
-    """Return the same codes and scales as `reference.encode_rows`; `x` is (rows, cols).
+    """Return the same codes and scales as `reference.encode_rows` does for `x`, (rows, cols).
 
-    `bits`: int32 random bits of the values, instead of those of the seed.
+    `given`: scales to use, None to choose them. `bits`: int32 random bits, one for each value, in place of those from the seed.
     """
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     loops = find_loops(x)
@@ -60,7 +60,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the values that `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return it."""
+    """Write the values that `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return `out`."""
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
@@ -73,7 +73,10 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write the values that `reference.round_trip_rows` returns into `out`, and return it; `x` and `out` are contiguous (rows, cols)."""
+    """Write the values that `reference.round_trip_rows` returns into `out`, and return `out`. `x` and `out` are contiguous (rows, cols).
+
+    `given`: scales to use, None to choose them.
+    """
     loops = find_loops(x)
     if loops is not None:
         parts = given if given is not None else PackedParts()
@@ -119,9 +122,9 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
 
 
 def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
-    """Write `inside` (one value, or one for each) into flat `out` where the bit is 1, else the one value `outside`.
+    """Write `inside` (one value, or one for each) into flat `out` where the bit is 1, else the value `outside`.
 
-    Returns whether there are compiled loops, without which nothing is written.
+    Return whether there are compiled loops; without them, nothing is written.
     """
     loops = find_loops(out)
     if loops is None:
@@ -156,7 +159,7 @@ def find_loops(x: Tensor) -> ModuleType | None:
 
 
 def load_loops() -> None:
-    """Import the compiled loops if numba is installed, so that the calls that follow take the same memory and time in any process."""
+    """Import the compiled loops if numba is installed. Calls after this take the same memory and time in any process."""
     _patience.left = 0
     find_loops(torch.empty(1))
 
@@ -174,7 +177,7 @@ class Patience:
         self.left = PATIENCE
 
     def lasts(self, numel: int) -> bool:
-        """Return whether the reference should still compute `numel` values, before numba is imported."""
+        """Return whether the reference should still compute `numel` values, instead of importing numba now."""
         self.left -= numel + CALL
         return self.left > 0
 
@@ -219,7 +222,7 @@ def bytes_of(x: Tensor | None) -> Any:
 
 @lru_cache(maxsize=4096)
 def _buffer(num_bytes: int) -> Any:
-    """Return the ctypes array type of so many bytes."""
+    """Return the ctypes array type with `num_bytes` bytes."""
     return ctypes.c_uint8 * num_bytes
 
 
@@ -233,7 +236,10 @@ def array_of(x: Tensor) -> Any:
 
 @lru_cache(maxsize=1024)
 def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any]:
-    """Return an encoding in the form that the compiled loops take: a record of `loops.NUMBERS`, and `loops.Tables`."""
+    """Return an encoding in the form that the compiled loops take: a record of `loops.NUMBERS`, and `loops.Tables`.
+
+    `rule`: how scales are chosen.
+    """
     from paredown.codec import loops
 
     element, scale, is_nonfinite = format.element, format.scale, overflow is Overflow.NONFINITE
@@ -325,9 +331,9 @@ def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
 
 @contextmanager
 def one_thread(x: Tensor) -> Generator[None]:
-    """Run operations on the pieces of `x` without more threads inside of a `with` block.
+    """Run operations on the pieces of `x` on one thread inside of a `with` block.
 
-    Nothing changes for small tensors and on a GPU.
+    For small tensors and on a GPU, nothing changes.
     """
     before = torch.get_num_threads() if x.numel() > FORKED_NUMEL and x.device.type == "cpu" else 1
     if before == 1:
@@ -341,7 +347,7 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, rows: int, cols: int, *, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Yield slices as `pieces` does that consist of whole blocks and bytes."""
+    """Yield (row, column) slices that cover rows x cols in pieces of whole blocks and whole bytes."""
     return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=PIECE if device.type == "cpu" else GPU_PIECE)
 
 

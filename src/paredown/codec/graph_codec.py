@@ -63,7 +63,7 @@ SCALES = ("fp32", "bf16", "e8m0")
 
 
 def covers(format: Format) -> bool:
-    """Return whether the functions below support this format."""
+    """Return whether the functions of this module support this format."""
     element = format.element
     if format.block is None or format.scale is None:
         return element in CASTS
@@ -118,7 +118,7 @@ def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype
 
 
 def largest_in_graph(x: Tensor, parts: tuple[Tensor, ...], format: Format) -> Tensor:
-    """Return the largest magnitude that the scales and minimums of encoded `x` allow; max |x| without a block.
+    """Return a bound on the magnitudes of encoded `x`: the largest one that its scales and minimums allow; max |x| without a block.
 
     NaN if `x` is not finite.
     """
@@ -233,9 +233,9 @@ def _cast_codes(y: Tensor, element: Element, overflow: Overflow, rounding: Round
 
 
 def _past(a: Tensor, element: Element, rounding: Rounding) -> Tensor:
-    """Return whether values that `_rounded` returned exceed the largest value of the element.
+    """Return whether each value that `_rounded` returned exceeds the largest value of the element.
 
-    With nearest_even they are not rounded yet.
+    Under nearest_even, the values are not rounded yet.
     """
     if rounding is not Rounding.NEAREST_EVEN:
         return a > element.max_value
@@ -260,7 +260,7 @@ def _rounded(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | Non
 
 
 def _addend(rounding: Rounding, bits: Tensor | None, num_bits: int) -> Tensor | int:
-    """Return the number that is added before the lowest `num_bits` bits of another one are dropped, so that it is rounded."""
+    """Return the number to add before the lowest `num_bits` bits of an integer are dropped, so that the integer is rounded."""
     if bits is not None:
         return _shifted(bits, 32 - num_bits)
     return 1 << (num_bits - 1) if rounding is Rounding.NEAREST_AWAY else 0
@@ -321,7 +321,7 @@ def _stored_dtype(element: Element) -> torch.dtype:
 
 
 def lanes_per_block(format: Format) -> int:
-    """Return how many codes share a byte in the layout of lanes; 1 if a byte holds one code, or neighbours as in the reference."""
+    """Return how many codes share a byte in the layout of this module; 1 if a byte holds one code, or neighbours as in the reference."""
     per_byte = 8 // format.element.width
     assert format.block
     return 1 if format.block % per_byte else per_byte
@@ -330,10 +330,8 @@ def lanes_per_block(format: Format) -> int:
 def _lanes(x: Tensor, format: Format, fill: float) -> list[Tensor]:
     """Return the values whose codes share bytes, as one tensor (num_blocks, part) for each place in a byte.
 
-    `x` is 1-D and padded with `fill`.
-
-    They are separate tensors, so that all of encode has one shape: Inductor stores the result of some 30 operations, and fuses
-    the next ones only if their shape is the same.
+    `x` is 1-D and padded with `fill`. The tensors are separate, so that all of encode has one shape: Inductor stores the result of some 30
+    operations, and fuses the next ones only if their shape is the same.
     """
     assert format.block
     num_blocks, lanes = _ceil_div(x.shape[0], format.block), lanes_per_block(format)
@@ -350,7 +348,7 @@ def _own_buffer(x: Tensor) -> Tensor:
 
 
 def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
-    """Return the codes of all lanes packed into bytes, 1-D; each lane is (num_blocks, part)."""
+    """Return codes packed into bytes, 1-D. Each tensor in `lanes`, (num_blocks, part), has the codes for one place in a byte."""
     width = format.element.width
     if len(lanes) > 1:
         shifted = [lane << (width * i) if i else lane for i, lane in enumerate(lanes)]
@@ -364,7 +362,7 @@ def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
 def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Tensor:
     """Return the codes in bytes as `numel` integers, 1-D. `in_order`: the bytes hold neighbours.
 
-    It has few operations, since each takes time to compile.
+    The function has few operations, since each takes time to compile.
     """
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:

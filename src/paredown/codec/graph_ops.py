@@ -52,7 +52,7 @@ def flat_encoder(numel: int, is_cuda: bool, format: str, rounding: str, overflow
 
 
 def part_kinds(numel: int, format: str, rounding: str, overflow: str) -> list[tuple[int, torch.dtype]]:
-    """Return the length and dtype of each tensor that `encode` returns."""
+    """Return (length, dtype) of each tensor that `encode` returns for `numel` values."""
     parts = _encoding(format, rounding, overflow).empty_parts(1, numel, device=torch.device("meta"), tensor_scale=None)
     return [(part.numel(), part.dtype) for part in parts.tensors()]
 

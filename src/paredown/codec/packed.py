@@ -109,7 +109,7 @@ class PackedTensor:
         return self.mapped(lambda part: part.to(device))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedTensor:
-        """Return a packed tensor whose codes, scales and minimums are those that `function` returns for its own."""
+        """Return a packed tensor whose codes, scales and minimums are the results of `function` for those of this one."""
         return replace(self, parts=PackedParts(*(t if t is None else function(t) for t in _all(self.parts))))
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +171,10 @@ def encode(
 
 
 def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> PackedTensor:
-    """Return `encode` of a flat, contiguous tensor that requires no gradient, without its checks; called for many tensors in a step."""
+    """Return `encode(x)` for a flat, contiguous tensor that requires no gradient, without checks.
+
+    It is called for many tensors in a step.
+    """
     if format.block is None or format.has_tensor_scale:
         return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
     overflow = overflow or default_overflow(format)
@@ -184,7 +187,7 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class FlatCodec(ABC):
-    """Encodes and decodes tensors of one size, dtype and device in every step; values that depend on those are computed once.
+    """Encodes and decodes tensors of one size, dtype and device in every step. What depends on these alone is computed once.
 
     What `encode` returns is stored, and only the same codec reads it.
     """
@@ -200,7 +203,7 @@ class FlatCodec(ABC):
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> Any:
         """Return `x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU.
 
-        `bits`, where `takes_address`, is filled with the mask of values above 0 in the same pass over `x`.
+        `bits`: if the codec has `takes_address`, a tensor to fill with the mask of values above 0 in the same pass over `x`.
         """
 
     @abstractmethod
@@ -209,12 +212,12 @@ class FlatCodec(ABC):
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
-        """Return what `encode` stored as a flat packed tensor."""
+        """Return `stored`, which `encode` returned, as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-        """Return what `codec.recompute.DecodeSteps` compute from the values, in a new dense tensor of `layout` (sizes, strides).
+        """Return the results of applying `steps` (`codec.recompute.DecodeSteps`) to the decoded values.
 
-        Only codecs with `takes_address` have this.
+        They are in a new dense tensor of `layout` (sizes, strides). Only codecs with `takes_address` have this method.
         """
         raise NotImplementedError
 
@@ -230,7 +233,7 @@ class PlainCodec(FlatCodec):
         self._how, self._seed = how, seed
 
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
-        """Return `x`, which is flat and contiguous, encoded."""
+        """Return `x`, which is flat and contiguous, encoded. `step` selects the random bits."""
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
 
     def decode(self, stored: PackedTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -243,7 +246,10 @@ class PlainCodec(FlatCodec):
 
 
 def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> FlatCodec:
-    """Return the codec for `numel` values of the dtype and on the device of `like`. `how`: rounding and overflow, None for its default."""
+    """Return the codec for `numel` values with the dtype and device of `like`.
+
+    `how`: rounding and overflow; an overflow of None is the default of the format.
+    """
     kernels = backend.find_kernels() if like.is_cuda else None
     if kernels is None or format.block is None or not kernels.covers_recompute(format):
         return PlainCodec(numel, like.dtype, format, how, seed)
@@ -254,7 +260,7 @@ def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Ov
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
     """Return a function that decodes `packed` into any contiguous float tensor of its shape, for tensors that are decoded repeatedly.
 
-    Everything that depends on size and format is looked up once. Codes that change in place later are read anew at each call.
+    What depends on size and format is looked up once. If codes later change in place, the next call reads the new ones.
     """
     if packed.order not in (FLAT, tuple(range(len(packed.shape)))):
         raise CodecError(
@@ -316,7 +322,7 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """Return the order of dimensions in which `x` is packed: its own, or that of `scales` if this is a packed tensor."""
+    """Return the order of dimensions in which `x` is packed: that of `scales` if `scales` is a packed tensor, else its own."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:
@@ -335,7 +341,7 @@ def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
-    """Return a packed tensor from its header; `parts` are not checked yet."""
+    """Return a packed tensor from its header (JSON text) and its parts, which are not checked yet."""
     try:
         header = json.loads(text)
         dtypes = {str(d).removeprefix("torch."): d for d in DTYPES}
@@ -414,7 +420,10 @@ def default_overflow(format: Format) -> Overflow:
 
 
 def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
-    """Return the scales that the caller passed, checked; or the tensor scale, if the format has one; or None."""
+    """Return the scales that the caller passed, after checks; or the tensor scale, if the format has one; or None.
+
+    `rows`: `x` as (rows, cols).
+    """
     format = encoding.format
     if isinstance(scales, str):
         if not format.has_tensor_scale:
@@ -446,7 +455,7 @@ def _check_tensor(x: Tensor, verb: str) -> None:
 
 
 def _check_representable(rows: Tensor, encoding: Encoding) -> None:
-    """Raise CodecError for values that the format has no code for: without a block, elements with neither inf nor NaN."""
+    """Raise CodecError if a value has no code in the format, as inf, NaN and overflow in some formats without a block."""
     element = encoding.format.element
     if encoding.format.block or element.nan_code is not None or rows.numel() == 0:
         return

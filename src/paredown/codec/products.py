@@ -115,7 +115,7 @@ def transposed_codes(codes: Tensor) -> Tensor:
 
 
 def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the Triton kernel with this name, or `reference` if Triton is missing."""
+    """Return a function that runs the Triton kernel named `kernel`, or `reference` if Triton is missing."""
 
     def run(*args: Any) -> Any:
         kernels = backend.find_kernels()
@@ -170,7 +170,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 class SharedCodes:
-    """The codes of the input that was quantized last, while that tensor is alive: layers that read one tensor save its codes once."""
+    """The codes of the input that was quantized last, while that tensor is alive. Layers that read the same tensor save its codes once."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
@@ -178,7 +178,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return (codes, scales) of `matrix`, a view of `x`; those of the last call if `x` is the same."""
+        """Return (codes, scales) of `matrix`, a view of `x`; if `x` is the tensor of the last call, return the stored ones."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -226,7 +226,10 @@ class RowProduct(torch.autograd.Function):
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias) by products of codes in `element`, in the dtype of F.linear. Sizes of `weight`: `covers`."""
+    """Return F.linear(x, weight, bias), computed by products of codes in `element`, in the dtype of F.linear.
+
+    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: codes of `x` to share with other layers.
+    """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)
     matrix = x.reshape(-1, x.shape[-1])

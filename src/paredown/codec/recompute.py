@@ -72,7 +72,7 @@ def empty_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
-    """Write `inside` into `out`, flat and contiguous, where the bit is 1 and `outside` where it is 0, and return it."""
+    """Write `inside` into `out`, flat and contiguous, where the bit is 1 and `outside` where it is 0. Return `out`."""
     kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
@@ -102,7 +102,7 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
 
 
 class ReluOutput(Tensor):
-    """The output of a ReLU of which only the mask is stored: backward reads the bits, other operations an unpacked mask.
+    """The output of a ReLU if only its mask is stored. Backward reads the bits, and other operations read an unpacked mask.
 
     torch's backward of a ReLU reads 2 bytes of the gradient and 2 of the unpacked mask (in bf16), which unpacking has written; the bits are
     an eighth of a byte.
@@ -180,7 +180,7 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """Functions that are applied to decoded values: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
+    """The functions to apply to decoded values: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
 
     norm: Norm | None = None
     activation: str = ""

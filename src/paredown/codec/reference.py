@@ -64,7 +64,7 @@ def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
 
 
 def _group(width: int) -> tuple[int, int]:
-    """Return the smallest number of values whose codes fill whole bytes, and the number of these bytes."""
+    """Return the smallest number of values whose codes fill whole bytes, and how many bytes these are."""
     return 8 // gcd(width, 8), width // gcd(width, 8)
 
 
@@ -179,7 +179,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes that float or integer elements give to `y`, and a mask of `y` past the largest or smallest value."""
+    """Return the codes of `y` in a float or integer element, and a mask of the values in `y` past the largest or smallest one."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -218,7 +218,7 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes that a table of values gives to `y`, and a mask of `y` past its ends.
+    """Return the codes of `y` in an element that is a table of values, and a mask of the values in `y` past the table's ends.
 
     Ties of e8m0 take the larger value, as in ml_dtypes.
     """
@@ -244,7 +244,8 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
     """Return the smallest and the largest float32 that round to a value of a table.
 
-    They are its first and last value; but e8m0 rounds as a float does: down to any number above 0, and up to where 2^128 is nearer.
+    These are the table's first and last value. But e8m0 rounds as a float does: down to any number above 0, and up to where 2^128 is
+    nearer.
     """
     if element.name != "e8m0":
         return element.table[0], element.table[-1]
@@ -372,7 +373,8 @@ def encode_rows(
 ) -> PackedParts:
     """Return `x`, (rows, cols), encoded.
 
-    `given` holds the scales under rule "given", and the tensor scale of formats that have one.
+    `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: random bits, one for each value. `to_codes`:
+    another function in place of `codes_of`.
 
     Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
     """
@@ -403,7 +405,7 @@ def encode_rows(
 def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
     """Return y = (x - minimum) / scale in float32, (rows, cols).
 
-    It is 0 where a chosen scale is 0, since all values are then 0 or nearly so.
+    y is 0 where a chosen scale is 0, since all values are then 0 or nearly so.
     """
     block = encoding.format.block
     assert block
@@ -431,7 +433,7 @@ def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtyp
 def round_trip_rows(
     x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
 ) -> Tensor:
-    """Return decode(encode(x)); without a block, values that have no code become NaN or infinite."""
+    """Return decode(encode(x)). If there is no block, values without a code become NaN or infinite."""
     format = encoding.format
     if format.block:
         return decode_rows(encode_rows(x, encoding, given, bits, to_codes), format, x.shape[1], x.dtype)

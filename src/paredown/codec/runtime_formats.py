@@ -80,7 +80,7 @@ def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class RuntimeFormatTable:
-    """A table on `device` with the formats and seeds of `capacity` slots, which kernels read when they run."""
+    """A table on `device` with the formats and seeds of `capacity` slots. Kernels read it when they run."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.rows = torch.zeros((capacity, NUM_COLUMNS), dtype=torch.int32, device=device)
@@ -91,7 +91,7 @@ class RuntimeFormatTable:
         self._write({row: fields_of(*fields) for row, fields in rows.items()}, slice(NUM_FIELDS))
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
-        """Write the keys of the random bits of slots, without the step, which is an argument of each rounding."""
+        """Write the keys of the slots' random bits. The step is left out, since each rounding gets it as an argument."""
         self._write({row: signed_base_keys(seed) for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2))
 
     def _write(self, rows: Mapping[int, Sequence[int]], columns: slice) -> None:
@@ -102,7 +102,7 @@ class RuntimeFormatTable:
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> BatchedRoundTrip:
-        """Round each (x, out, row), float32 without gaps, in one launch, which reads their addresses from `memory` when it runs.
+        """Round each (x, out, row of the table), float32 without gaps, in one launch. It reads their addresses from `memory` when it runs.
 
         `memory`: `words_for` int64. `is_captured`: the caller calls `write()` of the result before the graph runs.
         """
@@ -122,9 +122,9 @@ class RuntimeFormatTable:
         return many
 
     def round_into(self, x: Tensor, out: Tensor, row: int, rounding: Rounding, step: Tensor) -> Tensor:
-        """Round `x` by a row of the table and `step` (one int32) into `out`, which may be `x` itself, and return it.
+        """Round `x` by a row of the table and `step` (one int32) into `out`, which may be `x` itself, and return `out`.
 
-        The kernel reads both when it runs.
+        The kernel reads the row and the step when it runs.
         """
         kernels = backend.find_kernels()
         if kernels is None:
@@ -141,12 +141,12 @@ class RuntimeFormatTable:
 
 
 def signed_base_keys(seed: Seed) -> tuple[int, ...]:
-    """Return the two keys of a stream of random bits as int32, before the step is mixed in."""
+    """Return the two keys of a stream of random bits as int32, before the step is mixed into them."""
     return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 
 
 class BatchedRoundTrip(NamedTuple):
-    """The device tensors that one launch of `round_many` reads, and their contents on the host."""
+    """The device tensors that one launch of `round_many` reads, with a copy of their contents on the host."""
 
     owners: Tensor
     table: Tensor
@@ -160,7 +160,7 @@ class BatchedRoundTrip(NamedTuple):
 
 
 def tiles_of(x: Tensor) -> int:
-    """Return the number of programs that round `x` in `round_many`."""
+    """Return the number of programs (thread blocks) that round `x` in `round_many`."""
     return -(-x.numel() // TILE)
 
 

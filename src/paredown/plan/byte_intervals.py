@@ -60,7 +60,10 @@ DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 
 
 
 class Interval(NamedTuple):
-    """The `nbytes` that a tensor of a role and module holds from tick `birth` to tick `death`, both included."""
+    """The `nbytes` that a tensor holds from tick `birth` to tick `death`, both included, with its role and module.
+
+    A tick is a position in the step's list of operations.
+    """
 
     role: Role
     module: str
@@ -71,7 +74,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """How an activation is stored under a plan: packed (`packs`) or unmodified; `reason` is why that differs from the request.
+    """The storage of an activation under a plan: packed (`packs`) or unmodified, and the `reason` if that is not what the plan requests.
 
     `recomputed`: its values are not stored, and are recomputed from another slot that is.
     """
@@ -84,7 +87,7 @@ class SlotStorage:
 
 @dataclass(frozen=True)
 class ParameterFormats:
-    """The formats of one parameter and its gradient; None: unmodified."""
+    """The formats of one parameter and its gradient. A format of None means unmodified."""
 
     is_full: bool  # no format is requested, not even for its moments
     weight: Format | None = None
@@ -96,9 +99,9 @@ FULL = ParameterFormats(True)
 
 
 def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
-    """Return the formats under `plan` of the parameter whose slot is `weight`, and of its gradient.
+    """Return the formats under `plan` of one parameter and its gradient; `weight` is the parameter's slot.
 
-    Weights of a compiled model are not packed.
+    `is_compiled`: the model runs under torch.compile, where weights are not packed.
     """
     requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
     if weight.is_frozen and plan.rules:
@@ -123,7 +126,10 @@ def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Pl
 
 
 def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
-    """Return the parameter that a moment belongs to. Names of further moments have a suffix after that of the parameter."""
+    """Return the parameter that a moment of the optimizer belongs to, None if there is none.
+
+    A further moment of a parameter is named after it, with a suffix.
+    """
     return weights.get(moment.name) or weights.get(moment.name.rpartition(".")[0])
 
 
@@ -174,7 +180,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Return the packed bytes of a slot for one use of it in backward: values, signs, a mask or an index."""
+    """Return the packed bytes of a slot for one use (`part`) of it in backward: its values, their signs, a mask or an index."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
@@ -211,7 +217,7 @@ def host_bytes(trace: Trace, plan: Plan) -> int:
 
 @cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """Return the intervals of bytes that no plan changes: buffers, inputs and temporaries of operations."""
+    """Return the intervals of bytes of buffers, inputs and temporaries of operations, which are the same under every plan."""
     kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
     temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
     return [
@@ -221,7 +227,10 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 
 
 def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
-    """Yield the intervals of bytes of weights, gradients and optimizer state, and of their decoded copies."""
+    """Yield the intervals of bytes of weights, gradients and optimizer state, and of their decoded copies.
+
+    `packs_gradients`: whether gradients are stored in the plan's format.
+    """
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
     if not packs_gradients:
@@ -254,9 +263,9 @@ def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
 
 
 def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
-    """Yield the intervals of the cast of a weight.
+    """Yield the intervals of the copy that autocast makes of a weight in another dtype (`slot`).
 
-    It is stored until backward; that of a packed weight is recomputed in each call and in backward.
+    The copy is stored until backward. If the weight is packed, the copy is made again in each call and in backward.
     """
     spans = list(slot.running) or [(slot.birth, slot.death)]
     if is_recomputed:
@@ -271,9 +280,9 @@ def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
 
 
 def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Interval]:
-    """Yield the intervals of a gradient, and of the residue of its weight.
+    """Yield the intervals of a gradient, and of the residue (the rounding error that is stored beside a packed weight).
 
-    A packed accumulator is stored all the time, and a complete gradient is added to it; a gradient that is released inside backward has no
+    A packed accumulator is stored all the time, and a complete gradient is added to it. A gradient that is released inside backward has no
     accumulator.
     """
     if formats.residue_bytes:
@@ -288,7 +297,12 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
 def activation_intervals(
     activations: Iterable[Slot], storages: Mapping[str, SlotStorage], *, offload: bool = False
 ) -> Iterator[Interval]:
-    """Yield the intervals of activations, each stored as in `storages`. All slots of a torch storage must be among `activations`."""
+    """Yield the intervals of activations, each stored as in `storages`.
+
+    If slots share a torch storage, `activations` must have all of them.
+
+    `offload`: packed inputs of checkpointed layers are moved to host memory.
+    """
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:
         by_storage[slot.storage].append(slot)
@@ -321,7 +335,7 @@ def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
 def _packed(slot: Slot, storage: SlotStorage, on_gpu: list[tuple[int, int]] | None) -> Iterator[Interval]:
     """Yield the intervals of an activation's packed parts and their decoded copies.
 
-    `on_gpu`: when packed values are there; None: all the time.
+    `on_gpu`: the spans of ticks in which packed values are on the GPU; None if they are there all the time.
     """
     decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
     if slot.beside_packed:

@@ -67,7 +67,7 @@ LAUNCH_SHARE = 0.6
 
 @dataclass(frozen=True)
 class FormatCost:
-    """The cost of encoding and decoding in a format: bytes per second of the unpacked tensor, seconds of a launch, and host seconds."""
+    """The cost of encoding and decoding in a format: bytes of the unpacked tensor per second, seconds of a launch, and host seconds."""
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -81,9 +81,9 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds that the host takes for calls of each kind.
+    """The seconds that the host takes for calls of each kind.
 
-    Those of packing and checkpointing come on top of the operations of the step and of those that run twice.
+    The costs of packing and checkpointing are added to those of the step's operations and of the operations that run twice.
     """
 
     empty_operation: float  # one addition of one value, called in a loop
@@ -125,7 +125,7 @@ class Calibration:
     measured_in_seconds: float = 0.0
 
     def operation_seconds(self, operation: Operation) -> float:
-        """Return the predicted device seconds of one call."""
+        """Return the predicted device seconds of one call of the operation."""
         if operation.op == VIEW:
             return 0.0
         if self.timed and operation.arguments:
@@ -140,7 +140,7 @@ class Calibration:
         return max(moved, computed, self.kernel_seconds)
 
     def issue_seconds(self, operation: Operation) -> float:
-        """Return the predicted host seconds of one call, without the time of the modules and views around it."""
+        """Return the predicted host seconds of one call of the operation, without the modules and views around it."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
         if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
@@ -148,7 +148,10 @@ class Calibration:
         return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """Return the calibration for a host whose calls take `factor` times as long; `launched`, time of the driver, changes less."""
+        """Return this calibration for a host on which calls take `factor` times as long.
+
+        The seconds in `launched` are those of the driver, and change less.
+        """
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
         issued = {name: factor * seconds for name, seconds in self.issued.items()}
@@ -170,9 +173,9 @@ class Calibration:
         return len(keys - self.timed.keys())
 
     def format_cost(self, format: Format | None) -> FormatCost:
-        """Return the cost of a format: its own, or that of the measured format with the nearest width.
+        """Return the cost of a format: its own if it was measured, or that of the measured format with the nearest width.
 
-        None, a mask, costs as the widest.
+        None stands for a mask and costs as much as the widest format.
         """
         text = str(format)
         if format is None or text in self.formats:
@@ -230,7 +233,9 @@ def kind_of(op: str) -> str:
 
 
 def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """Return the rate at `flops`, interpolated between the logarithms of the points; it is constant outside of them.
+    """Return the rate at `flops`, interpolated between `points`, which are pairs (flops, rate).
+
+    Both axes are logarithmic. Outside of the points the rate is constant.
 
     >>> round(interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
     (1.0, 100000000000000.0)
@@ -245,19 +250,19 @@ def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
 
 @cache
 def _is_unaligned(arguments: str) -> bool:
-    """Return whether a matrix among the arguments has a side above ALIGNMENT that is no multiple of it."""
+    """Return whether a matrix among an operation's arguments (their JSON) has a side above ALIGNMENT that is no multiple of ALIGNMENT."""
     tensors = json.loads(arguments)[0] if arguments else []
     shapes = [value["t"][1] for value in tensors if isinstance(value, dict) and "t" in value]
     return any(side > ALIGNMENT and side % ALIGNMENT for shape in shapes if len(shape) > 1 for side in shape[-2:])
 
 
 def operation_key(operation: Operation) -> str:
-    """Return a hash of 16 characters of the name of an operation and its arguments."""
+    """Return a key of 16 characters for an operation: a hash of its name and its arguments."""
     return sha256(f"{operation.op} {operation.arguments}".encode()).hexdigest()[:16]
 
 
 def _check(calibration: Calibration) -> None:
-    """Raise CalibrationError for costs that no measurement has: rates and times of 0 or less, or formats that do not exist."""
+    """Raise CalibrationError for costs that cannot have been measured: rates and times of 0 or less, or formats that do not exist."""
     rates = {**calibration.bytes_per_second, "kernel_seconds": calibration.kernel_seconds}
     rates |= {name: min((min(point) for point in points), default=0.0) for name, points in calibration.flops_per_second.items()}
     for text, cost in calibration.formats.items():
@@ -289,7 +294,7 @@ def calibration_path(device: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of torch and of paredown, with which a calibration must agree."""
+    """Return the versions of torch and of paredown that run now. A calibration must have been measured with the same versions."""
     return {name: _version(name) for name in ("torch", "paredown")}
 
 
@@ -302,9 +307,9 @@ def _version(package: str) -> str:
 
 
 def load_calibration(device: str, device_name: str | None = None, path: Path | None = None) -> Calibration:
-    """Return the calibration of this device; raise CalibrationError if there is none, or it is of another device or version.
+    """Return the stored calibration of this device. Raise CalibrationError if there is none, or if its device or versions differ.
 
-    `device_name`: the name of the present device; None where it is absent, and a calibration made elsewhere is used.
+    `device_name`: the name of the present device. If it is None, the device is absent, and a calibration that was made elsewhere is used.
     """
     path = calibration_path(device) if path is None else path
     if not path.exists():
@@ -319,7 +324,7 @@ def load_calibration(device: str, device_name: str | None = None, path: Path | N
 
 
 def present_device_name(device: str) -> str | None:
-    """Return the name of the GPU or processor of this machine; None if there is no such device, or torch was not imported."""
+    """Return the name of this machine's GPU or processor; None if there is no such device, or if torch was not imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None or (device == "cuda" and not torch.cuda.is_available()):
         return None
@@ -327,7 +332,7 @@ def present_device_name(device: str) -> str | None:
 
 
 def find_calibration(device: str) -> tuple[Calibration | None, str]:
-    """Return the calibration of this device and ""; None and a sentence with the reason if there is none that can be used."""
+    """Return (calibration of this device, ""), or (None, the reason) if there is none that can be used."""
     try:
         return load_calibration(device, present_device_name(device)), ""
     except CalibrationError as error:

@@ -45,7 +45,7 @@ INPUT = "it is the input of a checkpointed module"
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step as it runs under `plan`.
+    """Return the trace of the step as it runs under `plan`, with the layers checkpointed or the tensors recomputed that the plan names.
 
     Without a session, without packed activations, or compiled with activations in 4 bits or fewer, a step may save other tensors than
     those of `trace`.
@@ -59,7 +59,7 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
-    """Return the paths that match a pattern, without those inside of another match.
+    """Return the paths of modules that match a pattern, without those inside of another match. `what`: the argument that errors name.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
@@ -102,7 +102,10 @@ def modules_of(trace: Trace) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The ticks at which forward of a module starts and ends, and at which backward first and last needs what it saved."""
+    """The ticks of a checkpointed module: start and end of its forward, and when backward first and last needs what the module saved.
+
+    A tick is a position in the step's list of operations.
+    """
 
     module: str
     start: int
@@ -139,7 +142,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return the ticks at which a module runs and backward needs it; a note with the reason if it cannot be checkpointed."""
+    """Return the ticks at which a module runs and backward needs it. If it cannot be checkpointed, return a sentence with the reason."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -156,13 +159,13 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads tensors that only the checkpointed module saved."""
+    """Return the ticks at which backward reads tensors that were saved by the checkpointed module and by no other."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
 
 def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
-    """Return the packed parts of a slot that only the checkpointed module needs."""
+    """Return the packed parts of a slot that no module but the checkpointed one needs."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
     others = {saver.use for saver in slot.savers if not span.has(saver.name)}
@@ -170,7 +173,7 @@ def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
 
 
 def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
-    """Return whether a slot is allocated in the module, and only operations inside of it saved it."""
+    """Return whether a slot is allocated inside the checkpointed module and saved only there."""
     return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
 
 
@@ -214,10 +217,10 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield the slots, with a decoded copy of the module's largest frozen weight in the second forward pass.
+    """Yield `slots`, where the module's largest frozen weight has a further decoded copy in the second forward pass.
 
-    That pass runs in one tick and decodes frozen weights one at a time. `before`: the trace without this checkpoint. Sessions decode
-    frozen weights again where backward reads them.
+    That pass runs in one tick and decodes frozen weights one at a time. `before`: the trace without this checkpoint. Sessions decode frozen
+    weights again where backward reads them.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
     largest = max(frozen, key=lambda slot: slot.nbytes, default=None)
@@ -239,7 +242,10 @@ def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor that the checkpointed module has as an input: backward needs it to run the module again."""
+    """Return the slot of a saved tensor as an input of the checkpointed module: backward needs the input to run the module again.
+
+    `reason`: why the input is not quantized, "" if it may be.
+    """
     name, stays = _input_name(slot, span), slot.stays or reason
     others = tuple(saver for saver in slot.savers if not span.has(saver.name))
     is_saved = len(others) < len(slot.savers)
@@ -265,7 +271,10 @@ def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
 
 
 def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
-    """Return the slot of an input of the module that no operation saves; None if `output` is no such input, or is small."""
+    """Return a slot for an input of the module if no operation saves that input; None if `output` is no such input, or is small.
+
+    `reason`: why the input is not quantized. `storage`: the number of the slot's storage.
+    """
     name = _input_name(output, span)
     numel = output.nbytes // FLOAT_BYTES.get(output.dtype, output.nbytes + 1)
     if not name or output.slot or output.death != span.backward_end or numel < MIN_PACKED_NUMEL:
@@ -286,12 +295,12 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Return the tick of the last operation of backward that reads the slot; it is freed then, before gradients are summed."""
+    """Return the tick of the last operation of backward that reads the slot. The slot is freed then, before gradients are summed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return two records of a module's result that later operations save too: its slot, and its copy in the second forward pass."""
+    """Return two records of a module's result, if later operations save it too: its slot, and its copy in the second forward pass."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -305,14 +314,17 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return `output`, stored until the checkpointed module's backward is done if it is an input of the module."""
+    """Return `output` with a later death if it is an input of the checkpointed module: it is stored until the module's backward is done."""
     is_input = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death <= span.end + 1
     is_input = is_input and (output.used < 0 or output.used >= span.start)
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return the slot of a weight that the checkpointed module reads twice: it is decoded again from the second forward pass on."""
+    """Return the slot of a weight that the checkpointed module reads in both forward passes.
+
+    It is decoded again from the second pass on. `complete`: the tick at which its gradient is complete.
+    """
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
@@ -330,7 +342,7 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The memory of a checkpointed module's second forward pass: bytes at its largest moment, beyond the tensors that it saves.
+    """The memory of a checkpointed module's second forward pass at its largest moment, without the tensors that it saves.
 
     `extra`: bytes if nothing is packed. `packed`: tensors that a session may store packed, and when the first pass reads them last. If they
     are packed, in 8 bits, the largest moment is at the tick `moment`, with `beside` bytes of temporaries.
@@ -363,7 +375,10 @@ class _SecondPass:
         return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
 
     def slots(self, storage: int) -> Iterator[Slot]:
-        """Yield slots for the tensors that a session may pack in the second forward pass. `storage`: the last number in use."""
+        """Yield slots for the tensors that a session may pack in the second forward pass.
+
+        `storage`: the last number of a storage that is in use.
+        """
         at, names = self.span.backward_start, {slot.name for slot in self.packed}
         for place, (slot, read) in enumerate(self.packed.items()):
             is_alive = slot.birth <= self.moment <= read
@@ -376,7 +391,7 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return when a slot is packed and decoded if the second forward pass saves it."""
+        """Return the times at which a slot is packed and decoded if the second forward pass saves it."""
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
         decoded = tuple((max(start, at + 1), max(end, at + 1)) for start, end in part.decoded)
@@ -391,14 +406,17 @@ def _is_packed_again(slot: Slot) -> bool:
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return how many bytes a tensor takes and frees at which tick, if it is packed in 8 bits by the operation that saves it."""
+    """Return the changes of memory, as (tick, bytes), by a tensor if it is packed in 8 bits when it is saved.
+
+    `read`: the tick at which the first pass reads it last.
+    """
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
     return [(slot.birth, slot.nbytes), (read + 1, -slot.nbytes), (first, 0 if slot.recomputed_from else int(share * slot.nbytes))]
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tick at which the sum of the changes so far is largest, and this sum; changes of one tick count together.
+    """Return the tick at which the sum of all changes (tick, bytes) so far is largest, and this sum. Changes of one tick count together.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

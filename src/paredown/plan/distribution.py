@@ -76,7 +76,7 @@ NOTHING_SENT = Communication()
 
 @dataclass(frozen=True)
 class Distribution:
-    """A training run of `world_size` processes; `units` are the modules that `fully_shard` wraps beside the whole model."""
+    """A training run of `world_size` processes. `units`: the modules inside of the model that `fully_shard` is called on."""
 
     strategy: str
     world_size: int
@@ -84,7 +84,7 @@ class Distribution:
     reduction: Format | None = None  # of gradients between processes (`paredown.optim.reduce_in_8_bits`); None: their dtype
 
     def gathered_bytes(self, shard: int) -> int:
-        """Return the bytes that a process sends in an all-gather or reduce-scatter, of which each process has `shard` bytes."""
+        """Return the bytes that a process sends in an all-gather or reduce-scatter if each process has `shard` bytes."""
         return (self.world_size - 1) * shard
 
     def all_reduced_bytes(self, nbytes: int) -> int:
@@ -92,14 +92,14 @@ class Distribution:
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Return the bytes that a reduction in few bits needs beside its input of `chunk` float32 values for each process.
+        """Return the bytes that a reduction in few bits needs beside its input. `chunk`: the number of float32 values for each process.
 
         These are codes sent and received, a decoded chunk and its sum.
         """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
     def unit_of(self, module: str) -> str:
-        """Return the unit that a module belongs to."""
+        """Return the unit (module under `fully_shard`) that a module belongs to."""
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
 
 
@@ -157,7 +157,7 @@ def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
 
 
 def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, *, itemsize: int = FLOAT32_BYTES) -> int:
-    """Return the stored bytes of the largest shard in `format`; without one, of values of `itemsize` bytes."""
+    """Return the stored bytes of the largest shard of a tensor. Without a `format`, its values take `itemsize` bytes each."""
     shard = shard_shape(shape, world_size)
     if format is not None:
         return format.nbytes(shard)
@@ -215,7 +215,7 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
 
 
 def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of each bucket, and when its last gradient is complete.
+    """Yield, for each bucket of DistributedDataParallel, its bytes and the tick at which its last gradient is complete.
 
     Gradients fill buckets in the order in which backward computes them.
     """
@@ -262,7 +262,7 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module under fully_shard: its gradients, bytes when whole (`values`), bytes of its all-gather (`buffer`), and when it runs."""
+    """A module under `fully_shard`: its gradients, its bytes when whole (`values`) and in its all-gather (`buffer`), and when it runs."""
 
     name: str
     gradients: tuple[Slot, ...]
@@ -273,7 +273,7 @@ class _Unit:
 
 
 def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
-    """Return all units of `fully_shard` in the order in which they run.
+    """Return all units (modules under `fully_shard`) in the order in which they run.
 
     In forward and in backward, a unit runs from the first to the last operation of its modules.
     """
@@ -324,7 +324,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Yield the intervals of bytes of one unit's gradients before, during and after its reduce-scatter."""
+    """Yield the intervals of bytes of the gradients of one unit (a module under `fully_shard`) around its reduce-scatter."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]
@@ -359,9 +359,10 @@ def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communicati
 
 
 def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Communication:
-    """Return the bytes of an all-reduce; in few bits, of an all-to-all of chunks and an all-gather of their sums.
+    """Return the bytes that a process sends for an all-reduce of the gradients.
 
-    Padding of single buckets is left out.
+    If gradients travel in few bits, these are an all-to-all of chunks and an all-gather of their sums. Padding of single buckets is left
+    out.
     """
     if shared.reduction is None:
         return Communication(all_reduce=shared.all_reduced_bytes(sum(slot.nbytes for slot in gradients)))
@@ -371,7 +372,10 @@ def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Commu
 
 
 def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Format) -> int:
-    """Return the bytes that a process sends to reduce gradients in few bits: each unit exchanges the codes of all its gradients."""
+    """Return the bytes that a process sends to reduce gradients in `format`.
+
+    Each unit (a module under `fully_shard`) exchanges the codes of all its gradients.
+    """
     numels: dict[str, int] = defaultdict(int)
     for slot in gradients:
         numels[shared.unit_of(slot.module)] += shard_bytes(slot.shape, None, shared.world_size, itemsize=1)
@@ -379,7 +383,7 @@ def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Fo
 
 
 def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
-    """Return the bytes of the largest buffer of an all-gather: FSDP2 may fill the next one while a unit runs."""
+    """Return the bytes of the largest buffer of an all-gather. FSDP2 may fill the next buffer while a unit runs."""
     shards = _shards(trace, plan, shared.world_size)
     sums: dict[str, int] = defaultdict(int)
     for slot in shards.weights.values():
@@ -388,7 +392,7 @@ def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
 
 
 def distribution_notes(trace: Trace, shared: Distribution) -> list[str]:
-    """Return what the reader of a footprint should know about the strategy, one sentence each."""
+    """Return notes for the reader of a footprint on how the processes share memory, one sentence each."""
     if shared.strategy == "ddp":
         nbytes = say_bytes(sum(slot.nbytes for slot in trace.of(Role.GRADIENT)))
         return [BUCKET_NOTE.format(nbytes, nbytes)]

@@ -48,7 +48,7 @@ class PlannedSlot:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of its row in the table."""
+        """The texts of the slot's row in the table."""
         stored = f"{say_bytes(self.nbytes)} {self.format}".strip()
         return self.slot, self.role.value, say_bytes(self.baseline_bytes), stored, self.what, self.why
 
@@ -60,7 +60,7 @@ class PlannedSlots(TableRows[PlannedSlot]):
     columns = HEAD
 
     def that(self, what: str) -> PlannedSlots:
-        """Return the rows with this value of `what`: "quantized", "pinned", "fixed" and so on."""
+        """Return the rows of the table that have this value of `what`: "quantized", "pinned", "fixed" and so on."""
         return PlannedSlots(row for row in self if row.what == what)
 
     def cells(self, row: PlannedSlot) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class UnpackedSlots:
 
 
 def unpacked_slots(trace: Trace, plan: Plan) -> list[UnpackedSlots]:
-    """Return the slots that a plan has a rule for and cannot pack, by role and reason, the most bytes first."""
+    """Return the slots that a plan has a rule for but cannot pack, in groups of equal role and reason, the most bytes first."""
     groups: dict[tuple[Role, str], list[PlannedSlot]] = {}
     for row in explain_slots(trace, plan) if not plan.changes_nothing else ():
         if row.what in ("fixed", "unmodified") and row.why not in (NO_RULE, SMALL) and _has_rule(row, plan):
@@ -114,7 +114,7 @@ def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _what(slot: Slot, storage: SlotStorage, plan: Plan) -> tuple[str, str]:
-    """Return `what` and `why` of an activation."""
+    """Return the texts `what` and `why` that the table shows for an activation."""
     if slot.stays:
         return "fixed", slot.stays
     if storage.recomputed:
@@ -147,7 +147,7 @@ def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _not_quantized(weight: Slot) -> tuple[str, str]:
-    """Return `what` and `why` of a parameter, gradient or moment without a format."""
+    """Return the texts `what` and `why` that the table shows for a parameter, gradient or moment without a format."""
     if weight.stays:
         return "fixed", weight.stays
     if weight.dtype not in FLOAT_BYTES:

@@ -106,7 +106,10 @@ class Allocator:
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
-        """Return the size that the device allocates, with the margin that `assign` keeps. `comes_and_goes`: allocated anew in each step."""
+        """Return the size that the device allocates for `nbytes`, with the margin that `assign` keeps.
+
+        `comes_and_goes`: the tensor is allocated anew in each step. `is_compiled`: the step is compiled.
+        """
         is_large = (nbytes >= MIB) & comes_and_goes
         is_odd = is_large & (nbytes % SEGMENT != 0)
         share = nbytes // COMPILED_MARGIN if is_compiled else nbytes // EAGER_MARGIN * is_large * (self.unsplit > 0)
@@ -123,7 +126,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer whether a footprint fits a budget: usable as a bool, prints as a sentence."""
+    """Whether a footprint fits a budget: usable as a bool, prints as a sentence."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -168,7 +171,7 @@ class Footprint:
 
     @cached_property
     def bound_bytes(self) -> int:
-        """The peak with the margin that `assign` keeps: measured peaks have been within this many bytes."""
+        """The expected peak plus the margin that `assign` keeps. Measured peaks have stayed within this many bytes."""
         step, allocator = step_under(self.trace, self.plan), DEVICES[self.trace.device]
         flags = {"is_compiled": step.is_compiled}
         held = (i._replace(nbytes=allocator.bound(i.nbytes, comes_and_goes=i.role not in STAYING, **flags)) for i in self._held)
@@ -205,7 +208,7 @@ class Footprint:
         return totals[: step.backward_at], totals[step.backward_at : step.length], totals[step.length :]
 
     def places_at_peak(self) -> dict[tuple[str, Role], int]:
-        """Return the bytes at the peak by (module, role), the largest first; summed over modules they are `at_peak`."""
+        """Return the bytes at the peak by (module, role), the largest first. Summed over modules they equal `at_peak`."""
         sums: Counter[tuple[str, Role]] = Counter()
         for interval in self._at_peak:
             sums[interval.module, interval.role] += interval.nbytes
@@ -253,7 +256,7 @@ class Footprint:
 
     @cached_property
     def _undivided_bytes(self) -> int:
-        """The `model_bytes` of a single process under the same strategy, which has all rows."""
+        """The `model_bytes` that one process would have under the same strategy if it stored all rows."""
         assert self.distribution is not None
         return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
@@ -293,7 +296,10 @@ class Footprint:
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
-        """Return texts with the model memory of the baseline, of this plan, and of each tier."""
+        """Return texts with the model memory of the baseline, of this plan, and of each tier.
+
+        A tier is a preset for weights, gradients and optimizer state.
+        """
         plans = {"baseline": BASELINE, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
         sizes = {name: self._model_bytes(plan) for name, plan in plans.items()}
         if sizes["this plan"] == sizes["baseline"]:
@@ -389,7 +395,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
 
 
 def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]]:
-    """Return the names and roles for which a plan of `trace` may have rules: slots of the step, of the baseline and of `others`."""
+    """Return the names and roles that a plan for `trace` may have rules for: slots of the step, of the baseline and of `others`."""
     steps = [trace, *([trace.unmodified] if trace.unmodified is not None else []), *others]
     names = [(slot.names, slot.role) for step in steps for slot in step.slots]
     names += [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
@@ -409,7 +415,10 @@ def workspace_margin(trace: Trace) -> int:
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Return the bytes of a convolution's input and of both gradients, which cuDNN may copy in its backward; 0 if they are not float32."""
+    """Return the bytes of a convolution's input and of both gradients, from the JSON of its `arguments`.
+
+    cuDNN may copy them in backward. The result is 0 if they are not float32.
+    """
     (_, grad, _), (dtype, x, _) = (value["t"] for value in json.loads(arguments)[0][:2])
     return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0
 
@@ -440,7 +449,9 @@ def model_bytes(trace: Trace, plan: Plan) -> int:
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return the tick at which the intervals have the most bytes, and these bytes.
+    """Return the tick at which the intervals together hold the most bytes, and these bytes.
+
+    A tick is a position in the step's list of operations. `length`: the number of ticks.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
@@ -463,12 +474,12 @@ def _cell(slot: Slot, storage: SlotStorage | None) -> str:
 
 
 def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
-    """Return the bytes that a slot takes as it is stored."""
+    """Return the bytes that a slot takes if it is stored as `storage` says."""
     return sum(part_bytes(slot, part, storage) for part in slot.parts) if storage.packs else slot.nbytes
 
 
 def _is_kept(interval: Interval, trace: Trace) -> bool:
-    """Return whether bytes are stored across phases: activations and temporaries until backward, gradients to the end of the step."""
+    """Return whether these bytes outlast a phase: activations and temporaries until backward, gradients to the end of the step."""
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
         return interval.birth <= trace.backward_at <= interval.death
     return interval.role is not Role.GRADIENT or interval.death >= trace.length

@@ -22,7 +22,7 @@ MOST_GROUPS = 10  # of groups with numbers
 
 
 class Grouping(NamedTuple):
-    """A way to group modules: those with the same first `depth` parts of their paths. `joins_layers`: numbers in paths do not count."""
+    """A way to group modules by the first `depth` parts of their paths. `joins_layers`: numbers in paths are ignored."""
 
     depth: int
     joins_layers: bool = False
@@ -41,9 +41,9 @@ class Grouping(NamedTuple):
 
 
 def useful_grouping(sizes: Mapping[str, int]) -> Grouping:
-    """Return the grouping of fewest parts in which no group has more than half of the bytes.
+    """Return the grouping by the fewest path parts in which no group has more than half of the bytes.
 
-    If there is none, it is the one whose largest group is smallest.
+    If there is no such grouping, return the one whose largest group is smallest.
     """
     half, deepest = sum(sizes.values()) / 2, max((module.count(".") + 1 for module in sizes), default=1)
     largest: dict[Grouping, int] = {}

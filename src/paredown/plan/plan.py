@@ -66,7 +66,7 @@ SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule in which two plans differ. A side is None if that plan has no such rule; sides are equal if only the order differs."""
+    """A rule in which two plans differ. A side is None if its plan has no such rule. The sides are equal if only the order differs."""
 
     key: str
     mine: Assignment | str | None
@@ -125,9 +125,9 @@ class Plan:
 
     @property
     def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products]:
-        """The rules, checkpointed modules, `offload` and products: equal for plans with the same effect, whatever their reasons.
+        """The rules, checkpointed modules, `offload` and products as one value, equal for plans with the same effect.
 
-        Priors, picks, sweeps and reports use it to recognize a plan.
+        Reasons are left out. Priors, picks, sweeps and reports use the value to recognize a plan.
         """
         return self.rules, self.recompute, self.offload, self.products
 
@@ -169,7 +169,7 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """Return this plan with a rule added, or the rule of this key replaced; the new rule is the last one.
+        """Return this plan with a new last rule; an old rule with the same key is replaced.
 
         Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
         """
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Whether training under the plan has the errors of the baseline: no rules; layers may be checkpointed."""
+        """Whether training under the plan rounds nothing: it has no rules. Layers may be checkpointed."""
         return not self.rules and not self.products
 
     @property
@@ -210,7 +210,7 @@ class Plan:
         return any(element is not None for _, element in self.products)
 
     def product_of(self, path: str) -> tuple[str | None, bool]:
-        """Return the element in which the layer at `path` multiplies, or None, and whether a rule names the layer by its path.
+        """Return (element, is_named): the 8-bit element of the layer's products, or None, and whether a rule has exactly this path.
 
         >>> Plan.preset("fp8").set("product=head", None).product_of("head")
         (None, True)
@@ -243,11 +243,11 @@ class Plan:
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """The slots in `recompute`, if a rule can match activations; otherwise none, since the graphs are those of plain torch.compile."""
+        """The slots in `recompute`, if the plan packs activations; else none, since the graphs are then those of plain torch.compile."""
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:
-        """Return whether backward of a compiled step recomputes the slot whose savers have these names.
+        """Return whether backward of a compiled step recomputes a slot. `names`: those under which operations saved it.
 
         >>> plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.*.mlp.1:input")
         >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
@@ -257,7 +257,7 @@ class Plan:
 
     @cached_property
     def packs_activations(self) -> bool:
-        """Whether a rule can match activations: only then a session hooks saved tensors, and packs masks and indices too."""
+        """Whether a rule can match activations. Only then does a session hook saved tensors, and also pack masks and indices."""
         return any(key.role in (None, Role.ACTIVATION) for key in self._index.keys)
 
     @property
@@ -267,7 +267,7 @@ class Plan:
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """Return the assignment for the slot of this role whose savers have these names; results are cached."""
+        """Return the assignment of the slot with this role. `names`: those under which operations saved it. Results are cached."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:
@@ -275,7 +275,9 @@ class Plan:
         return assignment
 
     def needs_of(self, name: str, needs: Needs) -> Needs:
-        """Return what backward needs of an activation under this plan; a rule that names an input of a checkpoint removes its pin.
+        """Return what backward needs of an activation under this plan.
+
+        If a rule names the input of a checkpointed layer, the lower bound on its precision (`Needs.pin`) is removed.
 
         >>> from paredown.autograd.operations import RECOMPUTES
         >>> named = Plan((("*:checkpoint.input", Assignment.parse("int4/64@bf16")),))
@@ -294,10 +296,10 @@ class Plan:
         return UNMODIFIED if best is None else self.rules[best][1]
 
     def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the keys that name a slot which is not among `slots`, as a plan made for a similar model may have.
+        """Return the keys of rules that name a slot which is not in `slots`, as a plan made for a similar model may have.
 
-        Each slot is (names of its savers, role). PlanError for a pattern that matches no slot, and for a plan that names slots none of
-        which are among these. A role without slots is no error.
+        Each slot is (names under which operations saved it, role). Raise PlanError if a pattern matches no slot, or if all slots that the
+        plan names are missing. A role without slots is no error.
         """
         known = [(bare_names(names, Role(role)), Role(role)) for names, role in slots if role in FORMATTED]
         missing = self._index.unmatched(known)
@@ -315,7 +317,7 @@ class Plan:
         return [str(key) for key in missing]
 
     def check_stored(self) -> None:
-        """Raise PlanError for the first rule whose format cannot store its role; store mode, footprints and `assign` call it.
+        """Raise PlanError for the first rule whose format cannot be stored in its role. Store mode, footprints and `assign` call this.
 
         Simulate mode stores nothing, and takes formats without a scale.
 
@@ -336,11 +338,14 @@ class Plan:
                 )
 
     def unmatched(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the names and patterns in the plan's rules that match none of `slots`, which are given as for `check`."""
+        """Return the names and patterns in the plan's rules that match none of `slots`, (names, role) pairs as in `check`."""
         return [str(key) for key in self._index.unmatched([(bare_names(names, Role(role)), Role(role)) for names, role in slots])]
 
     def diff(self, other: Plan) -> Differences:
-        """Return the rules that differ, this plan's side first; none if both have the same effect. Reasons are not compared."""
+        """Return the rules that differ between two plans, this plan's side first; none if the plans have the same effect.
+
+        Reasons are not compared.
+        """
         mine, theirs = dict(self.rules), dict(other.rules)
         shared = [key for key in mine if key in theirs]
         moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
@@ -396,7 +401,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each.
 
-        A plan with products is of a newer version, so that programs that do not know products refuse it.
+        A plan with products has a newer version number, so that older programs refuse it.
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
         head = {"version": WITH_PRODUCTS if self.products else VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
@@ -406,7 +411,7 @@ class Plan:
 
     @staticmethod
     def from_json(value: Any) -> Plan:
-        """Return the plan whose `to_json()` is `value`; raise PlanError, with the reason, for any other value."""
+        """Return the plan from its JSON value; raise PlanError, with the reason, for a value that `to_json` does not write."""
         parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_PRODUCTS, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
@@ -445,7 +450,7 @@ def _how(text: str) -> str:
 
 
 def _modules(recompute: Any) -> tuple[str, ...]:
-    """Return `recompute`, paths of modules, as a tuple; raise PlanError for other types."""
+    """Return `recompute` (paths of modules) as a tuple; raise PlanError for other types."""
     paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
     if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
         raise PlanError(

@@ -58,7 +58,7 @@ def _rank(key: str) -> int:
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """Return the element in which a layer's products run, or None, and whether a rule names the layer by its path."""
+    """Return (element, is_named): the 8-bit element of the layer's products, or None, and whether a rule has exactly this path."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):

@@ -21,7 +21,7 @@ SOURCE = "backward recomputes another tensor from it"
 
 
 def planned_step(step: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step with what the plan recomputes: layers of an eager step, single tensors of a compiled one."""
+    """Return the trace of the step under the plan's `recompute`: layers of an eager step, single tensors of a compiled one."""
     return recomputed_trace(step, plan) if step.is_compiled else checkpointed_trace(step, plan.checkpointed)
 
 
@@ -58,7 +58,7 @@ def _source(slot: Slot, needed: dict[int, int]) -> Slot:
 
 
 def _outputs(slot: Slot) -> list[Output]:
-    """Return the memory of a recomputed tensor in forward and in backward, with the other tensors that recomputing it writes."""
+    """Return the allocations of a recomputed tensor in forward and in backward, and of the other tensors that recomputing it writes."""
     how = slot.recomputation
     assert how is not None
     of_slot = slot.shape, slot.dtype, slot.nbytes
@@ -74,7 +74,7 @@ def _outputs(slot: Slot) -> list[Output]:
 
 
 def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
-    """Return a sentence for each slot that the plan names to be recomputed and that is not."""
+    """Return a sentence for each slot that the plan asks backward to recompute, but that is not recomputed."""
     named = [text for text in plan.recompute if ":" in text]
     if not step.is_compiled or not plan.recomputed:
         reason = "the step is not compiled" if not step.is_compiled else "the plan has no rule for activations"

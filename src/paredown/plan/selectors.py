@@ -84,13 +84,13 @@ class Selector:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The sort key among the rules of a plan: roles in their order, then patterns, then names."""
+        """The position of the key among the rules of a plan: roles in their order, then patterns, then names."""
         if self.role is not None and self.name is None:
             return SelectorRank.ROLE, FORMATTED.index(self.role)
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """Return how specifically the key matches the slot with this role whose savers have these names."""
+        """Return how specifically the key matches a slot. `names`: those under which operations saved it."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
@@ -110,7 +110,7 @@ class Selector:
 
 
 class SelectorIndex:
-    """The keys of a plan in order, with an index by name, since plans may name a thousand slots one by one."""
+    """The keys of a plan in order, with an index by name: a plan may name a thousand slots one by one."""
 
     def __init__(self, keys: Iterable[Selector]) -> None:
         self.keys = tuple(keys)
@@ -121,7 +121,7 @@ class SelectorIndex:
         self._best_places: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
     def best(self, names: tuple[str, ...], role: Role) -> int | None:
-        """Return the index of the key that decides for a slot, None if no key matches; results are cached."""
+        """Return the position of the key that decides for a slot, None if no key matches; results are cached."""
         if (names, role) not in self._best_places:
             self._best_places[names, role] = self._best(names, role)
         return self._best_places[names, role]
@@ -148,7 +148,7 @@ class SelectorIndex:
 
 @lru_cache(maxsize=64)
 def index_of(keys: tuple[Selector, ...]) -> SelectorIndex:
-    """Return the index that all plans with these keys share: plans that are compared often differ only in formats."""
+    """Return the index of these keys, which all plans with the same keys share."""
     return SelectorIndex(keys)
 
 

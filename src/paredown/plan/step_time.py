@@ -43,9 +43,10 @@ FORWARD = ("forward", "loss")  # phases of operations in forward
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted seconds of one step on the device and on the host; `seconds` is the larger or a little more, on a CPU the sum.
+    """The predicted seconds of one step: on the device, on the host, and in total (`seconds`).
 
-    `num_untimed`: operations whose time follows from rates of the device, since they were not timed themselves.
+    The total is the larger of device and host or a little more, on a CPU their sum. `num_untimed`: operations whose time follows from rates
+    of the device, since they were not timed themselves.
 
     >>> StepTime(0.0543, 0.031), StepTime(0.020, 0.031)
     (54.6 ms (limited by the device; host 31.0 ms), 31.4 ms (limited by the host; device 20.0 ms))
@@ -104,7 +105,7 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that packing and activation checkpointing add to a step, beside its optimizer."""
+    """Return the device and host time that packing and activation checkpointing add to a step, without its optimizer."""
     checkpointed = planned_step(step, plan)
     parts = (_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), _checkpointing(step, plan, calibration))
     return sum(parts, StepTime(0.0, 0.0))
@@ -120,7 +121,7 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
 
 @cached_on_trace
 def called_modules(trace: Trace) -> list[str]:
-    """Return the paths of the modules whose forward runs operations, and of their parents."""
+    """Return the paths of the modules in whose forward operations run, and of their parents."""
     paths: dict[str, None] = {}
     for module in dict.fromkeys(one.module for one in trace.operations if one.phase == "forward" and one.module):
         parts = module.split(".")
@@ -144,7 +145,7 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def num_watched(trace: Trace, plan: Plan) -> int:
-    """Return how many module calls and saved tensors a session must look at if it packs any, without those in checkpointed layers."""
+    """Return how many module calls and saved tensors a session looks at if it packs any, without those in checkpointed layers."""
     layers = _checkpointed_layers(trace, plan)
     modules = sum(not any(is_of(path, layer) for layer in layers) for path in called_modules(trace))
     return modules + sum(len(slot.names) for slot in trace.activations)

@@ -106,11 +106,11 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding mode that encoding an activation uses: `rounding`, or the default of the format."""
+        """The rounding mode for encoding an activation: `rounding`, or the default of the format."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """Return the rounding mode that encoding a slot of this role uses: `rounding`, or the default of format and role.
+        """Return the rounding mode for encoding a slot of this role: `rounding`, or the default of format and role.
 
         Sums of small changes are rounded stochastically in any format. A frozen weight is encoded once, when the plan is applied, and
         always to nearest.
@@ -151,7 +151,10 @@ def significant_bits(format: Format) -> int:
 
 
 def resolves_differences(format: Format) -> bool:
-    """Return whether values that differ little beside their mean remain distinct: in formats with a minimum, or of bf16's precision."""
+    """Return whether a format keeps values distinct that differ little beside their mean.
+
+    Formats with a minimum do, and formats of bf16's precision.
+    """
     return format.minimum is not None or significant_bits(format) >= PRECISE_BITS
 
 
@@ -166,7 +169,7 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Return whether `other` is `format`, or the format with a minimum that replaces it where backward subtracts a mean."""
+    """Return whether `other` is `format`, or the format with a minimum that replaces `format` where backward subtracts a mean."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 
@@ -177,7 +180,7 @@ def keeps_enough(format: Format, needs: Needs) -> bool:
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """Return the format in which `numel` values of `dtype` are stored, None for unmodified, and why it differs from the request."""
+    """Return the format in which `numel` values of `dtype` are stored (None: unmodified), and why it differs from the request."""
     requested = assignment.format
     if requested is None or needs.use is not Use.VALUE:
         return None, ""

@@ -73,7 +73,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class Part:
-    """One form in which a slot can be stored for one use: when it is packed, released, and decoded (spans of ticks)."""
+    """The stored form of a slot for one use (`Use`) in backward, and the ticks at which it is packed, decoded and released."""
 
     use: Use
     packed: Tick
@@ -140,12 +140,12 @@ class Slot:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all savers; the name of the slot if there are none."""
+        """The names under which operations saved the slot (`savers`); the slot's own name if there are none."""
         return tuple(saver.name for saver in self.savers) or (self.name,)
 
     @property
     def pin(self) -> Pin | None:
-        """The pin of the saver that needs the most significant bits; None if no saver has one."""
+        """The strictest lower bound on precision (`Pin`) of any saver; None if no saver has one."""
         pins = [saver.pin for saver in self.savers if saver.pin is not None]
         return max(pins, key=lambda pin: pin.significant_bits, default=None)
 
@@ -239,7 +239,7 @@ class Trace:
         return tuple(slot for slot in self.slots if slot.role is role)
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
-        """Return the slot with this name; without a role, an activation or a weight."""
+        """Return the slot with this name. If `role` is None, only activations and weights are searched."""
         return slot_named(self.slots, name, role)
 
     @cached_property
@@ -285,12 +285,12 @@ FIELDS = tuple(field.name for field in fields(Trace))
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
-    """Return the dtype in which saved integers below `bound` are stored, such as the targets of an embedding; `dtype` without a bound."""
+    """Return the dtype in which saved integers below `bound`, such as class targets, are stored; `dtype` if `bound` is None."""
     return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Return the bytes of a saved integer below `bound` in its `index_dtype`; `itemsize` without a bound.
+    """Return the bytes of a saved integer below `bound`; `itemsize` if `bound` is None.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
@@ -299,7 +299,7 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
 
 
 def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
-    """Return `compute` as a function whose result is stored on the trace and returned again; callers do not modify it."""
+    """Return `compute` as a function whose result is cached on the trace. Callers must not modify the result."""
     name = f"_{compute.__name__}"
 
     @wraps(compute)
@@ -312,7 +312,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
-    """Return the slot with this name; without a role, an activation or a weight."""
+    """Return the slot with this name. If `role` is None, only activations and weights are searched."""
     roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
     matches = [slot for slot in slots if name in slot.names and slot.role in roles]
     if not matches:
@@ -373,7 +373,7 @@ def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]
 
 
 def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """Raise TraceError if a slot or output is impossible, or if two contradict one another; `length`: of the step in ticks."""
+    """Raise TraceError if a slot or output is impossible, or if two contradict one another. `length`: the number of ticks of the step."""
     for row in (*slots, *outputs):
         check_row(row, length)
     total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
@@ -393,7 +393,7 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
 
 
 def _copies(row: Slot | Output) -> int:
-    """Return an upper bound on how often the bytes of a row exist at once: the tensor, its packed parts and their decoded copies."""
+    """Return an upper bound on how many copies of a row's bytes exist at once: the tensor, its packed parts and their decoded copies."""
     return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
 
 

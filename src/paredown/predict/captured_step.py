@@ -52,7 +52,7 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward and a backward graph; outputs of forward from `num_outputs` on are saved for backward."""
+    """A forward graph with its backward graph. Outputs of forward from index `num_outputs` on are saved for backward."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -79,9 +79,9 @@ class CapturedGraph:
 
 @dataclass
 class GraphCall:
-    """A call of a graph: the ticks at which its forward and its backward begin, -1 for a backward that did not run.
+    """A call of a graph: the ticks (positions in the step's list of operations) at which its forward and its backward begin.
 
-    `held`: allocations of outputs that forward returns and saves too, by the names of the nodes that it returns.
+    A backward that did not run has -1. `held`: the allocations of outputs that forward both returns and saves, by the names of their nodes.
     """
 
     graph: CapturedGraph
@@ -92,7 +92,7 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner for torch.compile that partitions each graph three times: as plain torch does, as sessions do, and as in 4 bits.
+    """A partitioner for torch.compile that partitions each graph three times: as plain torch does, for packed activations, and for 4 bits.
 
     torch gets the first partition.
     """
@@ -152,7 +152,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Record a loss in chunks between two graphs operation by operation, inside of a `with` block."""
+        """Record the operations of a loss in chunks between two graphs, one by one, inside of a `with` block."""
         step = self.step
 
         @contextmanager
@@ -190,7 +190,7 @@ class GraphCapture:
     def _compile(self, gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
         """Return a function that runs the graph `gm` and records its calls.
 
-        The graph is of forward, of backward, or one without gradients.
+        The graph is one of forward, of backward, or without gradients.
         """
         number = options.get("graph_id")
         if options.get("is_backward"):
@@ -234,7 +234,10 @@ class GraphCapture:
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a graph's call as allocations in the timeline; saved ones are later stored as slots."""
+        """Record the outputs of a graph's call, which began at tick `begin`, as allocations in the timeline.
+
+        Saved outputs are later stored as slots. `held`: allocations by the names of the nodes that forward returns, to be filled.
+        """
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
         nodes: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -253,7 +256,7 @@ class GraphCapture:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return `run` as a function that empties its list of arguments, so that AOTAutograd frees tensors."""
+    """Return `run` as a function that empties the list of its arguments, so that AOTAutograd frees the tensors in it."""
 
     def call(args: list[Any]) -> Any:
         outputs = run(args)
@@ -265,7 +268,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return the outputs of forward, with copies of those that are both saved and returned, so that each has a lifetime of its own."""
+    """Return the outputs of forward, where a tensor that is both saved and returned is copied, so that each use has its own lifetime."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value

@@ -73,24 +73,24 @@ class GraphTimes:
         return self.call.forward_at + max(buffer.death, 0)
 
     def returned(self) -> dict[Buffer, Allocation]:
-        """Return the buffers that forward returns to its caller, if plain torch.compile saves them too."""
+        """Return the allocations of buffers that forward returns to its caller, if plain torch.compile saves them too."""
         nodes = {node.name: node for node in self.partition.forward.graph.nodes}
         pairs = ((self.forward.of(nodes[name]), allocation) for name, allocation in self.call.held.items() if name in nodes)
         return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
 
     def held_until(self, buffer: Buffer) -> int:
-        """Return the tick until which the caller holds a buffer that forward returns; 0 for others."""
+        """Return the tick until which the caller holds a buffer that forward returns; 0 if forward does not return it."""
         allocation = self.returned().get(buffer)
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
     def reads(self, node: fx.Node) -> tuple[int, int]:
-        """Return the ticks at which backward reads a saved node first and last; the end of the step if backward does not run."""
+        """Return the ticks at which backward reads a saved node first and last. If backward does not run, both are the end of the step."""
         return self.reads_of(self.placeholder(node))
 
     def decoded(self, node: fx.Node) -> tuple[int, int]:
-        """Return the ticks from which and until which a packed tensor is decoded in backward.
+        """Return the first and last tick at which a packed tensor is decoded in backward.
 
-        Comparisons of it do not count, since forward computes them.
+        Its comparisons do not count, since forward computes them.
         """
         first, last = self.reads(node)
         placeholder = self.placeholder(node)
@@ -156,7 +156,7 @@ class StepSlots:
         self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
-        """Yield a slot for each saved tensor in one buffer; these are packed all or not at all."""
+        """Yield a slot for each saved tensor in one buffer. These tensors are packed all together or not at all."""
         found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
         if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
             found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
@@ -200,7 +200,7 @@ class StepSlots:
         return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
-        """Return the slots, with one-bit masks of comparisons that backward would compute from packed tensors."""
+        """Return the slots, and one-bit masks for comparisons that backward would compute from packed tensors."""
         slots = dict(made)
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
         extra: list[Slot] = []
@@ -238,7 +238,7 @@ def _saved(partition: Partition) -> list[fx.Node]:
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """Return which operations saved a tensor of a graph, and why no plan can pack it, or "" if a plan can."""
+    """Return which operations saved a tensor of a graph, and the reason if no plan can pack it ("" if one can)."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -269,7 +269,7 @@ def _place(node: fx.Node) -> str:
 
 
 def _is_written(placeholder: fx.Node | None) -> bool:
-    """Return whether a saved tensor, once decoded, is written to memory, since an operation that cannot be fused reads it."""
+    """Return whether a saved tensor is written to memory when it is decoded, since an operation that cannot be fused reads it."""
     if placeholder is None or is_boolean(placeholder):
         return False
     stack, seen = list(placeholder.users), set[fx.Node]()
@@ -286,7 +286,7 @@ def _is_written(placeholder: fx.Node | None) -> bool:
 
 
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
-    """Yield the comparisons that backward computes from tensors in `packed` alone, as (node, names of these tensors)."""
+    """Yield the comparisons that backward computes from tensors in `packed` and from nothing else, as (node, names of these tensors)."""
     of: dict[fx.Node, set[str]] = {}
     of_tangents: set[fx.Node] = set()
     for node in backward.graph.nodes if backward is not None else ():
@@ -304,7 +304,7 @@ def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[
 
 
 def with_unique_names(slots: list[Slot]) -> list[Slot]:
-    """Return the slots, renamed so that no two have the same name and no saver belongs to two."""
+    """Return the slots, renamed so that no two have the same name, and no name of a saver belongs to two slots."""
     counts = Counter(saver.name for slot in slots for saver in slot.savers)
     taken: Counter[str] = Counter()
     named: list[Slot] = []
@@ -341,7 +341,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """Yield the tensors that a graph returns and plain torch.compile saves, but this partition does not."""
+    """Yield tensors that a graph returns to its caller, if plain torch.compile saves them and this partition does not."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -369,7 +369,7 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield the slots of operations outside of graphs, with storage numbers below -1, which slots of graphs do not have."""
+    """Yield the slots of operations outside of graphs with storage numbers below -1, which no slot of a graph has."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

@@ -34,7 +34,7 @@ FLOAT_DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, 
 
 
 def device_seconds(call: Callable[[], object], device: str) -> float:
-    """Return the seconds of one call on the device, after calls that warm up."""
+    """Return the device seconds of one call, measured after calls that warm up."""
     call()
     if device == "cpu":
         call()
@@ -44,7 +44,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def num_calls_of(seconds: float) -> int:
-    """Return how many calls, which take `seconds` each, are timed together.
+    """Return how many calls are timed together if each takes `seconds`.
 
     >>> [num_calls_of(seconds) for seconds in (1e-5, 1e-3, 0.1)]
     [6, 4, 1]
@@ -128,7 +128,7 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
-    """Yield (flops, flops per second) of products of square matrices, of which the second has `beyond` columns more."""
+    """Yield (flops, flops per second) of products of square matrices. The second matrix has `beyond` columns more."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
         a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
         flops = 2.0 * size * size * (size + beyond)

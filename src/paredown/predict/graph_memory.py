@@ -75,13 +75,13 @@ class Buffer:
 
     @property
     def death(self) -> int:
-        """The last time at which the buffer takes memory of its own: that of the last read, or before it."""
+        """The last time at which the buffer takes memory of its own: its last read, or earlier if another buffer takes over the memory."""
         return max([self.birth, *self.reads]) - self.is_reused
 
 
 @dataclass(eq=False)
 class Value:
-    """The value of a graph's node: a buffer in memory, or operations that each kernel that reads it repeats."""
+    """The value of a graph's node: a buffer in memory, or operations that are repeated in each kernel that reads the value."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -109,7 +109,7 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """Return the buffer in which a node's values are stored; None if the kernels that read them compute them."""
+        """Return the buffer that stores a node's values; None if the kernels that read the values compute them."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, Value) else None
 
@@ -121,7 +121,7 @@ class GraphMemory:
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels need a node's values, without kernels that only compare them."""
+        """Return the times at which kernels need a node's values. Kernels that only compare the values are left out."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -198,7 +198,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: Value, at: int) -> Buffer:
-        """Return the buffer of a value; if it has none, one that is written at time `at`."""
+        """Return the buffer of a value. If the value has no buffer, return a new one that is written at time `at`."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -226,7 +226,7 @@ class GraphMemory:
     # --- kernels ---
 
     def _schedule(self) -> None:
-        """Set the times of buffers to those of their kernels, and remove buffers that only the kernel that writes them reads."""
+        """Set the times of buffers to those of their kernels. Buffers that are only read by the kernel that writes them are removed."""
         order = kernel_order(self.buffers)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
@@ -274,7 +274,7 @@ def _is_over_last_dimensions(node: fx.Node) -> bool:
 
 
 def _domain(node: fx.Node, result: Any, kind: str) -> int:
-    """Return how many elements the kernel of a node loops over."""
+    """Return how many elements the kernel of a node loops over. `kind`: what the operation is to Inductor, such as "reduction"."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
@@ -286,17 +286,17 @@ def _flash_workspace(query: Any) -> int:
 
 
 def _loss_scratch(node: fx.Node) -> int:
-    """Return the bytes that an operator of a loss in chunks holds beside its inputs and results."""
+    """Return the bytes that the operator of a chunked loss holds beside its inputs and results."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
     tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
     return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
 
 
 def _keeps_layout(graph: fx.Graph) -> bool:
-    """Return whether Inductor leaves the layout of convolutions on CUDA unmodified; otherwise it changes all to channels_last.
+    """Return whether Inductor keeps the layout of convolutions on CUDA; otherwise it changes all to channels_last.
 
-    Its rules: few convolutions among many operations, grouped ones that are not depthwise, one of 3 x 3 whose output has half of the
-    channels of its input, or no convolution of more than 64 channels.
+    It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of one of 3
+    x 3 has half as many channels as its input, or if none has more than 64 channels.
     """
     convs = [node for node in graph.nodes if node.op == "call_function" and name_of(node) in CONVOLUTIONS]
     is_backward = [name_of(node) == "convolution_backward" for node in convs]
@@ -324,7 +324,7 @@ def _transposed_bytes(node: fx.Node) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of the memory of a tensor, gaps of its strides included."""
+    """Return the bytes of a tensor's memory, including gaps between its strides."""
     if not isinstance(value, Tensor):
         return 0
     sizes = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
@@ -404,7 +404,7 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
 
 
 def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """Return the place of each buffer's kernel in the order in which kernels run: each right after those that it reads from."""
+    """Return the position of each buffer's kernel in the order in which kernels run: each kernel right after those that it reads from."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
     placed: dict[Kernel, int] = {}
@@ -420,9 +420,9 @@ def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
 
 
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """Return the most bytes that an operator holds beside its inputs and results.
+    """Return the most bytes that an operator (`name`) holds beside its inputs and results.
 
-    They come from a run on fake tensors of these shapes and dtypes.
+    They come from a run on fake tensors of these shapes and dtypes. `settings`: the operator's settings as text (`OperatorSettings`).
     """
     device = OperatorSettings.parse(settings).device
     return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))

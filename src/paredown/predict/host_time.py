@@ -96,9 +96,9 @@ class SmallNetwork:
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
     def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
-        """Return the median seconds of steps under each of the plans, which take turns; None is the baseline.
+        """Return the median seconds of steps under each of the plans, which take turns; a plan of None is the baseline.
 
-        `is_ours`: with AdamW of paredown.optim.
+        `is_ours`: the optimizer is AdamW of paredown.optim.
         """
         models = [self.build() for _ in plans]
         sessions = [start_session(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
@@ -113,7 +113,7 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Return the seconds of one step of each model, after one that fills its caches, as in a loop."""
+        """Return the seconds of one step of each (model, optimizer), after a step that fills the caches, as in a loop."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
@@ -153,7 +153,7 @@ class SmallNetwork:
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """Return the sum of `of` over operations of the phases; by default the number of views."""
+        """Return the sum of `of` over the operations of some phases ("forward", "backward", ...); by default the number of views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
@@ -170,7 +170,7 @@ def small_networks(device: str) -> list[SmallNetwork]:
 
 
 class HostMeasurement:
-    """Measures the host's time for the steps of small networks. `draft` has rates of the device, and host costs of 0."""
+    """Measures the host's time for the steps of small networks. `draft`: a calibration with the device's rates and host costs of 0."""
 
     def __init__(self, draft: Calibration) -> None:
         self.networks, self.is_cpu = small_networks(draft.device), draft.device == "cpu"
@@ -180,7 +180,8 @@ class HostMeasurement:
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
         """Return the costs of the host, and its seconds for one packed tensor, measured in the format `text`.
 
-        Packed weights, whose optimizer has kernels to compile, are not measured if `is_late`: then two packed tensors stand for a weight.
+        If `is_late()` is true, packed weights, whose optimizer has kernels to compile, are not measured: two packed tensors stand for a
+        weight.
         """
         packing = Plan.uniform(activation=text)
         with _without_collection():
@@ -219,14 +220,17 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """Return the seconds that SHARES refer to: a step of the first network, on the CPU without the computation of its operations."""
+        """Return the seconds that SHARES are fractions of: a step of the first network.
+
+        On the CPU the computation of its operations is left out. `empty`: the seconds of an empty operation.
+        """
         if not self.is_cpu:
             return rows[0].total
         rest = [row.forward + row.backward for row in rows], [-seconds for seconds in self._calls((*FORWARD, *BACKWARD), empty)]
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """Return the share of SHARES that the views, module calls and gradients of a network's step have together."""
+        """Return the sum of SHARES over the views, module calls and gradients in one step of a network."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -274,7 +278,7 @@ class HostSpeed:
             self._network.step(*self._pair)
 
     def __call__(self, num_steps: int = SPEED_STEPS) -> float:
-        """Return the median time of a few steps divided by their time at calibration: 2 on a host that is half as fast."""
+        """Return the median time of `num_steps` steps divided by their time at calibration: 2 on a host that is half as fast."""
         with _without_collection():
             _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds

@@ -71,7 +71,10 @@ class CallSeconds(NamedTuple):
 
 
 def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_seconds: float = inf) -> Calibration:
-    """Return the calibration with the times of those operations of the traces that it does not have yet."""
+    """Return the calibration with the times of operations in the traces added, if it does not have them yet.
+
+    No operation is begun after `most_seconds`.
+    """
     found = time_operations(traces, calibration.device, known=calibration.timed, most_seconds=most_seconds)
     timed, empty = {**calibration.timed, **found.timed}, calibration.host.empty_operation
     estimated = {**calibration.estimated, **estimated_seconds(traces, timed)}
@@ -81,7 +84,7 @@ def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_s
 
 
 def time_operations(traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf) -> CallSeconds:
-    """Measure the seconds of each distinct operation of the traces, without those `known`; none is begun after `most_seconds`."""
+    """Measure the seconds of each distinct operation of the traces that is not in `known`. None is begun after `most_seconds`."""
     now = begun = time.perf_counter()
     timed, ratios, launched = dict[str, float](), dict[str, list[float]](), dict[str, float]()
     convolving, is_convolution = 0.0, False
@@ -103,9 +106,9 @@ def time_operations(traces: Iterable[Trace], device: str, *, known: Container[st
 
 
 def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operation]:
-    """Return the operations in the order in which they are timed: the largest of each name, then the others, by the work of all calls.
+    """Return the operations in the order in which they are timed: the largest of each name, then the others by the work of all calls.
 
-    Each name is among the first, since its host time counts for all of its operations.
+    Each name comes first once, since one host time counts for all operations of the name.
     """
     by_work = sorted(operations, key=lambda one: one.count * _work(one), reverse=True)
     first = {one.op: one for one in reversed(by_work)}
@@ -140,7 +143,10 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
 
 
 def _alike(operation: Operation) -> list[tuple[str, ...]]:
-    """Return keys of operations with the same rate, the narrower first: name, dtype and, of convolutions, size of the kernel."""
+    """Return keys under which operations have the same rate, the narrower key first.
+
+    A key has the name, the dtype and, for a convolution, the size of the kernel.
+    """
     name = operation.op, operation.dtype
     if kind_of(operation.op) != "conv":
         return [name]
@@ -171,7 +177,7 @@ def _least_host_seconds(call: Callable[[], object]) -> float:
 
 
 def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
-    """Return the host seconds of a call, the mean over some that follow each other."""
+    """Return the host seconds of one call, as the mean over `num_calls` calls in a row."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(num_calls):
@@ -196,7 +202,7 @@ def _recurrent_seconds(operation: Operation, device: str) -> float:
 def _queued_seconds(call: Callable[[], object]) -> float:
     """Return the device seconds of a call with many kernels, after one that warms up.
 
-    It is the least of several, since a busy host may issue the kernels too late.
+    It is the least of several measurements, since a busy host may issue the kernels too late.
     """
     call()
     return min(cuda_seconds(call, 1, QUEUE_SLEEP) for _ in range(ISSUES))
@@ -211,7 +217,7 @@ def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
-    """Yield the operations of the traces, and of the steps that they hold, that have different keys."""
+    """Yield the operations with different keys (`operation_key`) of the traces, and of the further traces that these hold."""
     seen: set[str] = set()
     for trace in traces:
         for step in (trace, trace.without_packing, trace.unmodified):
@@ -221,9 +227,9 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
-    """Measure a call: return its device seconds and its host time.
+    """Measure a call: return its device seconds and its host time; None if the call cannot be repeated.
 
-    The host time is in empty operations, for RNNs in seconds, and None on the CPU. The result is None if the call cannot be repeated.
+    The host time is a multiple of an empty operation, in seconds for RNNs, and None on the CPU.
     """
 
     def measured() -> tuple[float, float | None] | None:

@@ -57,7 +57,7 @@ class StateTensor:
 class OptimizerState:
     """The state tensors of an optimizer, and the memory that its step allocates and frees.
 
-    `transient_bytes`: for parameters with nothing packed; `matrix_bytes`: under every plan.
+    `transient_bytes`: of a step with nothing packed. `matrix_bytes`: of a step under every plan.
     """
 
     name: str
@@ -101,7 +101,7 @@ def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.M
 
 
 def _matrix_bytes(matrices: Iterable[Tensor]) -> int:
-    """Return the bytes that Muon needs to orthogonalize the largest of `matrices`: two bfloat16 copies, two squares of the shorter side."""
+    """Return the bytes that Muon needs to orthogonalize the largest of `matrices`: two bfloat16 copies, two squares of its shorter side."""
     return max((4 * p.numel() + 4 * min(p.shape) ** 2 for p in matrices), default=0)
 
 
@@ -158,7 +158,7 @@ def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dic
 
 
 def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterator[StateTensor]:
-    """Yield the state tensors of `p`, with its sizes in place of those of the tiny parameter."""
+    """Yield the state tensors of the parameter `p`: those of the tiny parameter (`tiny_state`), with the sizes of `p`."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     seen_roles: set[Role] = set()
     for name, value in tiny_state.items():
@@ -169,7 +169,7 @@ def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterato
 
 
 def _transient(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], device: str) -> int:
-    """Return the workspace bytes of one optimizer step: all parameters with foreach, the largest one in a loop over parameters."""
+    """Return the workspace bytes of one optimizer step: the size of all parameters with `foreach`, otherwise that of the largest one."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return 0

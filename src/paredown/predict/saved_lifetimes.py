@@ -38,7 +38,7 @@ OUTSIDE = "it is outside of the model"
 
 @dataclass(eq=False)
 class StoredPart:
-    """The packed form of a `SavedStorage` for one use of it in backward, with the number of handles that autograd holds on it."""
+    """The packed parts of a `SavedStorage` that serve one use of it in backward, with the number of handles that autograd holds on them."""
 
     use: Use
     packed: int
@@ -92,7 +92,7 @@ class SavedHandle:
         part.handles += 1
 
     def tensor(self) -> Tensor:
-        """Return the unpacked tensor that stands for the saved one; the last decoded copy if it is still live."""
+        """Return an unpacked tensor in place of the saved one: the last decoded copy if it is still live, else a new one."""
         return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
@@ -150,7 +150,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module as its inputs, which would be stored until backward if the module were checkpointed."""
+        """Record the arguments of the module at `path` as its inputs: if it were checkpointed, they would be stored until backward."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -170,7 +170,7 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return when backward needs a weight, or the cast of one, decoded; empty if it does not need it."""
+        """Return when backward needs a weight, or a cast of one, decoded; empty if backward does not need it."""
         saved = self.weights.get(allocation) if allocation is not None else None
         return () if saved is None else (_part(saved[1], end),)
 
@@ -283,7 +283,10 @@ def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
 
 
 def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list[Slot]:
-    """Return a slot for each saved storage and for each cast of a weight that backward needs. `names` maps weights to their names."""
+    """Return a slot for each saved storage and for each cast of a weight that backward needs.
+
+    `names` maps the allocations of weights to their names. `end`: the last tick of the step.
+    """
     numbers: dict[Allocation, int] = {}
     slots = [_slot(unit, numbers.setdefault(unit.allocation, len(numbers)), end) for unit in recorder.units]
     for allocation, name in recorder.weight_casts.items():

@@ -52,8 +52,8 @@ OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 class Allocation:
     """A storage: its bytes, its lifetime, and the operation, module and phase that allocated it.
 
-    `merges`: the two gradients that autograd added, where this is their sum. `cast_of`: the allocation that this one is a copy of in
-    another dtype, as autocast makes of weights.
+    `merges`: if the storage is the sum of two gradients that autograd added, these gradients. `cast_of`: the allocation that this one is a
+    copy of in another dtype, as autocast makes of weights.
     """
 
     nbytes: int
@@ -90,7 +90,7 @@ class Allocation:
 class Timeline(TorchDispatchMode):
     """A dispatch mode that records the lifetime of every storage.
 
-    `where` returns the path of the module whose forward is running. With `is_cuda`, workspaces of CUDA operations are recorded too.
+    `where` returns the path of the module whose forward is running. If `is_cuda`, workspaces of CUDA operations are recorded too.
     """
 
     def __init__(self, where: Callable[[], str], *, is_cuda: bool = False) -> None:
@@ -170,7 +170,7 @@ class Timeline(TorchDispatchMode):
         self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record one CUDA kernel that a fake tensor's operations stand for; `arguments`: those that it can be repeated with."""
+        """Record one CUDA kernel in place of the operations that a fake tensor runs. `arguments`: those to repeat the kernel with."""
         self._count_kernel(name, tensors, flops, _arguments_json(arguments, {}), self.module())
 
     def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:
@@ -200,12 +200,15 @@ class Timeline(TorchDispatchMode):
         return self._modules[bisect_right(self._modules, number, key=lambda pair: pair[0]) - 1][1]
 
     def tick(self) -> int:
-        """Advance to the next tick, for an event that is no operation, such as packing, and return it."""
+        """Advance to the next tick for an event that is no operation, such as packing, and return the new tick."""
         self.current_tick += 1
         return self.current_tick
 
     def add(self, tensor: Tensor, *, op: str, module: str, owner: Any = None) -> Allocation:
-        """Record the storage of `tensor`, which is not recorded yet, and return its allocation."""
+        """Record the storage of `tensor`, which must not be recorded yet, and return its allocation.
+
+        `op`, `module`: what allocated it. `owner`: a Role, or the stored part that is decoded into the storage.
+        """
         storage = tensor.untyped_storage()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         allocation = Allocation(

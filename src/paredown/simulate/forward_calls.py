@@ -90,26 +90,29 @@ class OperationListener(ABC):
 
     @abstractmethod
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the tensor to compute with where an operation takes a parameter."""
+        """Return the tensor that an operation computes with in place of a parameter."""
 
     @abstractmethod
     def begins(self, operation: Operation) -> None:
-        """Receive an operation that is about to run."""
+        """Receive an operation that will run next."""
 
     @abstractmethod
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
-        """Receive the output `out` of an operation, which may be changed in place, and return what later operations know it by."""
+        """Receive the output `out` of an operation, and return the value that later operations know it by.
+
+        `out` may be changed in place. `number`: its index among the outputs.
+        """
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Receive a view or a copy of a value, and return the value it counts as, and the tensor that later operations use.
+        """Receive `out`, a view or a copy of a value. Return the value that it counts as, and the tensor that later operations use.
 
-        `name` is not empty if it is a part of the value, such as half of the channels.
+        `name`: if `out` is a part of the value, such as half of the channels, the name of the part; else "".
         """
         return value, out
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Attach `value` to `tensor` as the value that `listener` knows it by."""
+    """Attach `value` to `tensor`, so that `listener` recognizes the tensor by it later."""
     setattr(tensor, MARK, (listener, value))
 
 
@@ -161,7 +164,7 @@ def op_of(func: Any) -> str:
 
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
-    """Return a Python function of torch with its check for `__torch_function__` left out, so that the mode sees the calls inside."""
+    """Return a Python function of torch without its check for `__torch_function__`, so that a function mode sees the calls inside."""
     checks = {name: _always_false for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
@@ -237,7 +240,7 @@ class ForwardCalls(TorchFunctionMode):
         self._running.times = dict[str, int]()
 
     def stop(self) -> None:
-        """End to follow the innermost forward pass."""
+        """Stop following the innermost forward pass."""
         self._running.frames, self._running.times = self._running.outer.pop()
         if not self.is_running:
             self.__exit__(None, None, None)
@@ -321,7 +324,7 @@ class ForwardCalls(TorchFunctionMode):
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """Return `out`, a view or copy, marked with the value of the tensor that it comes from, or with a part of that."""
+        """Return `out`, a view or copy, marked with the value of the tensor that it was made from, or with a part of that value."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 
@@ -350,7 +353,7 @@ def _split_cross_entropy(
 ) -> Callable[[], Tensor] | None:
     """Return a function that computes cross entropy as log_softmax and nll_loss, as torch does.
 
-    It is None for probabilities as targets and for label smoothing.
+    Return None for probabilities as targets and for label smoothing.
     """
     if target.is_floating_point() or label_smoothing > 0:
         return None

@@ -57,7 +57,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Outline:
-    """All values in the order in which they are computed, and the number of elements of each parameter."""
+    """All values of a step in the order in which they are computed, and the number of elements of each parameter."""
 
     values: tuple[Value, ...]
     weights: dict[str, int]
@@ -94,7 +94,10 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """Return the outline of one call of `model` in training, and of `after(output, fakes)` if it is given."""
+    """Return the outline (all values in the order of computation) of one call of `model` in training.
+
+    If `after` is given, the outline includes the values of `after(output, fakes)`.
+    """
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():
@@ -134,7 +137,7 @@ class OutlineListener(OperationListener):
         return values
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the parameter itself, since an outline changes no values."""
+        """Return the parameter itself, since an outline only lists values and changes none."""
         return weight
 
     def begins(self, operation: Operation) -> None:
@@ -162,7 +165,7 @@ class OutlineListener(OperationListener):
             self._rows[index]["saved_as"].append(saved.name)
 
     def outline(self, weights: dict[str, int]) -> Outline:
-        """Return the outline of all recorded values."""
+        """Return the outline of all recorded values. `weights`: the number of elements of each parameter."""
         uses = [0] * len(self._rows)
         for row in self._rows:
             for source in row["sources"]:

@@ -83,7 +83,10 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 
 def num_outputs(outline: Outline) -> int:
-    """Return how many numbers all modules of PEPPP's network return, counted as often as PEPPP does."""
+    """Return how many numbers all modules of PEPPP's network return, counted as often as PEPPP counts them.
+
+    `outline`: the values of one call of the model.
+    """
 
     def is_shortcut(term: Value) -> bool:
         return term.op == SUM or term.name == "relu:output"  # the output of a layer, or of the stem
@@ -114,9 +117,9 @@ def memory_bytes(outline: Outline, low: str, high: str) -> float:
 
 
 def plan_bytes(outline: Outline, plan: Plan) -> float:
-    """Return `memory_bytes` of a plan that `peppp_plan` made.
+    """Return `memory_bytes` of a plan that `peppp_plan` made. `outline`: the values of one call of the model, without a loss.
 
-    Low is the format of its weights and high that of masters, fp32 if it has none.
+    The low-precision element is that of the plan's weights, the high-precision one that of its master weights, fp32 if they have none.
     """
     formats = [plan.find(("*",), role).format for role in (Role.WEIGHT, Role.MASTER)]
     low, high = (str(format.element) if format is not None else "fp32" for format in formats)

@@ -70,7 +70,7 @@ class RangeCounts(TableRows[SlotCounts]):
 
 
 class RangeCounter:
-    """Adds up the counts of slots, known by number, on their device. `is_on`: whether the current forward pass is counted."""
+    """Adds up the counts of slots, which are known by number, on their device. `is_on`: whether the current forward pass is counted."""
 
     def __init__(self) -> None:
         self.is_on = self.has_new = False  # has_new: a pass was counted after `new_warnings` read the counts
@@ -105,7 +105,10 @@ class RangeCounter:
         return RangeCounts(sorted(rows, key=lambda row: row.kept))
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
-        """Return a sentence for each role of gradients whose slots lose most of their magnitude, once; read after a counted pass."""
+        """Return one sentence for each role of gradients whose slots lose most of their magnitude; each role is reported once.
+
+        Call it after a counted pass.
+        """
         if not self.has_new or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
             return []
         self.has_new = False
@@ -147,7 +150,7 @@ def _range(format: Format) -> tuple[float, float, float]:
 
 
 def _brief(format: Format) -> str:
-    """Return the text of a format; a table of many values is shown by their number, the smallest and the largest.
+    """Return the text of a format. If it is a table of many values, their number, the smallest and the largest stand for it.
 
     >>> _brief(Format.parse("[-1 0 1]")), _brief(Format.parse("[" + " ".join(str(k) for k in range(-99, 100)) + "]/64@bf16"))
     ('[-1 0 1]', '[199 values from -99 to 99]/64@bf16')
@@ -158,7 +161,7 @@ def _brief(format: Format) -> str:
 
 
 def _sentence(rows: list[SlotCounts]) -> str:
-    """Return a warning about slots of one role, `rows`, that keep little of their magnitude."""
+    """Return a warning about the slots in `rows`, which have one role and keep little of their magnitude."""
     worst, role = rows[0], rows[0].role.value
     who = f"1 {role} slot loses most of its" if len(rows) == 1 else f"{len(rows)} {role} slots lose most of their"
     element = worst.format.element

@@ -48,7 +48,7 @@ FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # roles that can be promoted
 
 
 class Promotion(NamedTuple):
-    """The promotion of a slot to a wider format: the forward passes before it, and the share of its values that had overflowed."""
+    """The change of a slot to a wider format: the number of forward passes before it, and the share of values that had overflowed."""
 
     slot: str
     forward: int
@@ -57,7 +57,10 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """A slot of a simulated session: its number, the format that it is rounded to, and the format after promotion."""
+    """A slot of a simulated session: its number, the format that it is rounded to, and the wider format after promotion.
+
+    Promotion is the change to that format once too many values overflow.
+    """
 
     number: int
     names: tuple[str, ...]
@@ -127,7 +130,7 @@ class RoundedSlots:
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
-        """Return the slot of a tensor by its names, the first of which identifies it; None if it is never rounded."""
+        """Return the slot of a tensor; None if it is never rounded. `names`: the first one identifies the slot."""
         key = (names[0], role)
         if key not in self._by_name:
             slot = self._new_slot(tuple(names), role)
@@ -192,7 +195,10 @@ class RoundedSlots:
             self._allocate(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
     def set_plan(self, plan: Plan, seed: int) -> None:
-        """Use other formats and random bits for the same slots, in the memory that a captured graph reads. Roundings cannot change."""
+        """Use the formats of `plan` and the random bits of `seed` for the same slots, in the memory that a captured graph reads.
+
+        Rounding modes cannot change.
+        """
         for slot in self._all:
             asked = plan.find(slot.names, slot.role)
             if self._table is not None and not (is_live(asked.format) and slot.is_live):
@@ -234,11 +240,14 @@ class RoundedSlots:
         self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Round `x` in place to the format of `slot`, unrecorded by autograd. `counts_overflow`: overflowing values are counted first."""
+        """Round `x` in place to the format of `slot`, unrecorded by autograd.
+
+        `counts_overflow`: overflowing values are counted before.
+        """
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Return a rounded copy of `x`."""
+        """Return a copy of `x` that is rounded to the format of `slot`. `counts_overflow`: overflowing values are counted before."""
         x = x.detach()
         if self._table is not None and x.device == self.device and slot.is_live:
             return self._round(x, torch.empty_like(x), slot, counts_overflow=counts_overflow)
@@ -268,7 +277,7 @@ class RoundedSlots:
         return x if current.format is None else round_trip_(x, current.format, slot.rounding, current.overflow, seed)
 
     def round_all(self, jobs: Sequence[tuple[Tensor, Tensor, RoundedSlot]]) -> None:
-        """Round each x of (x, out, slot) into its out: in one launch inside `capturing`, one by one otherwise."""
+        """Round the tensor x of each (x, out, slot) into `out`: in one launch inside `capturing`, one by one otherwise."""
         capture, batches = self._capture, dict[Rounding, list[Job]]()
         for x, out, slot in jobs:
             if capture is not None and self._can_batch(x, out, slot):
@@ -282,7 +291,7 @@ class RoundedSlots:
             capture.launches.append(self._table.round_many(rows, rounding, self._counter, memory, is_captured=is_captured))
 
     def _can_batch(self, x: Tensor, out: Tensor, slot: RoundedSlot) -> bool:
-        """Return whether a launch for many tensors can include this one."""
+        """Return whether one launch for many tensors can include the rounding of `x` into `out`."""
         is_on_device = self._table is not None and x.device == self.device and slot.is_live and x.numel() > 0
         return is_on_device and x.dtype is torch.float32 and x.stride() == out.stride() and flat(x) is not None
 
@@ -316,9 +325,9 @@ class RoundedSlots:
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """Return a sentence for each role whose gradients vanish, once.
+        """Return one sentence for each role whose gradients vanish; each role is reported once.
 
-        None while a CUDA graph is captured, since that would synchronize.
+        Return nothing while a CUDA graph is captured, since reading the counts would synchronize.
         """
         if is_capturing():
             return []
@@ -327,14 +336,14 @@ class RoundedSlots:
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Return whether this slot was promoted.
+        """Return whether this slot was promoted: it has its wider format, since too many values overflowed.
 
         Synchronizes with the device, unless promotion is off or the role cannot be promoted.
         """
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
-        """Promote the slots that overflowed in the last training pass, without synchronizing with the device."""
+        """Change slots to their wider format if they overflowed in the last training pass, without synchronizing with the device."""
         if self.raised is None:
             return
         is_new = (self._shares >= self.share) & self._can_rise & (self._promoted < 0)
@@ -348,13 +357,16 @@ class RoundedSlots:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The promotions so far, in order of the forward passes."""
+        """The changes of slots to wider formats so far, in order of the forward passes."""
         at, shares = self._promoted.tolist(), self._promoted_share.tolist()
         promotions = [Promotion(p.key, at[p.number], shares[p.number]) for p in self._all if at[p.number] >= 0]
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Set the promotions to those of a saved state. Slots that do not exist yet are promoted when they are added."""
+        """Set the promotions (changes of slots to wider formats) to those of a saved state.
+
+        If a slot does not exist yet, it is promoted when it is added.
+        """
         self._pending = {str(key): (int(forward), float(share)) for key, forward, share in promotions}
         for slot in self._all:
             self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key, (NEVER, 0.0))

@@ -131,7 +131,7 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the rounded copy of a parameter, the same for all operations of a forward pass."""
+        """Return the rounded copy of a parameter. All operations of a forward pass get the same copy."""
         name = self._names.get(id(weight))
         slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
         if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):
@@ -145,7 +145,7 @@ class RoundedValues(OperationListener):
         return copy
 
     def copy_all(self, weights: Iterable[Tensor]) -> None:
-        """Round copies of `weights` in one launch, for `taken` in the forward pass that begins."""
+        """Round copies of `weights` in one launch. `taken` returns these copies in the forward pass that begins."""
         named = [(weight, self._names[id(weight)]) for weight in weights if id(weight) in self._names]
         pairs = [(weight, self.slots.of((name,), Role.WEIGHT)) for weight, name in named]
         rounded = [(weight, torch.empty_like(weight, requires_grad=False), slot) for weight, slot in pairs if slot is not None]
@@ -153,7 +153,7 @@ class RoundedValues(OperationListener):
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: Operation) -> None:
-        """Allow or forbid TF32 for the product that is about to run."""
+        """Allow or forbid TF32 for `operation`, which runs next."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
@@ -169,7 +169,10 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Round a part of a value as the plan has it for the part; without a rule of its own, it is rounded like the whole value."""
+        """Round a part of a value by the plan's rule for the part. If the plan has none, round the part like the whole value.
+
+        `name`: of the part; "" if `out` is the whole value.
+        """
         if not name:
             return value, out
         part = self._value(name)
@@ -198,13 +201,17 @@ class RoundedValues(OperationListener):
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
     def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
-        """Return whether TF32 is exact for these slots, whatever formats they may get later."""
+        """Return whether TF32 is exact for the formats of these slots, including formats that they may get later."""
         return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: Operation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round gradients: of an operation's inputs where backward returns them, or summed, of its output."""
+        """Register hooks that round gradients.
+
+        They round the gradients of the operation's inputs where backward returns them, or the summed gradient of its output
+        (`Simulate.sums`).
+        """
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -237,7 +244,7 @@ class RoundedValues(OperationListener):
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
     """Return which slots the gradients on the edges of `node` belong to, by the index of the edge.
 
-    `edges` are (target node, number of its output, slot).
+    `edges` are (target node, index of its output, slot).
     """
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
@@ -265,7 +272,7 @@ class StraightThroughRounding(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """Return `x` rounded, or `rounded` if that copy exists already."""
+        """Return `x` rounded; if the rounded copy `rounded` is given, return that."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
@@ -278,7 +285,7 @@ class StraightThroughRounding(torch.autograd.Function):
 
 
 def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
-    """Return whether all slots have formats of at most 10 mantissa bits, also after promotion."""
+    """Return whether the formats of all slots have at most 10 mantissa bits, also after promotion to a wider format."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
     )

@@ -94,7 +94,7 @@ class SimulatedSession:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The slots that were promoted to a wider format because their values overflowed."""
+        """The changes of slots to wider formats because their values overflowed, in order of the forward passes."""
         return self._slots.promotions
 
     @property
@@ -113,12 +113,15 @@ class SimulatedSession:
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
         """Return a context in which operations outside the model, such as a loss, are rounded too.
 
-        `path`: their module path in slot names.
+        `path`: the module path of these operations in slot names.
         """
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Promote the slots that overflowed in the last training pass. Each training pass begins with this, also in a captured graph."""
+        """Change slots to their wider format if they overflowed in the last training pass.
+
+        Each training pass begins with this, also in a captured graph.
+        """
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
