@@ -184,10 +184,7 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan that `assign` searches for: by `preference` if there is one, else of least time or of least error.
-
-    `problem_of` sets up the search for a trace, `plan_of` turns its solution into a plan. `ladder`: the formats that the caller allows.
-    """
+    """Return the plan that `assign` searches for: by `preference` if there is one, else of least time or of least error."""
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
     if recompute is None and ladder is None and problem_of(trace).method.order is None and recompute_choices(trace):

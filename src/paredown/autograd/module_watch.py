@@ -210,10 +210,7 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Report what operations before a pass saved, if the pass begins with the call of a module inside of the model.
-
-        `between`: these operations.
-        """
+        """Report what the operations `between` saved, which ran before a pass that begins with a call of a module inside of the model."""
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -258,10 +255,7 @@ class Watch(SavedReports):
             self.replays.record(current, output, self._hook_places)
 
     def _end_interrupted(self, called: nn.Module) -> None:
-        """End the pass of this thread if an interrupt ended it: then the module that it entered through no longer runs.
-
-        `called`: the module that is called now.
-        """
+        """End the pass of this thread if, when `called` is called, the module that the pass entered through no longer runs."""
         current = self._current()
         entrance = self.model if current is None or current.entrance is None else current.entrance
         if current is None or current.is_branch or num_running(entrance) > (entrance is called):
@@ -449,10 +443,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin the second forward pass of a reentrant checkpoint's layer, and return the pass.
-
-        Return None if this call of `module` is not one that backward makes for a checkpoint.
-        """
+        """Begin and return the second forward pass of a reentrant checkpoint's layer; None if backward did not call `module` for one."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
