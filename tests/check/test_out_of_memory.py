@@ -30,7 +30,24 @@ def note_of(model: nn.Module, *rows: int, **named: float) -> str:
             if num == rows[-1]:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             loss.backward()
+    assert len(caught.value.__notes__) == 2 and "The loss is computed outside of the model" in caught.value.__notes__[1]
     return caught.value.__notes__[0]
+
+
+def test_a_loss_that_the_model_returns_is_counted_and_outputs_without_a_gradient_are_said() -> None:
+    class WithLoss(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": super().forward(x).square().mean()}
+
+    class Detached(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    for model, num, said in ((WithLoss(64, 64), 1, "grew most"), (Detached(64, 64), 2, "no tensor that requires a gradient")):
+        with pytest.raises(MemoryError) as caught, pare.explain_oom(model):
+            model(torch.randn(8, 64))
+            raise MemoryError("out of memory")
+        assert len(caught.value.__notes__) == num and said in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("named", [{}, {"scale": 2.0}], ids=["positional", "named"])

@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_map_only
 from paredown.autograd.graph import tensors_in
 from paredown.autograd.hooks import Hook
 from paredown.autograd.module_watch import unwrapped
+from paredown.errors import TraceError
 from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.plan.footprint import Footprint, footprint, peak_of
 from paredown.plan.plan import Plan, combine_presets
@@ -63,6 +64,7 @@ FRAGMENTED = 0.05  # of the device's memory: as much as that, reserved and not a
 RESERVED = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")  # in torch's message
 OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")  # in messages of RuntimeErrors of libraries
 SHOWN_PLACES = 3
+NOT_COUNTED = "The loss is computed outside of the model, and what it stores is not counted. trace_step(..., loss=...) counts it."
 CAPACITY = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
 ACTIVATIONS, TIERS = ("activations8", "activations4", "activations2"), ("half", "lpmm")
 FROZEN = ("frozen8", "frozen4")  # for models with frozen weights
@@ -251,25 +253,35 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
     """Return a context that adds to an out-of-memory error what the peak was made of, and the next plan that takes less memory.
 
     The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is what
-    `trace_step` takes: a name, or the instance. If the model
-    does not return its loss, the mean of its outputs is used, which stores nothing.
+    `trace_step` takes: a name, or the instance. If the model does not return its loss, the mean of its outputs is used, which stores
+    nothing, and the note says that the loss is not counted.
     """
-    call = LastCall(unwrapped(model), optimizer=optimizer, loss=_loss_of)
+    call = LastCall(unwrapped(model), optimizer=optimizer, loss=LossOf())
     call.learning_rate = learning_rate
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         session = any_session_of(unwrapped(model))
         call.explain(error, session.plan if session is not None else Plan())
+        if call.traced_as["loss"].is_missing:
+            error.add_note(f"paredown: {NOT_COUNTED}")
         raise
     finally:
         call.close()
 
 
-def _loss_of(output: Any, *_: Any) -> Tensor:
-    """Return the loss that a model returned; if it returned none, return the sum of the means of all outputs that require a gradient."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    means = [tensor.mean() for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
-    return torch.stack(means).sum() if len(means) > 1 else means[0]
+class LossOf:
+    """The loss that a model returned; if it returned none, the sum of the means of all outputs that require a gradient."""
+
+    is_missing = False  # whether a model returned none
+
+    def __call__(self, output: Any, *_: Any) -> Tensor:
+        """Return the loss for `output`."""
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        self.is_missing = True
+        means = [tensor.mean() for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
+        if not means:
+            raise TraceError("the model returned no tensor that requires a gradient. Call it as the training loop does.")
+        return torch.stack(means).sum()
