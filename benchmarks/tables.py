@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ WORDS = {
     "by hand": "an eager loop",
     "compiled": "`torch.compile`",
 }  # names in results: names on the page
+TRIED = ("fp8@notranspose", "fp8@loops")  # ways of bench_products.py without a part of the code, which only the log speaks of
 # Rows of the README: name, file, field of its jobs, job, way, the way that it is compared with.
 HEADLINE = (
     ("ResNet-50, batch 256, 8 bits", "compile", "job", "resnet50", "int8", "compiled"),
@@ -42,8 +42,6 @@ HEADLINE = (
     ("LoRA of Llama 8B, 4096 tokens, nf4 base", "language", "job", "lora", "paredown-nf4", "qlora-double"),
     ("AdamW over 355M parameters, `lpmm`", "optim", "job", "355M", "AdamW paredown lpmm", "AdamW torch fused bfloat16"),
 )
-HOST = (("kernel_ratio", ".3f"), ("host_us_per_packed", ".0f"), ("empty_op_us", ".1f"))  # of a row: field, how it is written
-FEW_PACKED = 10
 
 
 def newest(name: str, keys: tuple[str, ...], *, having: str = "") -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -66,24 +64,19 @@ def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def activations() -> str:
-    """Peaks and times of training steps whose activations are packed."""
-    rows = [
-        row for (job, _, _), row in newest("session", ("job", "way", "size")).items() if "largest" not in job and not row["error"]
-    ]
+    """Peaks and times of training steps whose activations are packed; of each job the rows of its last commit with a packed step."""
+    found = newest("session", ("job", "way", "size", "commit"))
+    rows = [row for row in found.values() if "largest" not in row["job"] and not row["error"]]
+    last = {row["job"]: row["commit"] for row in rows if row["way"] == "int8/64@bf16"}
     cells = [
-        (row["job"], WORDS.get(row["way"], row["way"]),
-         f"{row['peak_bytes'] / GIB:.2f}", f"{row['predicted_peak_bytes'] / GIB:.2f}" if row["predicted_peak_bytes"]
-         else "", f"{row['peak_ratio']:.2f}x", f"{1e3 * row['median_seconds']:.1f}", f"{row['time_ratio']:.2f}x",
-         *(f"{row[name]:{text}}" if _is_shown(row, name) else "" for name, text in HOST), row["commit"])
+        (row["job"], WORDS.get(row["way"], row["way"]), f"{row['peak_bytes'] / GIB:.2f}",
+         f"{row['predicted_peak_bytes'] / GIB:.2f}" if row["predicted_peak_bytes"] else "", f"{row['peak_ratio']:.2f}x",
+         f"{1e3 * row['median_seconds']:.1f}", f"{row['time_ratio']:.2f}x", f"{row['kernel_ratio']:.2f}x", row["commit"])
         for row in sorted(rows, key=lambda row: row["job"])
+        if row["commit"] == last.get(row["job"])
     ]  # fmt: skip
-    head = ("step", "storage of activations", "peak, GiB", "predicted", "x baseline", "ms", "x baseline")
-    return markdown((*head, "kernels, x baseline", "host us per packed tensor", "empty operation, us", "commit"), cells)
-
-
-def _is_shown(row: dict[str, Any], name: str) -> bool:
-    """Whether a row has a figure; host time of a packed tensor is a difference of steps, which is noise over few tensors."""
-    return bool(row.get(name)) and (name != "host_us_per_packed" or row["num_packed"] >= FEW_PACKED)
+    head = ("step", "storage", "peak, GiB", "predicted", "x baseline", "ms", "x baseline", "kernels, x baseline", "commit")
+    return markdown(head, cells)
 
 
 def compiled_rows(kind: str) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
@@ -118,13 +111,12 @@ def compiled() -> str:
     cells: list[tuple[str, ...]] = []
     for row, beside in compiled_rows("steps"):
         plain = beside.get("compiled")
-        low, median, high = (f"{1e3 * row[name]:.1f}" for name in ("p20_seconds", "median_seconds", "p80_seconds"))
-        time = (median, f"{low} to {high}", relative(row, plain, "median_seconds"))
+        time = (f"{1e3 * row['median_seconds']:.1f}", relative(row, plain, "median_seconds"))
         predicted = f"{row['predicted_bytes'] / GIB:.2f}" if row.get("predicted_bytes") else ""
         peak = (f"{row['peak_bytes'] / GIB:.2f}", predicted, relative(row, plain, "peak_bytes"))
         seconds = "" if row["way"].startswith("eager") else f"{row['compile_seconds']:.0f}"
         cells.append((row["job"], str(WORDS.get(row["way"], row["way"])), *peak, *time, seconds, row["commit"]))
-    head = ("step", "way", "peak, GiB", "predicted", "x compiled", "ms", "p20 to p80", "x compiled", "compile, s", "commit")
+    head = ("step", "way", "peak, GiB", "predicted", "x compiled", "ms", "x compiled", "compile, s", "commit")
     return titled("Training steps, with ratios to plain `torch.compile` at the same commit:", head, cells)
 
 
@@ -194,13 +186,16 @@ def zoo() -> str:
 
 def products() -> str:
     """Peaks and times of steps whose linear layers multiply 8-bit codes, relative to plain torch.compile in the same run."""
-    cells: list[tuple[str, ...]] = []
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for run in json.loads((RESULTS / "products.json").read_text()):
-        rows = [row for row in run["rows"] if run["kind"] == "steps" and not row["error"]]
-        plain = {row["case"]: row for row in rows if row["way"] == "compiled"}
-        for row in sorted(rows, key=lambda row: row["case"]):
-            ratios = (relative(row, plain[row["case"]], name) for name in ("peak_bytes", "median_seconds"))
-            cells.append((row["case"], row["way"], memory_and_time(row), *ratios, run["commit"]))
+        timed = [row for row in run["rows"] if run["kind"] == "steps" and not row["error"] and row["way"] not in TRIED]
+        plain = {row["case"]: row for row in timed if row["way"] == "compiled"}
+        rows |= {(row["case"], row["way"]): {**row, "plain": plain[row["case"]], "commit": run["commit"]} for row in timed}
+    cells = [
+        (case, WORDS.get(way, way), memory_and_time(row), relative(row, row["plain"], "peak_bytes"),
+         relative(row, row["plain"], "median_seconds"), row["commit"])
+        for (case, way), row in sorted(rows.items())
+    ]  # fmt: skip
     return markdown(("case", "way", "peak, time", "memory", "time", "commit"), cells)
 
 
@@ -258,11 +253,11 @@ def language() -> str:
     for (job, _, _), row in rows.items():
         names = ("peak_bytes", "predicted_bytes", "base_bytes", "model_bytes")
         sizes = (f"{row[name] / GIB:.2f}" if row[name] else "" for name in names)
-        times = (f"{1e3 * row[name]:.1f}" if row[name] else "" for name in ("median_seconds", "p20_seconds", "p80_seconds"))
+        time = f"{1e3 * row['median_seconds']:.1f}" if row["median_seconds"] else ""
         other = row if row["largest_length"] else lengths.get((row["job"], row["way"], row["device"]), row)
         largest = str(other["largest_length"] or "") + (f" ({other['commit']})" if other is not row else "")
-        cells.append((job, row["way"], *sizes, *times, largest, row["commit"]))
-    head = ("step", "way", "peak, GiB", "predicted", "base", "model", "ms", "p20", "p80", "largest length in 24 GiB", "commit")
+        cells.append((job, row["way"], *sizes, time, largest, row["commit"]))
+    head = ("step", "way", "peak, GiB", "predicted", "base", "model", "ms", "largest length in 24 GiB", "commit")
     return titled("Training steps of language models, ours and those of other libraries:", head, cells)
 
 
@@ -333,52 +328,18 @@ def planning() -> str:
     return markdown(("job", "of", "on", "seconds", "commit"), cells)
 
 
-def low_budgets() -> dict[str, Any]:
-    """The results of low budgets."""
-    return json.loads((RESULTS / "low_budgets.json").read_text())
-
-
-def low_budget_errors() -> str:
-    """Errors of all seeds of each plan on the tasks that packed plans ran on; the spread of plans that fit 30 %, and noise."""
-    found = low_budgets()
-    runs: dict[tuple[str, str], list[str]] = {}
-    for row in sorted(found["trials"], key=lambda row: row["seed"]):
-        text = row["status"] if row["error"] is None else f"{row['error']:.3f}".removeprefix("0")
-        for plan in row["plan"].split("; "):
-            runs.setdefault((row["task"], plan), []).append(text)
-    spreads = {row["task"]: row for row in found["spreads"] if row["budget"] == "30%"}
-    plans = ("baseline", *(plan for plan in dict.fromkeys(plan for _, plan in runs) if plan != "baseline"))
-    tasks = [task for task in dict.fromkeys(task for task, _ in runs) if (task, "int4/64@bf16, full") in runs]
-    cells: list[tuple[str, ...]] = []
-    for task in tasks:
-        name = short_name(task)
-        spread = spreads[name]
-        apart = f"{spread['spread']:.3f}, {spread['noise_of_three']:.3f}" if spread["noise_of_three"] else ""
-        cells.append((name.replace("_2mb", ""), *(" ".join(runs.get((task, plan), ())) for plan in plans), apart))
-    return markdown(("task", *(f"`{plan}`" for plan in plans), "spread, noise"), cells)
-
-
 def low_budget_regrets() -> str:
     """Mean regret over tasks of each way to choose, its difference from `pick` with six trials, and the step time of its choices."""
-    return _regrets("regret")
-
-
-def low_budget_shrunken_regrets() -> str:
-    """The same with regrets of shrunken means."""
-    return _regrets("shrunken")
-
-
-def _regrets(score: str) -> str:
     cells: list[tuple[str, ...]] = []
-    rows = [row for row in low_budgets()["rows"] if row["knows"] != "alone"]
+    rows = [row for row in json.loads((RESULTS / "low_budgets.json").read_text())["rows"] if row["knows"] != "alone"]
     ways, budgets = (list(dict.fromkeys(row[word] for row in rows)) for word in ("way", "budget"))
     untimed = {row["task"] for row in rows if row["budget"] == budgets[-1] and not row["step_ratio"]}  # by some way
     for way in ways:
         line = [way]
         for budget in budgets:
             ours, own = ([row for row in rows if (row["way"], row["budget"]) == (one, budget)] for one in (ways[0], way))
-            apart = [1e3 * (a[score] - b[score]) for a, b in zip(ours, own, strict=True)]
-            mean = statistics.mean(1e3 * row[score] for row in own)
+            apart = [1e3 * (a["regret"] - b["regret"]) for a, b in zip(ours, own, strict=True)]
+            mean = statistics.mean(1e3 * row["regret"] for row in own)
             error = statistics.stdev(apart) / len(apart) ** 0.5
             line.append(f"{mean:.1f}" if way == ways[0] else f"{mean:.1f}; {statistics.mean(apart):+.1f} ({error:.1f})")
         timed = [row for row in rows if (row["way"], row["budget"]) == (way, budgets[-1]) and row["task"] not in untimed]
@@ -386,58 +347,21 @@ def _regrets(score: str) -> str:
     return markdown(("choice", *(budget.replace("%", " %") for budget in budgets), f"step time, {budgets[-1]}"), cells)
 
 
-def state_budgets() -> dict[str, Any]:
-    """The results of networks with much state."""
-    return json.loads((RESULTS / "state_budgets.json").read_text())
-
-
-def state_budget_losses() -> str:
-    """Mean loss of the baseline, and of plans less that of the baseline with the same seed, in thousandths, on tasks that train."""
-    found = state_budgets()
-    spreads = {row["task"]: row for row in found["spreads"]}
-    names = {row["task"] for row in found["rows"] if row["knows"].endswith("tasks that train")}
-    losses: dict[tuple[str, str], dict[int, float | None]] = {}
-    for row in found["trials"]:
-        losses.setdefault((short_name(row["task"]), row["plan"]), {})[row["seed"]] = row["loss"]
-    plans = [plan for plan in dict.fromkeys(plan for _, plan in losses) if plan != "baseline"]
-    tasks = [name for name in dict.fromkeys(name for name, _ in losses) if name in names]
-    cells: list[tuple[str, ...]] = []
-    for task in tasks:
-        baseline = losses[task, "baseline"]
-        line = [task.replace("_2mb", ""), f"{statistics.mean(loss or 0.0 for loss in baseline.values()):.3f}"]
-        line += [_thousandths_above(losses.get((task, plan), {}), baseline) for plan in plans]
-        cells.append((*line, *(f"{1e3 * spreads[task][word]:.1f}" for word in ("spread", "noise_of_three"))))
-    return markdown(("task", "baseline", *(f"`{plan}`" for plan in plans), "spread", "noise"), cells)
-
-
-def short_name(task: str) -> str:
-    """Data and model of a task, and whether it starts from trained weights, as priors name it."""
-    model = re.search(r"model=(\w+)", task)
-    data = Path(task.partition("#")[0].partition(":")[2]).name.partition(".")[0]
-    return f"{data} {model[1] if model else ''}" + (", fine-tuned" if "start=" in task else "")
-
-
-def _thousandths_above(losses: dict[int, float | None], baseline: dict[int, float | None]) -> str:
-    """The mean difference of losses of the same seeds; "" without any."""
-    apart = [1e3 * (loss - (baseline[seed] or 0.0)) for seed, loss in losses.items() if loss is not None]
-    return f"{statistics.mean(apart):+.1f}" if apart else "diverged" if losses else ""
-
-
 def state_budget_regrets() -> str:
     """Mean regret of each way in thousandths, and the difference of `pick` with six trials, by what is known and which tasks count."""
-    rows, cells = state_budgets()["rows"], list[tuple[str, ...]]()
+    rows, cells = json.loads((RESULTS / "state_budgets.json").read_text())["rows"], list[tuple[str, ...]]()
     ways, columns = (list(dict.fromkeys(row[word] for row in rows)) for word in ("way", "knows"))
     for way in ways:
         line = [way]
-        for score, knows in product(("regret", "shrunken"), columns):
-            ours, own = ([1e3 * r[score] for r in rows if (r["way"], r["knows"]) == (one, knows)] for one in (ways[0], way))
+        for knows in columns:
+            ours, own = ([1e3 * r["regret"] for r in rows if (r["way"], r["knows"]) == (one, knows)] for one in (ways[0], way))
             apart = [a - b for a, b in zip(ours, own, strict=True)]
             paired = f"; {statistics.mean(apart):+.1f} ({statistics.stdev(apart) / len(apart) ** 0.5:.1f})"
             line.append(f"{statistics.mean(own):.1f}" + (paired if way != ways[0] else ""))
         cells.append(tuple(line))
     counts = {knows: len({row["task"] for row in rows if row["knows"] == knows}) for knows in columns}
     heads = [f"{count} tasks, {'alone' if knows.startswith('alone') else 'joined'}" for knows, count in counts.items()]
-    return markdown(("choice", *heads, *(f"shrunken, {head}" for head in heads)), cells)
+    return markdown(("choice", *heads), cells)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -455,10 +379,7 @@ TABLES: dict[str, Callable[[], str]] = {
         footprints,
         sweeps,
         planning,
-        low_budget_errors,
         low_budget_regrets,
-        low_budget_shrunken_regrets,
-        state_budget_losses,
         state_budget_regrets,
     )
 }  # the names that the marks of docs/benchmarks.md have
