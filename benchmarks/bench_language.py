@@ -3,7 +3,7 @@
     python benchmarks/bench_language.py predict                           # peaks, without a GPU: results/language_predictions.json
     python benchmarks/bench_language.py lora full gpt2 loss --largest     # one GPU; Liger, PEFT and bitsandbytes from the folder peers/
     python benchmarks/bench_language.py full-8GiB                         # training of `full` within 8 GiB
-    python benchmarks/bench_language.py accuracy lora_accuracy --data folder --out build/language    # trainings; they continue
+    python benchmarks/bench_language.py lora_accuracy --data folder --states folder   # of the models that train_long.py has trained
     python benchmarks/bench_language.py --only lora:paredown,gpt2         # some rows; a job alone is all of its rows
     python benchmarks/bench_language.py --quick                           # tiny shapes on the CPU: whether it runs, no figures
 
@@ -31,7 +31,7 @@ from bench_compile import milliseconds, predicted, run_batch
 from language_loss import LOSSES
 from language_steps import JOBS, import_peers
 from language_steps import predicted as prediction
-from language_training import TOKENS, TRAININGS, write_tokens
+from language_training import TOKENS, TRAININGS, packed_texts, write_tokens
 from language_verdicts import loss_table, verdict_table
 from loops import Log, failure, gib, training_options
 from measure import RESULTS, version
@@ -284,7 +284,7 @@ def run(options: argparse.Namespace, device: str) -> None:
     """Measure what is missing, write the rows, print the tables."""
     cells = selected(options.job or list(WAYS), options.only, QUICK_SEEDS if options.quick else options.seeds)
     if not options.quick and any(cell.job in TRAININGS for cell in cells):
-        write_tokens(options.data, options.states / TOKENS)
+        write_tokens(packed_texts(options.data), options.states / TOKENS)
     log = Log(FILE, device, options)
     log.runs[-1]["versions"] |= {name: version(name) for name in PEERS}
     rows = measured(log.runs, log.runs[-1]["commit"], log.runs[-1]["device"])

@@ -19,7 +19,7 @@ Rows = Mapping[tuple[str, str, int | None], Mapping[str, Any]]  # (job, way, see
 GIB = 2**30
 MAX_ERROR = 0.05  # of predicted peaks
 QLORA = ("qlora", "qlora-double")
-BASELINES = {"accuracy": "baseline", "lora_accuracy": "bf16"}
+BASELINES = {"lora_accuracy": "bf16"}
 
 
 @dataclass(frozen=True)
