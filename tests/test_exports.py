@@ -42,10 +42,12 @@ EXPORTS = {
     "evaluate",
     "explain_oom",
     "footprint",
+    "load_packed",
     "optim",
     "pick",
     "probe",
     "round_trip",
+    "save_packed",
     "trace_step",
     "verify",
 }

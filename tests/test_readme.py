@@ -42,6 +42,7 @@ NEEDS = {
     "docs/sweeps.md": ("sqlalchemy",),
     "docs/how_to/hugging_face.md": ("transformers", "accelerate"),
     "docs/how_to/lightning.md": ("lightning",),
+    "docs/how_to/load_packed.md": ("safetensors",),
     "docs/how_to/slurm.md": ("sqlalchemy",),
 }
 BLOCK = re.compile(r"(?:^<!-- requires: paredown\.(\w+) -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paredown.predict.trace_step import trace_step
     from paredown.roles import Role
     from paredown.session.session import Session
+    from paredown.session.weights.checkpoint import load_packed, save_packed
     from paredown.study.pick.answer import Frontier, Picked
     from paredown.study.pick.pick import pick
     from paredown.study.tasks.evaluate import evaluate
@@ -70,10 +71,12 @@ __all__ = [
     "evaluate",
     "explain_oom",
     "footprint",
+    "load_packed",
     "optim",
     "pick",
     "probe",
     "round_trip",
+    "save_packed",
     "trace_step",
     "verify",
 ]
@@ -97,6 +100,7 @@ _NAMES_OF = {
     "paredown.check.out_of_memory": ("explain_oom",),
     "paredown.check.probe": ("probe",),
     "paredown.session.session": ("Session",),
+    "paredown.session.weights.checkpoint": ("load_packed", "save_packed"),
     "paredown.apply_plan": ("apply",),
     "paredown.check.verification": ("Verification",),
     "paredown.check.verify": ("verify",),

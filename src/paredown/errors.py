@@ -35,6 +35,10 @@ class ApplyError(ParedownError, RuntimeError):
     """Raised for a plan that cannot be applied to this model in its current state."""
 
 
+class CheckpointError(ParedownError, ValueError):
+    """Raised for files of weights that cannot be read or written, or that belong to another model."""
+
+
 class VerificationError(ParedownError, RuntimeError):
     """Raised if gradients under a plan differ from those of the unmodified model by more than the tolerance."""
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from paredown import Plan, apply, round_trip
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import weight_of
-from paredown.session.weights.packed_weights import SHARED
+from paredown.session.weights.unattached_weights import SHARED
 from tests.session.nets import assert_same, gradients, rows
 from tests.session.test_weights import CASES, PLAN, Lstm, assert_equal, mlp, parameter_bytes, tokens
 

@@ -19,7 +19,7 @@ from paredown import Plan, apply
 from paredown.errors import ApplyError
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import weight_of
-from paredown.session.weights.packed_weights import SHARED
+from paredown.session.weights.unattached_weights import SHARED
 from tests.session.nets import Net, assert_same, rows, weighted
 from tests.session.test_weights import LPMM, PLAN, assert_equal, mlp, parameter_bytes, step
 

@@ -128,6 +128,21 @@ class Weight:
         return self._packed
 
     @property
+    def is_attached(self) -> bool:
+        """Whether a session has the weight."""
+        return self.on_use is not None
+
+    def attach(self, on_use: weakref.WeakMethod[OnUse], hook_of_checkpoint: Callable[[], PackHook | None]) -> None:
+        """Let a session have a weight that is packed already; the arguments are those of the constructor."""
+        self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
+
+    def detach(self) -> None:
+        """Leave the parameter packed, without a session."""
+        self.on_use = self.hook_of_checkpoint = self.on_write = self.accumulator = None
+        self.users, self.is_pinned = 0, False
+        self.hide()
+
+    @property
     def is_plain(self) -> bool:
         """Whether the parameter is plain at this moment."""
         return self.address != 0

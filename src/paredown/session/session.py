@@ -347,9 +347,11 @@ class Session:
         if self._compiled is not None:
             self._compiled.resume(self.seed, self._activations.forwards)
 
-    def close(self) -> None:
+    def close(self, *, packed_base: bool | None = None) -> None:
         """Remove the session from the model and decode its weights; backward of existing graphs still works.
 
+        `packed_base`: True leaves frozen weights packed, False decodes all. By default, those stay packed that were so before apply: a base
+        that was loaded packed. A later session uses them as they are.
         What `compile` returned stays usable, and its graphs still pack what they save: call torch.compile(model) for unmodified ones.
         """
         self._final_changes, self._final_bytes = self.changes, self._stored_bytes()  # while weights are packed
@@ -360,7 +362,7 @@ class Session:
         if self._unseen is not None:
             self._unseen.close()
         self._checkpointed.detach()
-        self._weights.detach()
+        self._weights.detach(packed_base)
         if self._guard is not None:
             self._guard.close()
         model = self._model()

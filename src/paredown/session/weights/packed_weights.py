@@ -32,17 +32,17 @@ from torch.distributed.tensor import DTensor
 
 from paredown.autograd.graph import next_number
 from paredown.autograd.hooks import Hook, num_running, patched_attributes
-from paredown.codec.packed import DEVICES
 from paredown.errors import CodecError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.formats.format import Format
 from paredown.optim.packed_parameter import PackedParameter
-from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
+from paredown.optim.packed_weight import PLAIN_DTYPES, Weight, pack, weight_of
 from paredown.optim.sharded import packed_shards
 from paredown.optim.sharded.packed_shards import PackedShard
 from paredown.plan.plan import Plan
 from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
+from paredown.session.weights import unattached_weights
 from paredown.session.weights.saved_weights import (
     COMPILED,
     Accumulators,
@@ -58,16 +58,13 @@ from paredown.session.weights.saved_weights import (
     release_saved_weights,
     top_hooks,
 )
+from paredown.session.weights.unattached_weights import SHARED, reason_to_keep_plain, unattached_weight
 from paredown.session.weights.weight_writes import WeightWrites
 
-UNSHARED_USE_COUNT = 2  # references to a storage that no other tensor shares: the tensor's, and that of the object that counts
-SHARED = "its memory is shared with other tensors, or a graph whose backward has not run yet holds it"
-LARGER = "it would not be smaller"
 SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
 REPLACED = "the parameter was replaced after apply"
 FROZEN_LATER = "it was added or frozen after the plan was applied: freeze weights before apply"
-QUANTIZED_BEFORE = "it is a {}, which is quantized or wrapped already, and stays unmodified"
 RELEASED = "its dtype or device became one that is not packed: it is unpacked from then on"
 NO_BACKWARD = -1  # id of the current graph task outside backward
 
@@ -84,6 +81,7 @@ class Weights:
         self.small: dict[str, Format] = {}
         self.not_packed: dict[str, tuple[Format, str]] = {}  # name -> requested format, and why the parameter is not packed
         self.pinned: set[str] = set()
+        self._packed_before: dict[str, Format | None] = {}  # name -> requested format, of weights that were packed before apply
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
         self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
         self._plan, self._model, self._is_compiled, self._checkpointed = plan, weakref.ref(model), is_compiled, checkpointed
@@ -104,6 +102,16 @@ class Weights:
             self.small[name] = format
             return True
         return False
+
+    def _adopt(self, name: str, weight: Weight, format: Format | None, reason: str | None) -> None:
+        """Use a weight that is packed already and that no session has; decode it if there is a `reason`."""
+        if reason is not None:
+            self.not_packed[name] = weight.format, reason
+            weight.release()
+            return
+        weight.attach(weakref.WeakMethod(self.used), hook_of_checkpoint)
+        self.weights[name], self._packed_before[name] = weight, format
+        self._writes.watch(name, weight)
 
     def _pack_parameter(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
         if self._stays_plain(name, parameter, format):
@@ -136,6 +144,7 @@ class Weights:
             yield Change(what, asked, UNMODIFIED, SMALL)
         for name, (format, reason) in self.not_packed.items():
             yield Change(f"weight={name}", str(format), UNMODIFIED, reason)
+        yield from unattached_weights.kept_formats(self._packed_before, self.weights)
         parameters = dict(self._named())
         for name, weight in self.weights.items():
             if name in parameters and parameters[name] is not weight.parameter:
@@ -198,7 +207,9 @@ class Weights:
         sharded: dict[str, tuple[DTensor, Format]] = {}
         for name, parameter in model.named_parameters():
             format = self._format(name, parameter)
-            if isinstance(parameter, DTensor) and format is not None:
+            if (packed := unattached_weight(parameter)) is not None:
+                self._adopt(name, packed, format, reasons.get(id(parameter)))
+            elif isinstance(parameter, DTensor) and format is not None:
                 if not self._stays_plain(name, parameter, format):
                     sharded[name] = parameter, format
             elif format is not None:
@@ -258,8 +269,8 @@ class Weights:
         self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
 
-    def detach(self) -> None:
-        """Remove the hooks and decode all parameters."""
+    def detach(self, packed_base: bool | None = None) -> None:
+        """Remove the hooks, and decode parameters; frozen ones stay packed if `packed_base`, or if None and packed before apply."""
         for handle in self._handles + [handle for _, handle in self._held.values() if handle is not None]:
             handle.remove()
         self._handles.clear()
@@ -270,9 +281,15 @@ class Weights:
             shard.release()
             del self.weights[name]
         self.shards = {}
-        for weight in self.weights.values():
+        for name, weight in self.weights.items():
             weight.keep_changes()
-            weight.release()
+            (
+                weight.detach
+                if unattached_weights.stays_packed(weight, packed_base, name in self._packed_before)
+                else weight.release
+            )()
+        if packed_base and model is not None:
+            unattached_weights.export_decoded(model)
         self.weights, self._held, self._hooks, self._frozen_linears, self._running = {}, {}, {}, {}, threading.local()
 
     def _calls(self) -> list[WeightCall]:
@@ -481,19 +498,3 @@ def _retry_after_gradient(retry: weakref.WeakMethod[Any], ref: weakref.ref[Weigh
     method, weight = retry(), ref()
     if method is not None and weight is not None:
         method(weight, in_backward=True)
-
-
-def reason_to_keep_plain(parameter: Tensor, format: Format) -> str | None:
-    """Return why a parameter cannot be stored packed; None if it can."""
-    if type(parameter) is not nn.Parameter:
-        return "another session has it" if type(parameter) is PackedParameter else QUANTIZED_BEFORE.format(type(parameter).__name__)
-    if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
-        return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
-    if format.nbytes(parameter.shape) >= parameter.nbytes:
-        return LARGER
-    if strides_of(parameter) != parameter.stride():
-        return "its memory has gaps"
-    storage = parameter.untyped_storage()
-    if storage.nbytes() != parameter.nbytes or torch._C._storage_Use_Count(storage._cdata) > UNSHARED_USE_COUNT:
-        return SHARED
-    return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"
