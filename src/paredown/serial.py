@@ -61,6 +61,17 @@ class Check(NamedTuple):
     expected: str
 
 
+def json_values(value: Any, of: tuple[str, str], raises: Raises) -> dict[str, Any]:
+    """Return a copy of a dict with JSON types, equal to what a file would return. `of`: the name and an example of it, for errors."""
+    try:
+        copied = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise raises(f"{of[0]} must be JSON: {error}. Use text, finite numbers, lists and dicts.") from None
+    if not isinstance(copied, dict):
+        raise raises(f"{of[0]} is a dict, such as {of[1]}, not {brief(value)}.")
+    return copied
+
+
 def is_whole(value: object) -> bool:
     """Return whether `value` is an integer of at most 64 bits, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and -(1 << BITS) <= value < 1 << BITS

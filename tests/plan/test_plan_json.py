@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -60,11 +62,11 @@ WRONG_FILES = {
     "[]": "an object with rules, version; this is []",
     "{}": "an object with rules, version",
     '{"version": 1}': "an object with rules, version",
-    '{"version": 4, "slots": []}': "of version 4; this paredown reads 1 to 3. Update paredown",
-    '{"version": "1", "rules": []}': "of version '1'; this paredown reads 1 to 3",
+    '{"version": 5, "slots": []}': "of version 5; this paredown reads 1 to 4. Update paredown",
+    '{"version": "1", "rules": []}': "of version '1'; this paredown reads 1 to 4",
     '{"version": true, "rules": []}': "of version True; this",
     '{"version": 0, "rules": []}': "of version 0; this",
-    '{"version": 1, "rules": [], "rule": 1}': "field 'rule' is unknown in a plan of version 3. Allowed: version, reason",
+    '{"version": 1, "rules": [], "rule": 1}': "field 'rule' is unknown in a plan of version 4. Allowed: version, reason",
     '{"version": 1, "rules": {}}': "list of [key, {format, rounding, overflow}]",
     '{"version": 1, "rules": [["activation"]]}': "list of [key, {format, rounding, overflow}]",
     '{"version": 1, "rules": [["activation", "int4"]]}': "rule 'activation': expected format",
@@ -93,3 +95,22 @@ def test_wrong_files_raise_an_error_with_their_path(text: str, said: str, tmp_pa
 
 def test_rounding_and_overflow_may_be_left_out_of_a_file() -> None:
     assert Plan.from_json({"version": 1, "rules": [["activation", {"format": "int4"}]]}) == Plan.uniform(activation="int4")
+
+
+def test_tiles_have_a_version_that_older_programs_refuse(tmp_path: Path) -> None:
+    plan = Plan.uniform(frozen="nf4/64@bf16").recomputing("layers.*").tiling("layers.*", "*.mlp", length=2048)
+    plan = plan.tiling("*.mlp", length=512)  # the last one counts
+    assert plan.tiles == (("layers.*", 2048), ("*.mlp", 512)) and plan.to_json()["version"] == 4
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan != replace(plan, tiles=()) and pickle.loads(pickle.dumps(plan)) == plan
+    assert replace(plan, tiles=()).to_json()["version"] == 2
+    assert str(plan.diff(replace(plan, tiles=()))[0]) == "module layers.*: in tiles of 2048 tokens -> no rule"
+    assert (
+        "in tiles of 512 tokens: *.mlp" in plan.explain() and not plan.changes_nothing and Plan(tiles=plan.tiles).quantizes_nothing
+    )
+
+
+@pytest.mark.parametrize("tiles", [["layers.*"], [["layers.*"]], [["layers.*", 0]], [["a", 2], ["a", 3]], [["a:input", 2]], 3])
+def test_wrong_tiles(tiles: Any) -> None:
+    with pytest.raises(PlanError, match=r"a number of tokens above 0|names a module twice"):
+        Plan.from_json({"version": 4, "rules": [], "tiles": tiles})

@@ -10,7 +10,8 @@ after autograd's check that it was not modified in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -151,6 +152,25 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
                 if tensor is not None and has_storage(tensor):
                     kinds[tensor.untyped_storage()._cdata] = kind, tensor
     return kinds
+
+
+def is_around(running: Pass, module: nn.Module) -> bool:
+    """Return whether a call of `module` in another thread may belong to the forward pass `running`: it is inside of the pass's entrance."""
+    entrance = running.entrance
+    return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
+
+
+@contextmanager
+def passed_over(current: Pass | None) -> Generator[None]:
+    """Do not follow modules that are called in a forward pass inside of a `with` block. `current`: the pass, None if none runs."""
+    if current is None or current.over is not None:
+        yield
+        return
+    current.over = nn.Module()  # one that is never called: a pass follows modules again when the one in `over` returns
+    try:
+        yield
+    finally:
+        current.over = None
 
 
 def covers_storage(tensor: Tensor) -> bool:

@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from paredown.autograd.checkpoints import HiddenLayer, running_checkpoint
-from paredown.autograd.graph import ModuleCall, Pass, Saved, is_plain_leaf, next_number, tensors_in
+from paredown.autograd.graph import ModuleCall, Pass, Saved, is_around, is_plain_leaf, next_number, passed_over, tensors_in
 from paredown.autograd.graph_parts import KnownParts, needs_of
 from paredown.autograd.hooks import Hook, HookPlace, num_running, patched_attributes
 from paredown.autograd.pass_chains import Between, PassChain, likely_entrances
@@ -149,6 +149,10 @@ class Watch(SavedReports):
         """Do not follow forward passes inside of a `with` block."""
         with patched_attributes(self, _on_begin=lambda: False):
             yield
+
+    def passing_over(self) -> AbstractContextManager[None]:
+        """Return a context in which modules that this thread calls in the forward pass that runs are not followed."""
+        return passed_over(getattr(self._running, "current", None))
 
     @contextmanager
     def reporting_to(self, on_saved: Callable[[Saved], None]) -> Generator[None]:
@@ -475,12 +479,6 @@ class Watch(SavedReports):
         current.hidden = HiddenLayer.of(module, path, args)
         if current.hidden is not None:
             current.hidden_layers[next_number() - 1] = current.hidden
-
-
-def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether a call of `module` in another thread may belong to the forward pass `running`: it is inside of the pass's entrance."""
-    entrance = running.entrance
-    return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

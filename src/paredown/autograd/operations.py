@@ -258,6 +258,7 @@ ROWS: dict[str, OperationRow] = {
     ),
     "CudnnRnn": OperationRow("rnn", RNN),
     "CheckpointFunction": OperationRow("checkpoint", others=_exact("input", "a checkpointed layer runs again from it")),
+    "TileInput": OperationRow("tiles", others=_exact("input", "the module runs again from it, piece by piece")),
     "CompiledFunction": OperationRow(
         "compiled", others=_exact("saved", "torch.compile saved it: how backward uses it is not known")
     ),

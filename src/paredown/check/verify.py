@@ -1,6 +1,7 @@
 """`verify(model, batch, plan)`: gradients under a plan against those of the unmodified model, parameter by parameter.
 
-    the unmodified step, twice     the baseline; if its two results differ, the tolerance of both plans is widened by that difference
+    the unmodified step, twice     the baseline; if its two results differ, the tolerance of both plans is widened by that difference; tiles
+                                   widen it by that of sums in another order
     the exact plan                 the plan with every format replaced by fp32: each slot is stored, viewed, shared and decoded as under the
                                    plan, without quantization error. It must give the gradients of the baseline bit for bit
     the plan                       must be within a tolerance that follows from the formats of its slots. Where weights are packed, it is
@@ -59,6 +60,7 @@ from paredown.session.session import Session, start_session
 
 SAFETY = 3.0
 NOISE = 8.0  # the tolerance includes this many times the difference of two unmodified steps
+ORDER_OF_SUMS = 2.0  # tiles sum gradients in another order, which counts as a difference of this many times the dtype's precision
 NUM_DRAWS = 2  # of random errors of weights
 # rounded weights changed gradients by 0.6 to 1.0 times as much as random errors did: five networks, four formats, three seeds
 SAFETY_OF_RANDOM = 2.0
@@ -229,7 +231,8 @@ class VerificationRuns:
             moved = self._error_of_random_weights()
             expected = sqrt(sum(error * error for error in (*self.errors.values(), *self._product_errors().values())))
             bound = hypot(SAFETY * expected, SAFETY_OF_RANDOM * moved)
-            limits = {True: NOISE * noise, False: (bound if tolerance is None else tolerance) + NOISE * noise}
+            widened = NOISE * max(noise, self._order_of_sums())
+            limits = {True: widened, False: (bound if tolerance is None else tolerance) + widened}
             rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, errors, strict=True)]
             worst = {True: max(exact, default=0.0), False: max(errors, default=0.0)}
             faults, notes = self._faults([is_exact for is_exact in (True, False) if worst[is_exact] > limits[is_exact]], limits)
@@ -249,6 +252,10 @@ class VerificationRuns:
             reason=self._reason(expected, moved, noise, tolerance),
             notes=tuple(notes),
         )
+
+    def _order_of_sums(self) -> float:
+        """Return the difference that sums in the order of tiles may make; 0 if the plan has no tiles."""
+        return ORDER_OF_SUMS * max(torch.finfo(p.dtype).eps for p in self.parameters) if self.session.plan.tiles else 0.0
 
     # --- runs -----------------------------------------------------------------------------------------------------------
 
@@ -426,6 +433,7 @@ class VerificationRuns:
             parts = [self._bound_of_slots(expected)] if expected else []
             parts += [f"{SAFETY_OF_RANDOM:g} x {moved:.2g}, {RANDOM}"] if moved else []
             text = "the bound of " + ", and ".join(parts)
+        text += "; tiles sum gradients in another order" if self.session.plan.tiles else ""
         return (
             text
             if not noise

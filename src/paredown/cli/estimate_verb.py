@@ -39,9 +39,9 @@ from paredown.cli.output import BASELINE, emit, progress_bar, say, spinner, tell
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
+    from paredown.cli.module_groups import Grouping
     from paredown.cli.subject import Subject
     from paredown.plan.footprint import Footprint
-    from paredown.plan.module_groups import Grouping
     from paredown.plan.plan import Plan
 
 AUTO = "auto"
@@ -338,7 +338,7 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
 
 def _grouping(foot: Footprint, depth: int | None) -> Grouping:
     """Return groups of modules: those of a given depth, or those that show where the bytes of the first plan are."""
-    from paredown.plan.module_groups import Grouping, useful_grouping
+    from paredown.cli.module_groups import Grouping, useful_grouping
 
     return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
 

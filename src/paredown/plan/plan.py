@@ -48,6 +48,8 @@ from paredown.plan.selectors import (
     Selector,
     SelectorIndex,
     bare_names,
+    checked_modules,
+    checked_tiles,
     closest,
     closest_role,
     index_of,
@@ -55,12 +57,15 @@ from paredown.plan.selectors import (
 )
 from paredown.plan.storage import UNMODIFIED, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
-from paredown.serial import brief, load_json, object_parts, save_text
+from paredown.serial import brief, json_values, load_json, object_parts, save_text
 from paredown.tables import Table
 
-# of the JSON: version 2 added `recompute`; version 1 can be read too. Version 3 has `products`, and only plans with products are written so
-VERSION, WITH_PRODUCTS = 2, 3
-FIELDS = ("version", "reason", "made_for", "recompute", "offload", "products", "rules")
+# of the JSON: version 2 added `recompute`; version 1 can be read too. Version 3 has `products` and version 4 `tiles`, and only plans with
+# them are written so
+VERSION, WITH_PRODUCTS, WITH_TILES = 2, 3, 4
+FIELDS = ("version", "reason", "made_for", "recompute", "tiles", "offload", "products", "rules")
+MADE_FOR = "made_for", "{'model': 'resnet50', 'batch': 256}"  # name and example
+TILED = "in tiles of {} tokens"
 OFFLOADED = "packed inputs of checkpointed layers are in host memory"
 SHOWN = 20  # rules that repr prints
 
@@ -93,7 +98,8 @@ class Plan:
     `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
     under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled sessions
     recompute; the rules apply to those that cannot be recomputed. `offload`: on a GPU, packed inputs of checkpointed layers are in host
-    memory until backward needs them. `products`: which layers multiply 8-bit codes (plan/products.py), which changes forward.
+    memory until backward needs them. `products`: which layers multiply 8-bit codes (plan/products.py), which changes forward. `tiles`:
+    paths or patterns of modules, and how many tokens the pieces of the sequence have that modules inside run over (session/tiles.py).
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
@@ -102,6 +108,7 @@ class Plan:
     recompute: tuple[str, ...] = ()
     offload: bool = False
     products: Products = ()
+    tiles: tuple[tuple[str, int], ...] = ()
     _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
     _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(
         default_factory=dict, init=False, compare=False
@@ -111,9 +118,10 @@ class Plan:
         pairs = [(Selector.parse(key), assignment) for key, assignment in _checked(self.rules)]
         pairs.sort(key=lambda pair: pair[0].place)  # stable: among equals the later rule stays later
         object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
-        object.__setattr__(self, "made_for", _json_values(self.made_for))
-        object.__setattr__(self, "recompute", _modules(self.recompute))
+        object.__setattr__(self, "made_for", json_values(self.made_for, MADE_FOR, PlanError))
+        object.__setattr__(self, "recompute", checked_modules(self.recompute))
         object.__setattr__(self, "products", checked_products(self.products))
+        object.__setattr__(self, "tiles", checked_tiles(self.tiles))
         object.__setattr__(self, "_index", index_of(tuple(key for key, _ in pairs)))
         if not isinstance(self.offload, bool):
             raise PlanError(f"offload of a plan is true or false, not {brief(self.offload)}.")
@@ -124,12 +132,12 @@ class Plan:
                 raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
 
     @property
-    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products]:
-        """The rules, checkpointed modules, `offload` and products as one value, equal for plans with the same effect.
+    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products, tuple[tuple[str, int], ...]]:
+        """The rules, checkpointed modules, `offload`, products and tiles as one value, equal for plans with the same effect.
 
         Reasons are left out. Priors, picks, sweeps and reports use the value to recognize a plan.
         """
-        return self.rules, self.recompute, self.offload, self.products
+        return self.rules, self.recompute, self.offload, self.products, self.tiles
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (
@@ -139,6 +147,7 @@ class Plan:
             self.recompute,
             self.offload,
             self.products,
+            self.tiles,
         )  # a copy starts with an empty cache
 
     @staticmethod
@@ -196,8 +205,8 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the plan is the baseline: no rules, no activation checkpointing, no products in 8 bits."""
-        return not self.rules and not self.recompute and not self.products
+        """Whether the plan is the baseline: no rules, no activation checkpointing, no tiles, no products in 8 bits."""
+        return not self.rules and not self.recompute and not self.products and not self.tiles
 
     @property
     def quantizes_nothing(self) -> bool:
@@ -235,6 +244,19 @@ class Plan:
         True
         """
         return replace(self, offload=True)
+
+    def tiling(self, *modules: str, length: int) -> Plan:
+        """Return this plan with the modules inside of `modules`, given by path or pattern, run over pieces of `length` tokens.
+
+        They are the outermost ones that act on tokens one by one, such as MLPs and norms; they run again, piece by piece, in backward.
+
+        >>> Plan().recomputing("layers.*").tiling("layers.*", length=2048)
+        Plan(0 rules)
+          activation checkpointing: layers.*
+          in tiles of 2048 tokens: layers.*
+        """
+        kept = [rule for rule in self.tiles if rule[0] not in modules]
+        return replace(self, tiles=(*kept, *((text, length) for text in modules)))
 
     @cached_property
     def checkpointed(self) -> tuple[str, ...]:
@@ -351,7 +373,8 @@ class Plan:
         moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
         keys = [key for key in {**mine, **theirs} if key in moved or mine.get(key) != theirs.get(key)]
         modules = dict.fromkeys((*self.recompute, *other.recompute))
-        sides = [(text, *(_how(text) if text in plan.recompute else None for plan in (self, other))) for text in modules]
+        words = {text: "recomputed" if ":" in text else "checkpointed" for text in modules}
+        sides = [(text, *(words[text] if text in plan.recompute else None for plan in (self, other))) for text in modules]
         rows = [Difference(key, mine.get(key), theirs.get(key)) for key in keys]
         changed = [row for row in sides if row[1] != row[2]]
         rows += [Difference(f"{'slot' if ':' in row[0] else 'module'} {row[0]}", *row[1:]) for row in changed]
@@ -359,6 +382,9 @@ class Plan:
         different = [key for key in {**ours, **others} if (ours.get(key), key in ours) != (others.get(key), key in others)]
         told = [[f"{plan[key] or 'unmodified'}" if key in plan else None for plan in (ours, others)] for key in different]
         rows += [Difference(key, *sides) for key, sides in zip(different, told, strict=True)]
+        mine_tiled, theirs_tiled = ({text: TILED.format(length) for text, length in plan.tiles} for plan in (self, other))
+        texts = [text for text in {**mine_tiled, **theirs_tiled} if mine_tiled.get(text) != theirs_tiled.get(text)]
+        rows += [Difference(f"module {text}", mine_tiled.get(text), theirs_tiled.get(text)) for text in texts]
         offloads = [OFFLOADED if plan.offload else None for plan in (self, other)]
         return Differences([*rows, *([Difference("offload", *offloads)] if self.offload != other.offload else [])])
 
@@ -396,28 +422,32 @@ class Plan:
     def _recomputed_lines(self) -> list[str]:
         slots = [text for text in self.recompute if ":" in text]
         parts = {"activation checkpointing": self.checkpointed, "recomputed in compiled sessions": slots}
+        lengths = dict.fromkeys(length for _, length in self.tiles)
+        parts |= {TILED.format(length): tuple(text for text, of in self.tiles if of == length) for length in lengths}
         return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each.
 
-        A plan with products has a newer version number, so that older programs refuse it.
+        A plan with products or tiles has a newer version number, so that older programs refuse it.
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
-        head = {"version": WITH_PRODUCTS if self.products else VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
+        version = WITH_TILES if self.tiles else WITH_PRODUCTS if self.products else VERSION
+        head = {"version": version, "reason": self.reason, "made_for": dict(self.made_for)}
         offload = {"offload": True} if self.offload else {}  # older versions can read plans without it
         products = {"products": [list(rule) for rule in self.products]} if self.products else {}
-        return {**head, "recompute": list(self.recompute), **offload, **products, "rules": rules}
+        tiles = {"tiles": [list(rule) for rule in self.tiles]} if self.tiles else {}
+        return {**head, "recompute": list(self.recompute), **tiles, **offload, **products, "rules": rules}
 
     @staticmethod
     def from_json(value: Any) -> Plan:
         """Return the plan from its JSON value; raise PlanError, with the reason, for a value that `to_json` does not write."""
-        parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_PRODUCTS, PlanError)
+        parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_TILES, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {brief(rules)}.")
         parsed = tuple((key, _from_json(key, assignment)) for key, assignment in rules)
-        names = ("reason", "made_for", "recompute", "offload", "products")
+        names = ("reason", "made_for", "recompute", "offload", "products", "tiles")
         return Plan(parsed, **{name: parts[name] for name in names if name in parts})
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -445,20 +475,6 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
     return pairs
 
 
-def _how(text: str) -> str:
-    return "recomputed" if ":" in text else "checkpointed"
-
-
-def _modules(recompute: Any) -> tuple[str, ...]:
-    """Return `recompute` (paths of modules) as a tuple; raise PlanError for other types."""
-    paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
-    if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
-        raise PlanError(
-            f"recompute is a list of modules by path or pattern, such as ['layers.0', 'layers.1'], not {brief(recompute)}."
-        )
-    return paths
-
-
 def _assignment(key: str, *parts: Any) -> Assignment:
     """Return `Assignment.parse(format, rounding, overflow)`; the message of an error names the rule."""
     try:
@@ -471,17 +487,6 @@ def _from_json(key: str, value: Any) -> Assignment:
     if not isinstance(value, dict) or "format" not in value or not value.keys() <= {"format", "rounding", "overflow"}:
         raise PlanError(f"rule {brief(key)}: expected format, and optionally rounding and overflow, not {brief(value)}.")
     return _assignment(key, value["format"], value.get("rounding"), value.get("overflow"))
-
-
-def _json_values(made_for: Any) -> dict[str, Any]:
-    """Return a copy of `made_for` with JSON types, equal to what a file would return."""
-    try:
-        value = json.loads(json.dumps(made_for, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"made_for must be JSON: {error}. Use text, finite numbers, lists and dicts.") from None
-    if not isinstance(value, dict):
-        raise PlanError(f"made_for is a dict, such as {{'model': 'resnet50', 'batch': 256}}, not {brief(made_for)}.")
-    return value
 
 
 def combine_presets(names: Iterable[str]) -> Plan:

@@ -206,3 +206,32 @@ def _name(text: str, part: str) -> str:
     if not part:
         raise PlanError(f"key {text!r} has no name after '='. Write {text + '*'!r} or {text[:-1]!r} for all slots of the role.")
     return part
+
+
+# --- modules -----------------------------------------------------------------------------------------------------------------------
+
+
+def checked_modules(recompute: Any) -> tuple[str, ...]:
+    """Return `recompute` (paths of modules) as a tuple; raise PlanError for other types."""
+    paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
+    if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
+        raise PlanError(
+            f"recompute is a list of modules by path or pattern, such as ['layers.0', 'layers.1'], not {brief(recompute)}."
+        )
+    return paths
+
+
+def checked_tiles(rules: Any) -> tuple[tuple[str, int], ...]:
+    """Return the rules as a tuple of (path or pattern, number of tokens); raise PlanError for other values."""
+    given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
+    for rule in given:
+        is_pair = isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and rule[0] and ":" not in rule[0]
+        if not (is_pair and type(rule[1]) is int and rule[1] > 0):
+            raise PlanError(
+                "a rule for tiles is a module by path or pattern and a number of tokens above 0, such as ('model.layers.*', 2048), "
+                f"not {brief(rule)}."
+            )
+    pairs: list[tuple[str, int]] = [(rule[0], rule[1]) for rule in given]
+    if len({text for text, _ in pairs}) < len(pairs):
+        raise PlanError(f"tiles: {brief([text for text, _ in pairs])} names a module twice; each has one number of tokens.")
+    return tuple(pairs)

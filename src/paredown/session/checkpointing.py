@@ -59,12 +59,13 @@ class CheckpointedModules:
         paths = dict(model.named_modules())
         try:
             matches = outermost(paths, plan.checkpointed)
-            self.paths = tuple(path for match in matches for path in _callable_paths(match, paths[match]))
+            self.paths = tuple(path for match in matches for path in callable_paths(match, paths[match]))
         except PlanError as error:
             raise ApplyError(f"{error} Correct it, or use a plan that was made for this model.") from None
         self.modules = [paths[path] for path in self.paths]
         self._handles: list[Any] = []
         self._local = threading.local()
+        self.around_second_call: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def has(self, name: str) -> bool:
         """Return whether the slot `name` is inside a checkpointed module, and is therefore not saved."""
@@ -122,19 +123,19 @@ class CheckpointedModules:
         before = getattr(self._local, "is_second_call", False)
         self._local.is_second_call = True
         try:
-            with _frozen_statistics(module):
+            with frozen_statistics(module), self.around_second_call():
                 yield
         finally:
             self._local.is_second_call = before
 
 
-def _callable_paths(path: str, module: nn.Module) -> Iterator[str]:
+def callable_paths(path: str, module: nn.Module) -> Iterator[str]:
     """Yield the path of a module; if it has no forward, as an nn.ModuleList, yield the paths of its children."""
     if type(module).forward is not nn.Module.forward:
         yield path
         return
     for name, part in module.named_children():
-        yield from _callable_paths(f"{path}.{name}", part)
+        yield from callable_paths(f"{path}.{name}", part)
 
 
 class _ReusableContext:
@@ -154,7 +155,7 @@ class _ReusableContext:
 
 
 @contextmanager
-def _frozen_statistics(module: nn.Module) -> Generator[None]:
+def frozen_statistics(module: nn.Module) -> Generator[None]:
     """Return a context in which batch norms use the statistics of the batch and leave their running statistics unchanged."""
     norms = [
         part for part in module.modules() if isinstance(part, _NormBase | _BatchNorm) and part.track_running_stats and part.training

@@ -20,6 +20,7 @@ from paredown.optim.packed_weight import Weight
 from paredown.session.checkpointing import CheckpointedModules
 from paredown.session.eager.activations import Activations, Observer
 from paredown.session.eager.slot_decisions import StorageDecision
+from paredown.session.tiles import TiledModules
 from paredown.session.weights.packed_weights import Weights
 
 
@@ -27,8 +28,11 @@ from paredown.session.weights.packed_weights import Weights
 class MeasuredRuns:
     """Contexts that `verify` uses to run one model without its plan, in float32, or with some of its slots packed."""
 
-    def __init__(self, activations: Activations, watch: Watch, weights: Weights, checkpointed: CheckpointedModules) -> None:
+    def __init__(
+        self, activations: Activations, watch: Watch, weights: Weights, checkpointed: CheckpointedModules, tiles: TiledModules
+    ) -> None:
         self._activations, self._watch, self._weights, self._checkpointed = activations, watch, weights, checkpointed
+        self._tiles = tiles
 
     @property
     def packed_weights(self) -> Mapping[str, Weight]:
@@ -42,7 +46,8 @@ class MeasuredRuns:
     @contextmanager
     def unmodified(self) -> Generator[None]:
         """Return a context in which the model runs without the plan; packed weights are decoded and stay decoded in it."""
-        with self._watch.paused(), self._checkpointed.paused(), self._weights.unpacked(), self._weights.keeping_saved():
+        layers = self._checkpointed.paused(), self._tiles.paused()
+        with self._watch.paused(), layers[0], layers[1], self._weights.unpacked(), self._weights.keeping_saved():
             yield
 
     @contextmanager

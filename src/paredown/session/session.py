@@ -7,8 +7,9 @@
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a model without a session. Activations are not packed in passes
 without gradients (eval under no_grad), outside of calls of modules (a call of a part of the model is a forward pass too), inside
-checkpointed modules (which save nothing; `plan.recompute` names more of them), and in models that torch.compile compiles whole. Packed
-weights are the same parameters: ordinary tensors while their module runs, and otherwise as `optim/packed_parameter.py` describes.
+checkpointed modules (which save nothing; `plan.recompute` names more of them) and modules in tiles (which save their input; tiles.py), and
+in models that torch.compile compiles whole. Packed weights are the same parameters: ordinary tensors while their module runs, and otherwise
+as `optim/packed_parameter.py` describes.
 
 The optimizers of `paredown.optim` use the formats that the plan requests for moments and gradients, whether they are created before or
 after `apply`. `session.changes` lists what an optimizer stores differently: small parameters, gradients that DistributedDataParallel or
@@ -64,6 +65,7 @@ from paredown.session.eager.products import ProductLayers
 from paredown.session.measured_runs import MeasuredRuns
 from paredown.session.open_sessions import any_session_of, check_has_none, forget, register
 from paredown.session.signals import GuardFactory
+from paredown.session.tiles import IN_GRAPHS, TiledModules
 from paredown.session.unused_plans import (
     NOTHING,
     NOTHING_SAVED,
@@ -119,6 +121,7 @@ class Session:
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
+        self._tiles = TiledModules(plan, model, self._watch, self._checkpointed)
         checkpointed = frozenset(self._checkpointed.modules)
         self._watch.follow_for(self._activations, passed_over=checkpointed, on_recomputation=SecondPasses(self._activations).begin)
         self._offloaded = OffloadedInputs(self._activations) if plan.offload else None
@@ -139,6 +142,7 @@ class Session:
             self._watch.detach()
             raise
         self._checkpointed.attach()
+        self._tiles.attach()
         self._view_outputs = ViewOutputs(model)
         if self._packs_activations:
             self._view_outputs.attach()
@@ -169,7 +173,7 @@ class Session:
     @property
     def runs(self) -> MeasuredRuns:
         """The contexts in which `verify` runs training steps of this session."""
-        return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed)
+        return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed, self._tiles)
 
     @property
     def model(self) -> nn.Module | None:
@@ -190,6 +194,8 @@ class Session:
         model = self._model()
         if model is None or not self._is_open:
             raise ApplyError("this session is closed, or its model was deleted: apply the plan again, then call compile().")
+        if self.plan.tiles:
+            raise ApplyError(IN_GRAPHS)
         from paredown.session.compiled.compiled_graphs import CompiledGraphs  # Inductor takes seconds to import
 
         self._watch.detach()
@@ -254,6 +260,7 @@ class Session:
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", UNMODIFIED, COMPILED))
         is_compiled = self._watch.was_compiled or self._compiled is not None
+        rows += self._tiles.changes(was_compiled=is_compiled) if self.forwards or is_compiled else []
         rows += recompute_changes(self.plan, self._checkpointed.paths if is_compiled else (), is_eager=self._compiled is None)
         if not rows and self._packs_activations and self._stores_nothing(self._stored_bytes()):
             rows.append(Change("the model", "packed activations", "nothing", NOTHING_SAVED))
@@ -295,7 +302,7 @@ class Session:
         rows = [SlotExplanation(path, CHECKPOINTED, CHECKPOINTED, "the activations inside it are not saved") for path in paths]
         packed = {f"weight={name}": str(weight.packed.format) for name, weight in self._weights.weights.items()}
         rows += [SlotExplanation(slot, text, text, QUANTIZED) for slot, text in packed.items() if slot not in changed]
-        rows += self.products.explain()
+        rows += [*self.products.explain(), *self._tiles.explain()]
         return Explanation([*explain_session(self.applied, self._activations, changes, self.actions, slots), *rows])
 
     def summary(self, trace: Trace | None = None) -> Summary:
@@ -362,6 +369,7 @@ class Session:
         if self._unseen is not None:
             self._unseen.close()
         self._checkpointed.detach()
+        self._tiles.detach()
         self._weights.detach(packed_base)
         if self._guard is not None:
             self._guard.close()

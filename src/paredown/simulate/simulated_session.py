@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from paredown.autograd.graph import tensors_in
 from paredown.autograd.hooks import Hook, register_weakly
 from paredown.errors import ApplyError
-from paredown.plan.plan import OFFLOADED, Plan
+from paredown.plan.plan import OFFLOADED, TILED, Plan
 from paredown.roles import Role, role_of_state
 from paredown.session.changes import CHECKPOINTED, UNMODIFIED, Change, Changes, describe_state
 from paredown.session.checkpointing import CheckpointedModules
@@ -47,7 +47,7 @@ __all__ = ["MODES", "Simulate", "SimulatedSession"]
 VERSION = 1
 FIELDS: set[str] = set(("version", "mode", "plan", "seed", "forwards", "steps", "promotions"))
 COMPILED = "torch.compile runs the model, and hides its operations"
-NOT_CHECKPOINTED = "simulate mode saves no memory, and checkpointing would change no value"
+NOT_CHECKPOINTED = "simulate mode saves no memory, and checkpointing and tiles would change no value"
 NO_RESIDUE = "parameters keep their precision, so that there is no residue"
 NO_FROZEN = "simulate mode rounds all weights by the rules of the role weight"
 
@@ -161,6 +161,7 @@ class SimulatedSession:
             Change(key, str(asked), "nothing", NO_FROZEN) for key, asked in self.plan.rules if key.startswith(Role.FROZEN.value)
         ]
         rows += [Change(path, CHECKPOINTED, UNMODIFIED, NOT_CHECKPOINTED) for path in self.plan.recompute]
+        rows += [Change(path, TILED.format(length), UNMODIFIED, NOT_CHECKPOINTED) for path, length in self.plan.tiles]
         rows += [Change("offload", OFFLOADED, UNMODIFIED, NOT_CHECKPOINTED)] if self.plan.offload else []
         rows += [Change("the model", "names of saved tensors", "names of outputs", note) for note in self._notes]
         rows += [Change("the model", "rounded values", UNMODIFIED, COMPILED)] if self._begin_hook.was_compiled else []

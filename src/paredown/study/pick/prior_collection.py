@@ -351,8 +351,8 @@ def _label(plan: Plan, formats: dict[str, str]) -> str:
         return "baseline"
     state = {key: text for key, text in formats.items() if key != "activation"}
     tier = next((name for name, tier_formats in STATE_FORMATS.items() if dict(tier_formats) == state), None)
-    if tier is None or len(formats) != len(plan.rules) or plan.recompute:
-        key = plan.key if plan.offload else plan.key[:2]  # labels of plans without it are as before
+    if tier is None or len(formats) != len(plan.rules) or plan.recompute or plan.tiles:
+        key = plan.key if plan.tiles else plan.key[:4] if plan.offload else plan.key[:2]  # labels of plans without it are as before
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:6]
         return f"{len(plan.rules)} rules, {digest}"
     return f"{formats.get('activation', 'unmodified')}, {tier}"

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 
-from paredown.plan.plan import Plan
+from paredown.plan.plan import TILED, Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import Selector
 
@@ -86,7 +86,8 @@ def plan_label(plan: Plan) -> str:
     checkpointed = [f"{_listed(modules, 'modules')} checkpointed"] if modules else []
     recomputed = [f"{_listed(slots, 'slots')} recomputed"] if slots else []
     offloaded = ["offloaded"] if plan.offload else []
-    return ", ".join([*roles, *by_name, *checkpointed, *recomputed, *offloaded])
+    tiled = [f"{text} {TILED.format(length)}" for text, length in plan.tiles]
+    return ", ".join([*roles, *by_name, *checkpointed, *recomputed, *tiled, *offloaded])
 
 
 def _listed(names: Sequence[str], what: str) -> str:

@@ -81,8 +81,9 @@ class TrialSpec:
 
         An infeasible trial has no plan; its template `infeasible` takes the place of the plan in the hash.
         """
-        plan_rules, recompute, offload, products = self.plan.key
+        plan_rules, recompute, offload, products, tiles = self.plan.key
         rules: list[Any] = [[key, assignment.to_json()] for key, assignment in plan_rules] + [list(rule) for rule in products]
+        rules += [["tile", *rule] for rule in tiles]
         plan = [rules, list(recompute), *(["offload"] if offload else [])] if recompute or offload else rules
         parts = [
             sweep,

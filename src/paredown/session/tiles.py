@@ -1,0 +1,401 @@
+"""Tiles: modules that act on tokens one by one run over pieces of the sequence, so that their temporaries are those of one piece.
+
+A rule of `plan.tiles` names modules and a number of tokens. Of each, the outermost modules inside are tiled whose output has, for every
+token, values that depend on that token alone: MLPs, norms, projections with adapters. A module's operations decide that when it is first
+called (autograd/token_ops.py), not its name. Attention stays whole, and so does a linear layer alone unless a rule names it, since its only
+large tensors are its input and output.
+
+    forward     each piece runs without gradients into its part of the output; autograd keeps the module's input alone
+    backward    each piece runs again with gradients, and its backward at once; the input's gradient is written piece by piece
+
+Gradients of parameters are summed over pieces in their dtype, in float32 for 16-bit parameters, and reach autograd once: hooks of
+DistributedDataParallel, fully_shard and optimizers see one complete gradient. Sums are in another order than without tiles.
+
+Under activation checkpointing of the layer around it, the input is saved before the first piece runs, so that a second forward pass that
+needs nothing more ends there: of a transformer layer whose MLP is last, the MLP runs forward twice in a step, as without tiles. A tiled
+module before the last one runs three times.
+
+Packed frozen weights are decoded for each piece, one layer at a time: the decoded weights of an MLP are often larger than a piece's
+temporaries. Under autocast weights are cast for each piece. Random bits, tensor arguments beside the input and second derivatives are
+refused with a sentence, and torch.compile runs the modules whole.
+
+A tiled call is `module._compiled_call_impl`, which torch calls in place of the module with its hooks, and leaves out of copies and pickles.
+Hooks on modules inside are called for each piece.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from paredown.autograd.graph import has_storage
+from paredown.autograd.hooks import is_dynamo_compiling, patched_attributes
+from paredown.autograd.module_watch import Watch
+from paredown.autograd.token_ops import OperationNames, mixes, reason_to_run_whole
+from paredown.errors import ApplyError, PlanError
+from paredown.plan.checkpointed_trace import is_inside, outermost
+from paredown.plan.plan import TILED, Plan
+from paredown.session.changes import Change, SlotExplanation
+from paredown.session.checkpointing import CheckpointedModules, callable_paths, frozen_statistics
+
+WHOLE = "whole"
+ROWS = "each token of its output depends on that token alone; pieces run again in backward"
+ARGUMENTS = "it gets {} tensors, and only a module with one can run over pieces"
+NO_TOKENS = "its input has no floating-point values of tokens, (..., tokens, features)"
+SHARDED = "fully_shard manages its parameters by themselves: wrap the layer around it instead"
+TAKEN = "module.compile() compiled it"
+COMPILED = "torch.compile runs the model"
+SHORT = "its sequences had no more tokens than a piece"
+NOT_CALLED = "no forward pass with gradients has called it"
+TWICE = (
+    "module {!r} runs in tiles, whose gradients cannot be differentiated again (create_graph=True). Close the session, or leave the module "
+    "out of plan.tiles."
+)
+NONE_INSIDE = (
+    "tiles of {!r}: {}. Name modules that act on tokens one by one, such as MLPs and norms, or the layers that contain them."
+)
+IN_GRAPHS = "compiled sessions run no tiles: leave them out (replace(plan, tiles=())), or do not compile."
+
+
+class Reason(NamedTuple):
+    """Why a module runs whole. `is_expected`: its class was not meant by a rule for the layer around it, as attention."""
+
+    text: str
+    is_expected: bool = False
+
+
+class TiledModules:
+    """The modules of one model that run over pieces of the sequence."""
+
+    def __init__(self, plan: Plan, model: nn.Module, watch: Watch, checkpointed: CheckpointedModules) -> None:
+        self._watch, self._checkpointed, self._local = watch, checkpointed, threading.local()
+        self._calls: dict[str, TiledCall] = {}
+        self._is_attached = False
+        checkpointed.around_second_call = self.attached
+        self._asked: dict[str, str] = {}  # path of a module that a rule matches -> text of the rule
+        paths = dict(model.named_modules()) if plan.tiles else {}
+        for text, length in plan.tiles:
+            try:
+                matches = outermost(paths, (text,), what="tile")
+            except PlanError as error:
+                raise ApplyError(f"{error} Correct it, or use a plan that was made for this model.") from None
+            for path in (found for match in matches for found in callable_paths(match, paths[match])):
+                self._add(path, paths[path], text, length)
+
+    def _add(self, path: str, module: nn.Module, text: str, length: int) -> None:
+        self._asked[path] = text
+        for name, part in module.named_modules(prefix=path):
+            is_alone = isinstance(part, nn.Linear) and part is not module
+            if not is_alone and next(part.parameters(), None) is not None and not isinstance(part, torch.jit.ScriptModule):
+                self._calls[name] = TiledCall(self, part, name, length)
+
+    # --- calls ---
+
+    def attach(self) -> None:
+        """Let the modules run in pieces from now on."""
+        self._is_attached = True
+        for call in self._calls.values():
+            call.attach()
+
+    def detach(self) -> None:
+        """Let the modules run whole again; backward of existing graphs still runs pieces."""
+        self._is_attached = False
+        for call in self._calls.values():
+            call.detach()
+
+    @contextmanager
+    def attached(self) -> Generator[None]:
+        """Return a context in which modules run in pieces, also if they were detached: a second forward pass repeats the first."""
+        added = [call for call in self._calls.values() if call.attach()]
+        try:
+            yield
+        finally:
+            for call in () if self._is_attached else added:
+                call.detach()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this thread runs a piece, or is in `paused`."""
+        return getattr(self._local, "is_running", False)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Return a context in which modules called in this thread run whole."""
+        with patched_attributes(self._local, is_running=True):
+            yield
+
+    @contextmanager
+    def pieces(self) -> Generator[None]:
+        """Return a context in which a piece runs: no part of it is tiled, followed or checkpointed by itself."""
+        with self.paused(), self._watch.passing_over(), self._checkpointed.paused():
+            yield
+
+    def check(self, asked: TiledCall) -> None:
+        """Raise ApplyError if a module that a rule names has run, and neither it nor a module inside of it is ever tiled."""
+        inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
+        if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
+            why = next((call.whole.text for call in inside if call.whole is not None), "")
+            raise ApplyError(NONE_INSIDE.format(self._asked[asked.path], f"{asked.path} has none, since {why}"))
+
+    # --- what happened ---
+
+    def changes(self, *, was_compiled: bool) -> Iterator[Change]:
+        """Yield a row for each module that runs whole although a rule was meant for it."""
+        for path, text in self._asked.items():
+            inside = {name: call for name, call in self._calls.items() if is_inside(name, path)}
+            length = TILED.format(next(iter(inside.values())).length) if inside else text
+            if was_compiled or not any(call.was_called for call in inside.values()):
+                yield Change(path, length, WHOLE, COMPILED if was_compiled else NOT_CALLED)
+                continue
+            for name, call in inside.items():
+                others = [other for part, other in inside.items() if part != name and is_inside(part, name)]
+                if call.whole is not None and not call.whole.is_expected and not any(other.was_called for other in others):
+                    yield Change(name, length, WHOLE, call.whole.text)
+            if not any(call.has_run for call in inside.values()) and any(call.is_short for call in inside.values()):
+                yield Change(path, length, WHOLE, SHORT)
+
+    def explain(self) -> list[SlotExplanation]:
+        """Return a row for each module that a rule covers and that was called."""
+        rows: list[SlotExplanation] = []
+        for path, call in self._calls.items():
+            asked = TILED.format(call.length)
+            if call.has_run:
+                rows.append(SlotExplanation(path, asked, asked, ROWS))
+            elif call.whole is not None and call.whole.is_expected:
+                rows.append(SlotExplanation(path, asked, WHOLE, call.whole.text))
+        return rows
+
+
+@final
+class TiledCall:
+    """The call of one module, over pieces of its input. `whole`: why it runs whole, None if it need not or was not called yet."""
+
+    def __init__(self, tiles: TiledModules, module: nn.Module, path: str, length: int) -> None:
+        self.tiles, self.path, self.length, self.module = tiles, path, length, weakref.ref(module)
+        self.whole: Reason | None = None
+        self.is_by_token = self.has_run = self.is_short = False
+        self._reasons: dict[Any, Reason | None] = {}  # by what the operations of a call can depend on
+
+    def attach(self) -> bool:
+        """Let the module run in pieces; return whether it ran whole before."""
+        module = self.module()
+        if module is None or module._compiled_call_impl is self:
+            return False
+        if module._compiled_call_impl is not None:
+            self.whole = Reason(TAKEN)
+            return False
+        module._compiled_call_impl = self
+        return True
+
+    def detach(self) -> None:
+        """Let the module run whole."""
+        module = self.module()
+        if module is not None and module._compiled_call_impl is self:
+            module._compiled_call_impl = None
+
+    @property
+    def was_called(self) -> bool:
+        """Whether a forward pass with gradients has called the module, outside of pieces of others."""
+        return self.is_by_token or self.whole is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the module."""
+        module = self.module()
+        assert module is not None
+        if self.tiles.is_running or is_dynamo_compiling() or not torch.is_grad_enabled():
+            return module._call_impl(*args, **kwargs)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not all(has_storage(value) and not isinstance(value, FakeTensor) for value in tensors):
+            return module._call_impl(*args, **kwargs)
+        reason = self._reason(module, tensors, args)
+        if reason is not None:
+            return self._whole(module, reason, args, kwargs)
+        self.is_by_token, trained, x = True, [p for p in module.parameters() if p.requires_grad], args[0]
+        if x.shape[-2] <= self.length or not (x.requires_grad or trained):
+            self.is_short = self.is_short or x.shape[-2] <= self.length
+            with self.tiles.paused():
+                return module._call_impl(*args, **kwargs)
+        self.has_run = True
+        return self._tiled(module, x, trained, (args[1:], kwargs))
+
+    def _whole(self, module: nn.Module, reason: Reason, args: Any, kwargs: Any) -> Any:
+        """Return the output of the module, run whole for this reason."""
+        if self.whole is not None:
+            return module._call_impl(*args, **kwargs)
+        with OperationNames() as names:
+            out = module._call_impl(*args, **kwargs)
+        mixing = f", and applies {names.mixing}" if names.mixing and names.mixing not in reason.text else ""
+        self.whole = reason._replace(text=f"{reason.text}{mixing}")
+        self.tiles.check(self)
+        return out
+
+    def _reason(self, module: nn.Module, tensors: list[Tensor], args: tuple[Any, ...]) -> Reason | None:
+        """Return why a call with these tensors runs the module whole; None if it can run over pieces."""
+        if len(tensors) != 1 or not args or args[0] is not tensors[0]:
+            return Reason(ARGUMENTS.format(len(tensors)), is_expected=True)
+        x = tensors[0]
+        if x.dim() < 2 or not x.is_floating_point():
+            return Reason(NO_TOKENS)
+        key = (x.dtype, x.dim(), x.shape[-1], autocast_of(x), tuple(part.training for part in module.modules()))
+        if key not in self._reasons:
+            self._reasons[key] = self._measured_reason(module, x, args)
+        return self._reasons[key]
+
+    def _measured_reason(self, module: nn.Module, x: Tensor, args: tuple[Any, ...]) -> Reason | None:
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            return Reason(SHARDED)
+        devices, autocast = [x.device] if x.is_cuda else [], uncached_autocast(*autocast_of(x))
+        with self.tiles.pieces(), frozen_statistics(module), autocast, torch.random.fork_rng(devices=devices):
+            text = reason_to_run_whole(module, x, lambda probe: module._call_impl(probe, *args[1:]))
+        return Reason(text, is_expected=mixes(text)) if text else None
+
+    def _tiled(self, module: nn.Module, x: Tensor, trained: list[nn.Parameter], rest: tuple[Any, Any]) -> Tensor:
+        kept: Any = TileInput.apply(x, *trained)  # first: here a second forward pass that needs no output ends
+        run = TileRun(self, module, rest, kept.grad_fn, x.requires_grad, autocast_of(x))
+        out: Any = None
+        with torch.no_grad(), self.tiles.pieces(), run.autocast():
+            for start, piece in run.pieces_of(x):
+                part: Any = module._call_impl(piece, *rest[0], **rest[1])
+                if out is None:
+                    out = part.new_empty((*part.shape[:-2], x.shape[-2], part.shape[-1]))
+                out.narrow(-2, start, part.shape[-2]).copy_(part)
+                del part
+        run.out = out
+        return Tiles.apply(run, kept, x, *trained)  # type: ignore[return-value]
+
+
+class TileRun:
+    """One call of a tiled module: what its backward needs beside the saved input. `out`: its output, until autograd has it."""
+
+    def __init__(
+        self,
+        call: TiledCall,
+        module: nn.Module,
+        rest: tuple[Any, Any],
+        saved: Any,
+        needs_input: bool,
+        autocast: tuple[str, bool, Any],
+    ) -> None:
+        self.call, self.module, self.rest, self.saved, self.needs_input = call, module, rest, saved, needs_input
+        self._autocast = autocast
+        self.out: Tensor | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the autocast context of forward."""
+        return uncached_autocast(*self._autocast)
+
+    def pieces_of(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the position of each piece of a tensor's tokens, and the piece."""
+        for start in range(0, x.shape[-2], self.call.length):
+            yield start, x.narrow(-2, start, min(self.call.length, x.shape[-2] - start)).contiguous()
+
+    def gradients(self, x: Tensor, gradient: Tensor, trained: list[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of the input and of the parameters `trained`, from that of the output."""
+        of_input = torch.empty_like(x) if self.needs_input else None
+        sums = GradientSums(trained, gradient)
+        with self.call.tiles.pieces(), self.autocast(), torch.enable_grad():
+            for start, piece in self.pieces_of(x.detach()):
+                inputs = [piece.requires_grad_(), *trained] if self.needs_input else trained
+                out: Any = self.module._call_impl(piece, *self.rest[0], **self.rest[1])
+                of_piece = gradient.narrow(-2, start, piece.shape[-2])
+                found: list[Tensor | None] = [None] * len(inputs)
+                if out.requires_grad:
+                    found[:] = torch.autograd.grad(out, inputs, of_piece, allow_unused=True)
+                del out
+                if of_input is not None:
+                    part = found.pop(0)
+                    with torch.no_grad():
+                        into = of_input.narrow(-2, start, piece.shape[-2])
+                        _ = into.zero_() if part is None else into.copy_(part)
+                    del part
+                sums.add(found)
+        return [of_input, *sums.results()]
+
+
+class GradientSums:
+    """Sums of the gradients of parameters over pieces: in float32 for 16-bit parameters, else in the dtype of the parameter."""
+
+    def __init__(self, trained: list[Tensor], gradient: Tensor) -> None:
+        self._trained, self._borrowed = trained, gradient.untyped_storage()._cdata
+        self._sums: list[Tensor | None] = [None] * len(trained)
+
+    @torch.no_grad()
+    def add(self, gradients: list[Tensor | None]) -> None:
+        """Add the gradients of one piece, and empty the list."""
+        for place in range(len(gradients)):
+            gradient, gradients[place] = gradients[place], None
+            held = self._sums[place]
+            if gradient is not None and held is not None:
+                held.add_(gradient)
+            elif gradient is not None:
+                wide = gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+                is_own = wide.is_contiguous() and wide.untyped_storage()._cdata != self._borrowed
+                self._sums[place] = wide if is_own else wide.clone(memory_format=torch.contiguous_format)
+
+    def results(self) -> Iterable[Tensor | None]:
+        """Yield the sums in the dtypes of the parameters."""
+        for place, parameter in enumerate(self._trained):
+            held, self._sums[place] = self._sums[place], None
+            yield None if held is None else held.to(parameter.dtype)
+
+
+@final
+class TileInput(Function):
+    """Saves the input of a tiled module, and returns an empty tensor whose node has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *trained: Tensor) -> Tensor:
+        """Save the input."""
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return no gradients: those of the input are the results of `Tiles`."""
+        return (None,) * len(ctx.needs_input_grad)
+
+
+@final
+class Tiles(Function):
+    """The output of a tiled module, whose backward runs it again over pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:
+        """Return the output that was computed before."""
+        ctx.run, ctx.trained = run, trained
+        out, run.out = run.out, None
+        assert out is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of the input and of the parameters."""
+        run: TileRun = ctx.run
+        if torch.is_grad_enabled():
+            raise ApplyError(TWICE.format(run.call.path))
+        (x,) = run.saved.saved_tensors
+        return None, None, *run.gradients(x, gradients[0], list(ctx.trained))
+
+
+def autocast_of(x: Tensor) -> tuple[str, bool, Any]:
+    """Return the device type of `x`, whether autocast is on for it, and the dtype of autocast."""
+    kind = x.device.type
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def uncached_autocast(kind: str, is_enabled: bool, dtype: Any) -> AbstractContextManager[Any]:
+    """Return an autocast context without torch's cache of casts: other modules would find casts in it that were made without gradients."""
+    return torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=False)
