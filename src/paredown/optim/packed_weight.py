@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -343,6 +343,13 @@ class Weight:
         if not self.is_released:
             self._swap(self.empty, self._packed_class)
         self.address = 0
+
+    @contextmanager
+    def viewable(self) -> Iterator[None]:
+        """Let autograd view the packed parameter: builds of torch for CUDA refuse views of a tensor without a storage."""
+        self._swap(torch.empty((), dtype=self.dtype, device=self.packed.device).expand(self.size), self._packed_class)
+        yield
+        self.hide()
 
     def count_references(self) -> tuple[int, int]:
         """Return the number of references to the C++ tensor of the parameter, and to its Python object."""

@@ -262,7 +262,8 @@ class Weights:
         place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             for weight in place.weights():  # now: autograd numbers the node that finding one creates, and `Watch` reads the numbers
-                gradient_node(weight, place.accumulators)
+                with weight.viewable():
+                    gradient_node(weight, place.accumulators)
         hook = Hook(partial(self._enter, place))
         for weight in weights:
             self._hooks.setdefault(weight, []).append(hook)
