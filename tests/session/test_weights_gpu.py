@@ -57,12 +57,21 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
 
 
+def allocate_workspaces(model: nn.Module, x: torch.Tensor, around: Any) -> None:
+    """Runs a step: cuBLAS allocates its workspaces at the first products of a process, and keeps them."""
+    with around():
+        y = weighted(model(x))
+    y.backward()
+    model.zero_grad()
+
+
 @pytest.mark.parametrize("around", [nullcontext, autocast])
 def test_bytes_of_the_allocator(around: Any) -> None:
     """16 layers of 4 MiB each: 1 MiB packed. A forward pass has one of them at a time, and keeps none for backward."""
     mib = 1 << 20
     net = deep().cuda()
     x = rows(8, 1024).cuda().requires_grad_()
+    allocate_workspaces(net, x, around)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     session = apply(PLAN, net)
@@ -104,6 +113,7 @@ def test_frozen_linear_layers(around: Any, container: type[nn.Sequential], forma
     for layer in plain[1:]:
         layer.weight.data.copy_(round_trip(layer.weight.detach(), format))
     x = rows(8, 1024).cuda()
+    allocate_workspaces(plain, x, around)
     apply(Plan.uniform(frozen=format), net)
     for _ in range(3):
         for model in (net, plain):
