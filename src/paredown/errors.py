@@ -4,7 +4,7 @@ LONGEST = 2000  # characters of a message; text quoted from a file can have any 
 
 
 class ParedownError(Exception):
-    """Base class of all errors that paredown raises itself."""
+    """The base class of all exceptions that paredown raises itself."""
 
     def __str__(self) -> str:
         text = super().__str__()

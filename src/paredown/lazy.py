@@ -13,7 +13,10 @@ from typing import Any
 
 
 def loader(package: str, **modules: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package` that imports a module of it when one of its names is first used: module="name name ..."."""
+    """Return a `__getattr__` for `package` that imports the defining module when one of its names is first used.
+
+    Keywords list the names that each module defines: module="name name ...".
+    """
     home = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:

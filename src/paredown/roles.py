@@ -30,12 +30,15 @@ SECOND_MOMENT_WORDS = ("sq", "square", "sum", "second", "v")  # in the names of 
 
 
 def weight_role(*, is_frozen: bool) -> Role:
-    """Return the role under which rules match a parameter. Rules for WEIGHT match frozen ones too, but come after rules for FROZEN."""
+    """Return the role by which a plan's rules match a parameter: FROZEN if it is not trained, else WEIGHT.
+
+    Rules for WEIGHT match frozen parameters too, but rules for FROZEN take precedence.
+    """
     return Role.FROZEN if is_frozen else Role.WEIGHT
 
 
 def role_of_state(name: str) -> Role:
-    """Return the role of an optimizer's state tensor by its name: MOMENT2 if a word of the name says so, else MOMENT1.
+    """Return the role of a tensor of optimizer state: MOMENT2 if its name in the state says so (`exp_avg_sq`), else MOMENT1.
 
     >>> role_of_state("momentum_buffer").value, role_of_state("exp_avg_sq").value
     ('moment1', 'moment2')

@@ -55,14 +55,17 @@ Loaded = TypeVar("Loaded")
 
 
 class Check(NamedTuple):
-    """A predicate on values, and a text for error messages that describes the allowed values."""
+    """A test that a value in a file must pass, and the text that describes allowed values in error messages."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def json_values(value: Any, of: tuple[str, str], raises: Raises) -> dict[str, Any]:
-    """Return a copy of a dict with JSON types, equal to what a file would return. `of`: the name and an example of it, for errors."""
+    """Return a copy of a dict in which all values have JSON types, as if it had been read from a file.
+
+    `of` is the name of the dict in error messages, with an example.
+    """
     try:
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -105,7 +108,7 @@ def or_none(check: Check) -> Check:
 
 
 def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Raises) -> None:
-    """Raise `error` for the first field of a mapping or an object that fails its check; the message calls the object `what`."""
+    """Raise `error` for the first field of a dict or object that fails its check; the message calls the object `what`."""
     for name, check in checks.items():
         value = values[name] if isinstance(values, Mapping) else getattr(values, name)
         if not check.holds(value):
@@ -115,7 +118,8 @@ def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Rai
 def object_parts(
     value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises, *, oldest: int = 1
 ) -> dict[str, Any]:
-    """Return the fields of a JSON object without its version; raise `error` if it is too new, or has missing or unknown fields.
+    """Return the fields of a JSON object without "version"; raise `error` if the version is too new or fields are missing or
+    unknown.
 
     >>> from paredown.errors import PlanError
     >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
@@ -177,7 +181,7 @@ def save_json(path: PathText, value: Any, error: Raises, *, indent: int | None =
 
 
 def save_text(path: PathText, text: str, error: Raises) -> None:
-    """Write `text` to a file as UTF-8, whole or not at all; raise `error` with the reason if it cannot be written."""
+    """Write `text` to a file as UTF-8, all of it or nothing; raise `error` with the reason if the file cannot be written."""
     data = text.encode()
     with replaced_file(path, error) as part:
         part.write_bytes(data)
@@ -185,11 +189,12 @@ def save_text(path: PathText, text: str, error: Raises) -> None:
 
 @contextmanager
 def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
-    """Yield the path of a new file in the same folder, which replaces `path` when the block ends; if the block raises, `path` is
-    unmodified.
+    """Yield the path of a temporary file in the same folder, which replaces the file `path` when the block ends without an
+    exception.
 
-    The new file is on the disk before it gets the name, and has the permissions of the file that it replaces. A link stays one: the file
-    that it names is replaced. Devices and pipes (/dev/stdout) are written directly. An OSError becomes `error` with advice.
+    The temporary file is flushed to the disk before it is renamed, and has the permissions of the file that it replaces. If `path`
+    is a symbolic link, the file that it points to is replaced. Devices and pipes (/dev/stdout) are written directly. An OSError
+    becomes `error` with advice.
     """
     target = _link_target(path, error)
     part = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.part")
@@ -220,7 +225,7 @@ def _link_target(path: PathText, error: Raises) -> Path:
 
 
 def _advice(number: int | None, path: Path) -> str:
-    """Return a sentence on what to do about a file that cannot be written, by the errno of its OSError."""
+    """Return a sentence that says what to do about a file that could not be written. `number` is the errno of the OSError."""
     if path.is_dir():
         return "It is a folder: give the path of a file."
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -280,11 +285,13 @@ PLAIN: Mapping[Any, Check] = {
 
 
 class _Refused(Exception):
-    """Raised for a value that does not have the type of its field; the message begins with the path of the value."""
+    """Raised for a value that has another type than its field; the message begins with the path of the field."""
 
 
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
-    """Convert a JSON value to the type `kind`; `error` names the path of the first wrong value, which starts with `where`."""
+    """Return a JSON value converted to the type `kind`, such as a dataclass; `error` is raised with the path of the first wrong
+    value.
+    """
     try:
         return _reader(kind)(value, where)
     except _Refused as reason:

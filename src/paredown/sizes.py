@@ -32,7 +32,7 @@ ALLOWED = "a size is a whole number of bytes from 0 up, or text such as '8GiB', 
 
 
 def parse_bytes(size: int | str, *, whole: int | None = None) -> int:
-    """Return the number of bytes that `size` says; a percentage is relative to `whole`."""
+    """Return the number of bytes in a size such as "8GiB"; a percentage is relative to `whole`."""
     if isinstance(size, str):
         return _parse_text(size, whole)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
@@ -59,7 +59,7 @@ def _parse_text(text: str, whole: int | None) -> int:
 
 
 def _hint(number: str, unit: str) -> str:
-    """Return the two units that a prefix without B can mean, as advice: 8G is 8GiB or 8GB."""
+    """Return advice for a unit without B, which can mean two units: "8G" is 8GiB or 8GB."""
     prefix = unit[:1].upper()
     return f": write {number}{prefix}iB or {number}{prefix}B" if prefix and prefix in PREFIXES else ""
 
@@ -86,7 +86,7 @@ def say_bytes(count: int) -> str:
 
 
 def say_bytes_above(count: int) -> str:
-    """Return `say_bytes` rounded up, so that the text is a budget of at least `count` bytes.
+    """Return the text of at least `count` bytes: as `say_bytes`, but rounded up, for use as a budget.
 
     >>> say_bytes_above(1025), say_bytes_above(5 * 2**30), say_bytes_above(2**20 - 1), say_bytes_above(7)
     ('1.01 KiB', '5.00 GiB', '1.00 MiB', '7 B')
@@ -99,8 +99,9 @@ def say_bytes_above(count: int) -> str:
 
 
 def say_bytes_twice(count: int) -> str:
-    """Return `count` bytes in binary and in decimal units, since makers of GPUs use the latter and torch the former; once if both read
-    alike.
+    """Return the text of `count` bytes in binary units, as torch prints them, and in decimal units, as makers of GPUs do.
+
+    If both read alike, the text has one of them.
 
     >>> say_bytes_twice(24 * 10**9), say_bytes_twice(8 * 2**20), say_bytes_twice(100)
     ('22.35 GiB (24.00 GB)', '8.00 MiB (8.39 MB)', '100 B')

@@ -21,7 +21,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under column names; `right` has the indices of the columns that are aligned right, such as numbers."""
+    """A table of text with named columns; `right` has the indices of the columns that are aligned right, such as numbers."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -51,7 +51,10 @@ class Table:
 
 
 class TableRows(tuple[Record, ...]):
-    """A tuple of records that prints as a table. A subclass names its columns, and the text that is printed if there are no rows."""
+    """A tuple of records that prints as a table.
+
+    A subclass declares the names of its columns, and the text that is printed if there are no rows.
+    """
 
     __slots__ = ()
     columns: ClassVar[Sequence[str]]
@@ -62,7 +65,7 @@ class TableRows(tuple[Record, ...]):
         return super().__new__(cls, rows)
 
     def cells(self, row: Any) -> tuple[str, ...]:
-        """Return the texts of one row, one for each column: by default the fields of a dataclass."""
+        """Return the texts of one row, one per column; by default these are the fields of a dataclass."""
         return tuple(map(str, astuple(row)))
 
     def _table(self) -> Table:

@@ -96,7 +96,8 @@ def assign(
     error_allowance: float | None = None,
     calibration: Calibration | None = None,
 ) -> Plan:
-    """Return the plan of least predicted error whose peak is within `budget`: bytes, "6GiB", or "50%" of the baseline's peak.
+    """Return the plan of least predicted gradient error whose predicted peak is within `budget`: bytes, "6GiB", or "50%" of the
+    baseline's.
 
     A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as for `Footprint.fits`. On CUDA it keeps a margin below the
     budget for what is not predicted, which its reason states: `Footprint.bound_bytes` is within the budget too, unless that margin would
@@ -144,7 +145,7 @@ def assign(
 
 @dataclass(frozen=True)
 class Planning:
-    """The size that a plan must fit within: `bound_bytes` of its footprint, or without `keeps_margin` its `peak_bytes`."""
+    """A budget, and the size of a plan that must be within it: `bound_bytes` of its footprint, or without margin its `peak_bytes`."""
 
     budget_bytes: int
     within_bytes: int
@@ -152,9 +153,9 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return the planning of a budget that keeps the margin of `bound_bytes`.
+        """Return a budget of which a margin is kept free for memory that is not predicted (`bound_bytes`).
 
-        If the baseline's margin is larger than an eighth of the budget, the planning keeps this eighth instead.
+        The margin is at most an eighth of the budget.
         """
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
@@ -162,16 +163,16 @@ class Planning:
 
     @property
     def has_margin(self) -> bool:
-        """Whether a margin of any kind is kept."""
+        """Whether a part of the budget is kept free for memory that is not predicted."""
         return self.keeps_margin or self.within_bytes < self.budget_bytes
 
     @property
     def size_of(self) -> Callable[[Trace, Plan], int]:
-        """The function (trace, plan) -> size of the plan, which is compared with `within_bytes`."""
+        """The function that computes the bytes of a plan for a trace, to be compared with `within_bytes`."""
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
-        """Return whether the peak of a footprint is within the budget, with the margin of this planning."""
+        """Return whether the footprint of a plan is within the budget, including the margin for memory that is not predicted."""
         return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
 
 
@@ -184,7 +185,7 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan that `assign` searches for: by `preference` if there is one, else of least time or of least error."""
+    """Return the plan that `assign` finds: the quickest, if that is preferred, else the one of least predicted error."""
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
     if recompute is None and ladder is None and problem_of(trace).method.order is None and recompute_choices(trace):
@@ -203,7 +204,7 @@ def _preferred(
     preference: Preference,
     recompute: bool | None,
 ) -> Plan:
-    """Return the plan for `preference`. If that is "speed", the plan's reason states the predicted time."""
+    """Return the plan for `preference`; for "speed", the plan's reason states the predicted time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
     exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
@@ -226,7 +227,10 @@ def _preferred(
 def _problems(
     strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int, *, keeps_margin: bool
 ) -> Callable[..., AssignmentProblem]:
-    """Return a function that sets up the search for a traced step. Formats are those of `ladder`, or of the function's second argument."""
+    """Return a function that sets up the search for plans of a trace.
+
+    The formats of activations are those of `ladder`, or of the function's second argument.
+    """
     known: dict[Ladder | None, KnownItems] = {}
 
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
@@ -253,7 +257,7 @@ def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
 def _solve(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float, recompute: bool | None
 ) -> Solution:
-    """Return the solution of least error within the budget, with or without checkpointed layers; raise BudgetError if none fits."""
+    """Return the choice of formats and checkpointed layers of least error within the budget; raise BudgetError if none fits."""
     problem = problem_of(trace)
     best = problem.best(budget_bytes)
     if best is not None and (not recompute or best.error <= tolerated):
@@ -271,7 +275,7 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any]) -> Plan:
-    """Return the plan of a solution, after checking that its footprint is within the budget.
+    """Return the plan of a solution of the search; raise BudgetError if its footprint exceeds the budget.
 
     It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py).
     """
@@ -288,7 +292,7 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield rules of a plan for the formats of a point (a choice of formats with its predicted error and peak); the first to fit is taken.
+    """Yield several lists of rules that store each slot as `point` chooses; the first list whose plan fits is used.
 
     Rules without one for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors of a
     compiled step, for which it has a rule for activations.
@@ -317,7 +321,7 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 def _reason(
     problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """Return a plan's reason: what is stored in a lower precision, under which budget, and with which peak and margin.
+    """Return the sentence that explains a plan: which slots have fewer bits, and the budget, the predicted peak and the margin.
 
     `point`: the choice of formats. `layers`: the checkpointed layers. `planned`: the plan's footprint.
     """
@@ -334,7 +338,7 @@ def _reason(
 
 
 def _margin(planned: Footprint, budget_bytes: int) -> str:
-    """Return a note on how far below the budget a plan stays for memory that is not predicted; "" if it keeps no margin."""
+    """Return a note on how much of the budget the plan keeps free for memory that is not predicted; "" if nothing."""
     margin, left = planned.bound_bytes - planned.peak_bytes, budget_bytes - planned.peak_bytes
     instead = f"{say_bytes(left)} instead of " if left < margin else ""
     return f" (with a margin of {instead}{say_bytes(margin)} for the allocator and libraries)" if margin else ""
@@ -363,7 +367,7 @@ def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
 
 @dataclass(frozen=True)
 class PlanTemplate:
-    """The arguments of `assign` as one value: a budget, in percent of the baseline or in bytes, and a method."""
+    """A budget and a method of `assign`, from which plans for different traces are made; its text reads "assign 50% role"."""
 
     budget: str
     method: str = "role"
@@ -411,7 +415,7 @@ def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible
 
 
 def templates_of(plan: Plan) -> list[str]:
-    """Return the texts of the templates that this plan was made from."""
+    """Return the texts of the templates (`assign` with a budget) that gave this plan."""
     texts = plan.made_for.get(TEMPLATE_FIELD, "")
     return texts.split(SEPARATOR) if isinstance(texts, str) and texts else []
 
@@ -420,7 +424,7 @@ def templates_of(plan: Plan) -> list[str]:
 
 
 def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_layers: bool) -> str:
-    """Return the message of a BudgetError: what needs the memory, and what to change.
+    """Return the message of a BudgetError: which tensors need the memory, and what the user can change.
 
     `has_layers`: activation checkpointing was allowed too.
     """
@@ -446,7 +450,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Return why an item (slots that are stored together) cannot take fewer than the `nbytes` that it has at the peak."""
+    """Return why slots that are stored together cannot take fewer bytes than the `nbytes` that they have at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
@@ -464,7 +468,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if a plan would fit the budget without the pins (lower bounds on precision), else ""."""
+    """Return a sentence that says so if a plan would fit without pins, which keep slots at a minimum precision; else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""
@@ -485,7 +489,7 @@ def _unpinned(slot: Slot) -> Slot:
 
 
 def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if method "role" would fit the budget, else ""."""
+    """Return a sentence that recommends method="role" if it has a plan within the budget, else ""."""
     if problem.method.order is None and not problem.method.keeps_residue:
         return ""
     peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder, keeps_margin=False).smallest.peak_bytes

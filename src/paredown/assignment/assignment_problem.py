@@ -58,7 +58,7 @@ SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD",
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """The search for plans of one traced step by one method: the ways to store each tensor, with their bytes and errors."""
+    """The search for plans of one trace by one method: the formats that each tensor may have, with their bytes and errors."""
 
     trace: Trace
     method: AssignMethod
@@ -96,21 +96,21 @@ class AssignmentProblem:
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:
-        """The points (choices of formats, each with its peak memory and error) that the method finds; a budget selects one of them."""
+        """The choices of formats that the method finds, each with its predicted peak and error; a budget selects one of them."""
         return self.method.points(self.ledger, self.seed)
 
     def best(self, budget_bytes: int) -> AssignmentPoint | None:
-        """Return the point (a choice of formats) of least error whose peak is within the budget; None if there is none."""
+        """Return the choice of formats with the least predicted error whose peak is within the budget; None if there is none."""
         return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
     def formats(self, point: AssignmentPoint) -> Formats:
-        """Return the format of each slot at a point (a choice of one storage option for each item); None is unmodified."""
+        """Return the format of each slot under a choice that the method found; None means unmodified."""
         rows = [option for item in self.ledger.items for option in item.options]
         return {key: format for row in point.chosen for key, format in rows[row].formats}
 
     @property
     def smallest(self) -> AssignmentPoint:
-        """The point (a choice of formats) of least peak memory, whatever its error."""
+        """The choice of formats with the lowest peak, whatever its error."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
 
 
@@ -145,7 +145,9 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
 
 
 def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
-    """Raise PlanError unless `sensitivities` (measured gradient errors) are of this model, and given exactly if the method needs them."""
+    """Raise PlanError if `sensitivities` belong to another model, are missing though the method needs them, or are given
+    needlessly.
+    """
     if sensitivities is None:
         if method.needs_sensitivities:
             advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
@@ -168,7 +170,8 @@ def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensi
 
 
 def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
-    """Return the rules that give these formats to the slots of `trace`. Without `is_short`, parameters are matched by name alone.
+    """Return rules of a plan that give these formats to the slots of `trace`. Without `is_short`, parameters are matched by name
+    alone.
 
     A rule for a role or a pattern also matches small parameters. These stay unmodified, but then need `paredown.optim`.
     """
@@ -209,7 +212,7 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Return rules for the slots of `rest`: a pattern if it matches no slot of `wanted` with another format, else names.
+    """Return rules for the slots of `rest`, by a pattern of names where it matches no slot with another format, else by names.
 
     `rest` and `wanted` map names of slots to formats. Without `is_short`, all rules are names.
     """
@@ -227,7 +230,7 @@ def _named(
 
 
 def _pattern(name: str) -> str:
-    """Return the name with `*` for its first number; "" without a number, or if the name itself looks like a pattern.
+    """Return the name of a slot with `*` for its first number; "" if it has no number, or special characters of patterns.
 
     >>> _pattern("layers.11.mlp.2:input"), _pattern("head:input")
     ('layers.*.mlp.2:input', '')

@@ -68,7 +68,7 @@ SizeOf = Callable[[Trace, Plan], int]  # `bound_of`, the peak with its margin, o
 def quickest_plan(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, plan_of: Callable[[Solution], Plan], size_of: SizeOf = bound_of
 ) -> Solution | None:
-    """Return the solution of least predicted time for a budget.
+    """Return the solution (formats and checkpointed layers) within the budget whose plan takes the least predicted time.
 
     Return None if no plan fits but one that packs weights or optimizer state and also checkpoints layers.
     """
@@ -92,7 +92,7 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
 
 
 def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf, size_of: SizeOf = bound_of) -> Solution | None:
-    """Return the solution that recomputes the fewest layers or tensors and quantizes nothing; None if recomputing all is not enough."""
+    """Return the solution that checkpoints the fewest layers and quantizes nothing; None if checkpointing all is not enough."""
     layers = recompute_choices(trace)
 
     def fits(count: int) -> bool:
@@ -123,12 +123,12 @@ def _packs_parameters(solution: Solution) -> bool:
 
 
 def recompute_choices(trace: Trace) -> list[str]:
-    """Return the layers of an eager step, or the tensors of a compiled one, that can be recomputed, the best first."""
+    """Return what backward could recompute, the best first: names of layers of an eager step, of tensors of a compiled one."""
     return recomputable_slots(trace) if trace.is_compiled else repeated_layers(trace)
 
 
 def exact_plan(trace: Trace, chosen: Iterable[str]) -> Plan:
-    """Return a plan that recomputes `chosen` and quantizes nothing.
+    """Return a plan that recomputes the layers or tensors `chosen` and quantizes nothing.
 
     For a compiled step it has a rule, without which the step is plain torch.compile.
     """
@@ -142,7 +142,7 @@ def with_choice(trace: Trace, chosen: tuple[str, ...]) -> Trace:
 
 @cached_on_trace
 def recomputable_slots(trace: Trace) -> list[str]:
-    """Return tensors of a compiled step that backward can recompute, those with the fewest seconds for each freed byte first.
+    """Return names of tensors that backward of a compiled step can recompute, the fewest seconds for each freed byte first.
 
     Tensors that backward reads when the step is at its peak are left out, since they would exist then anyway.
     """
@@ -182,10 +182,10 @@ def _saved_bytes(trace: Trace, path: str) -> int:
 
 
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
-    """Return the error above which layers are checkpointed: that of all activations in the first format of `ladder`.
+    """Return the predicted error above which `assign` checkpoints layers rather than use fewer bits.
 
-    A ladder lists the formats that activations may have, the most precise first. If checkpointing is the last resort, it is the error of
-    the second format.
+    It is the error of all activations in the first format of `ladder` (formats, the most precise first); if checkpointing is the
+    last resort, in the second.
     """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
@@ -195,7 +195,7 @@ def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> flo
 def with_layers(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float
 ) -> Solution | None:
-    """Return the solution that recomputes the fewest layers or tensors and whose error is at most `tolerated`.
+    """Return the solution that checkpoints the fewest layers such that its predicted error is at most `tolerated`.
 
     If no number of layers brings the error there, return the solution of least error; None if no solution fits the budget.
     """
@@ -222,7 +222,7 @@ def with_layers(
 
 
 def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
-    """Return the least count above `too_few` for which `is_enough` is true, by bisection. It must be true for `enough`.
+    """Return the smallest number of layers above `too_few` for which `is_enough` is true, by bisection; it is true for `enough`.
 
     >>> fewest_layers(lambda count: count >= 7, 4, 8), fewest_layers(lambda count: True, 0, 1)
     (7, 1)
@@ -234,7 +234,7 @@ def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -
 
 
 def _counts(num_layers: int) -> Iterator[int]:
-    """Yield the counts 1, 2, 4, 8, ... below `num_layers`, and `num_layers`.
+    """Yield the numbers of layers 1, 2, 4, 8, ... below `num_layers`, and `num_layers` itself.
 
     >>> list(_counts(12)), list(_counts(0))
     ([1, 2, 4, 8, 12], [])

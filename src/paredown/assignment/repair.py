@@ -54,7 +54,7 @@ CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A slot whose format changed from `before` to `after`; None is unmodified."""
+    """A change of the format in which one slot is stored, from `before` to `after`; None means unmodified."""
 
     slot: str
     before: Format | None
@@ -63,7 +63,9 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of a repair: the new plan, the slots whose format changed, and which requests for a wider format were met or refused."""
+    """The result of `repair`: the new plan, the slots whose format changed, and requests for a wider format that were met or
+    refused.
+    """
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,7 +75,9 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: the step, the budget, measured gradient errors of slots, and the formats that activations may have."""
+    """The constraints of a repair: the trace, the budget, measured gradient errors of slots, and the formats that activations may
+    have.
+    """
 
     trace: Trace
     budget_bytes: int
@@ -82,7 +86,7 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return `plan` with the slots `raised` in the next wider format, and others, except `keeps`, in narrower ones to fit.
+    """Return a plan that stores the slots `raised` in the next wider format, and others, except `keeps`, in narrower ones to fit.
 
     `raised` lists the slots of largest error first. If the budget does not allow all, the last ones are refused.
     """
@@ -102,7 +106,7 @@ def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Coll
 
 
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return the plan of least predicted error, or `plan` itself if no other is clearly better.
+    """Return the plan of least predicted error within the budget, or `plan` itself if no other is clearly better.
 
     Slots of `keeps` get no fewer bits than now.
     """
@@ -116,7 +120,7 @@ def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> Re
 
 
 def check(plan: Plan, terms: RepairTerms) -> None:
-    """Raise BudgetError if `plan` itself is not within the budget of `terms`."""
+    """Raise BudgetError if the predicted peak of `plan` exceeds the budget of `terms`."""
     peak, budget = footprint(terms.trace, plan).peak_bytes, terms.budget_bytes
     if peak > budget:
         raise BudgetError(
@@ -126,9 +130,10 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """The formats of a plan as the search has them: `current` is the index of each item's storage option in the ledger (options x ticks).
+    """The formats of all slots of a plan, in the arrays that the search for another plan works on.
 
-    `bits[slot][row]` are the bits per value of a slot under the storage option `row`.
+    `current` has the row of the ledger (options x ticks) that each item, slots that are stored together, has now. `bits[slot][row]`
+    are the bits per value of a slot under that row.
     """
 
     trace: Trace
@@ -141,7 +146,7 @@ class RepairState:
 
     @staticmethod
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
-        """Return the state that describes `plan` under these terms."""
+        """Return the arrays that describe the formats of `plan` under these constraints."""
         trace, levels, measured = planned_step(terms.trace, plan), terms.levels, terms.sensitivities
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
@@ -163,7 +168,7 @@ class RepairState:
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Return the bits per value of a slot under `chosen` (one storage option for each item); infinity if it is unmodified."""
+        """Return the bits per value that a slot has if slots are stored as in `chosen`; infinity if it is unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
@@ -171,11 +176,11 @@ class RepairState:
         return self.bits_at(name, self.current)
 
     def can_rise(self, name: str) -> bool:
-        """Return whether a slot is packed now, so that a wider format is possible."""
+        """Return whether a slot can have a wider format, which is the case if the plan packs it."""
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Return a choice in which the slots `names` have the next wider format, and no other slot has fewer bits than before."""
+        """Return a choice of formats in which the slots `names` have the next wider format, and no other slot fewer bits than now."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -192,7 +197,7 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """Return `chosen` with other slots in fewer bits, so that the peak is within the budget; None if that is impossible.
+        """Return the choice of formats `chosen` with fewer bits for other slots until the peak fits; None if that is impossible.
 
         Slots with the least added error per byte are lowered first. `floors`: the fewest bits per value that a slot may have, by its name.
         """
@@ -212,7 +217,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the storage option among `allowed` that adds least error for each byte that it frees at a tick; None if none frees any.
+        """Return the change of format among `allowed` that adds least error per byte freed at a tick; None if none frees any.
 
         A tick is a position in the step's list of operations.
         """
@@ -227,7 +232,7 @@ class RepairState:
         return int(rows[np.lexsort((rows, -freed, cost))[0]])
 
     def repaired(self, chosen: Ints, *, raised: Sequence[str] = (), refused: Sequence[str] = ()) -> RepairedPlan:
-        """Return the plan of the choice `chosen`, with the slots whose format changed."""
+        """Return the repaired plan for a choice of formats, with a list of the slots whose format changed."""
         before, after = self._formats(self.current), self._formats(chosen)
         moves = tuple(SlotMove(name, before[name], after[name]) for name in before if before[name] != after[name])
         rules = dict(self.plan.rules)
@@ -253,7 +258,7 @@ def bits_per_value(format: Format | None) -> float:
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """Return the item with one more option at the end: the way in which the current plan stores it."""
+    """Return `item` (slots that are stored together) with the way in which the plan stores it now added to its options."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
@@ -262,7 +267,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Return weights, gradients and optimizer state as one item with one option: as the plan stores them."""
+    """Return one item for all weights, gradients and optimizer state, whose only option is how the plan stores them."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

@@ -142,7 +142,7 @@ class Sensitivities:
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """Check the errors of one slot (`row`: format -> error), and return them by the formats' canonical text."""
+    """Return the errors of one slot by the canonical text of the format, after checking them."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
@@ -158,7 +158,7 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """Check that `error` is a squared error, and return it as a finite number: LARGEST if it is infinite. `what` names it in messages."""
+    """Return a squared error read from a file as a finite number, LARGEST for infinity, after checking it."""
     try:
         value = NAN if isinstance(error, str | bytes | bool) else float(error)  # accepts scalars of numpy and torch
     except (TypeError, ValueError, OverflowError):
@@ -174,9 +174,10 @@ def _bits(text: str) -> int:
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:
-    """Return the error of a format that was not measured, by its significant bits. `row`: format -> measured error.
+    """Return the error of a slot in a format that was not measured, from its measured errors and the formats' significant bits.
 
-    The error is interpolated between the nearest two measured formats. Beyond them it is 4 times as large for each bit less.
+    `row` maps formats to measured errors. The error is interpolated between the nearest two. Beyond them it grows 4 times for each
+    bit less.
     """
     bits = _bits(text)
     points = sorted((_bits(measured), error) for measured, error in row.items())
@@ -196,7 +197,7 @@ def _interpolated(row: Mapping[str, float], text: str) -> float:
 
 
 def slot_error(savers: Iterable[Saver], format: Format) -> float:
-    """Return the predicted error of an activation in `format`: the sum over operations that need its values."""
+    """Return the predicted gradient error of an activation in `format`, summed over the operations that saved it."""
     factors = [
         OPERAND_FACTORS.get((saver.op, saver.operand)) or OP_FACTORS.get(saver.op, OTHER_FACTOR)
         for saver in savers
@@ -207,7 +208,7 @@ def slot_error(savers: Iterable[Saver], format: Format) -> float:
 
 
 def parameter_error(formats: Mapping[Role, Format]) -> float:
-    """Return the predicted error of a parameter with its gradient and moments in these formats."""
+    """Return the predicted error of a parameter whose weight, gradient and moments are stored in these formats."""
     residue = RESIDUE_BITS * (Role.RESIDUE in formats)
     bits = {role: significant_bits(format) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
     return sum(ROLE_FACTORS.get(role, 0.0) * 4.0**-count for role, count in bits.items())

@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """The preferences of `assign`: speed or accuracy, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs of time."""
+    """The user's preference of speed or accuracy, the error allowed for speed (None: by ALLOWANCE_FACTOR), and the costs of time."""
 
     prefer: str
     error_allowance: float | None
@@ -61,7 +61,9 @@ class Preference:
 
     @staticmethod
     def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
-        """Check these arguments of `assign` and return them as one value; None without a preference."""
+        """Return the arguments `prefer`, `error_allowance` and `calibration` of `assign` as one checked value; None without a
+        preference.
+        """
         if prefer not in (None, *PREFERENCES):
             raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
@@ -80,7 +82,7 @@ class Preference:
         return Preference(str(prefer), error_allowance, _checked(found or replace(REFERENCE, device=trace.device), trace), note)
 
     def allowed_error(self, accurate: Solution) -> float:
-        """Return the largest predicted error of a plan; `accurate` is the solution for prefer="accuracy"."""
+        """Return the largest predicted error that a quicker plan may have, given the solution for prefer="accuracy"."""
         return ALLOWANCE_FACTOR * accurate[1].error if self.error_allowance is None else float(self.error_allowance)
 
 
@@ -92,7 +94,10 @@ def _checked(calibration: Calibration, trace: Trace) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A solution with its plan and predicted time. `keeps_margin`: whether `bound_bytes` of its footprint is within the budget."""
+    """A plan with its predicted time and the solution that it is made from.
+
+    `keeps_margin`: whether the plan leaves a margin of the budget for memory that is not predicted.
+    """
 
     solution: Solution
     plan: Plan
@@ -101,7 +106,7 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The predicted squared gradient error."""
+        """The predicted squared gradient error of the plan."""
         return self.solution[1].error
 
 
@@ -161,7 +166,7 @@ def quickest_solution(
 
 
 def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
-    """Yield solutions that quantize nothing: every layer checkpointed, every second one, and as few as fit.
+    """Yield solutions that only checkpoint layers: every layer, every second one, and the fewest that fit the budget.
 
     The first two are left out if their expected peak does not fit. The last one fits with its margin.
     """
@@ -184,7 +189,7 @@ def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> I
 def packed_solutions(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, calibration: Calibration, allowed: float, *, has_layers: bool
 ) -> list[Solution]:
-    """Return the quickest solutions within budget and error that pack tensors, by the summed seconds of their parts."""
+    """Return the solutions that pack tensors, fit budget and allowed error, and take the fewest seconds, summed over tensors."""
     layers = repeated_layers(trace) if has_layers else []
     counts = sorted({len(layers) * part // 4 for part in range(5)} | ({1} if layers else set()))
     found: dict[tuple[object, ...], tuple[float, Solution]] = {}
@@ -204,7 +209,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds of packing on the device and on the host, one number for each storage option (row of the ledger)."""
+    """Return the seconds that each way to store a tensor adds to a step, on the device and on the host."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
@@ -218,7 +223,7 @@ def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Flo
 
 
 def cheapest_choices(ledger: Ledger, costs: tuple[Floats, Floats], budget_bytes: int) -> Iterator[NDArray[np.int64]]:
-    """Yield choices (one storage option for each item) within the budget that take few seconds and have little error.
+    """Yield choices of formats within the budget that add few seconds to a step and have little error.
 
     `costs`: the seconds of each option on the device and on the host.
     """

@@ -80,7 +80,7 @@ FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store an item (slots that are stored together), with its bytes over time and its predicted error.
+    """One way to store slots whose storage is decided together (an `Item`), with its bytes over time and its predicted error.
 
     `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that torch.optim updates.
     """
@@ -93,13 +93,15 @@ class StorageOption:
 
     @property
     def total(self) -> int:
-        """The bytes of the option, summed over the ticks at which they are held."""
+        """The bytes of the option, summed over the operations of the step during which they are held."""
         return sum(i.nbytes * (i.death - i.birth + 1) for i in self.held)
 
 
 @dataclass(frozen=True)
 class Item:
-    """Slots whose storage is decided together, with the options to choose from: unmodified, then fewer and fewer bits."""
+    """Slots whose storage is decided together, such as views of one tensor, and their options: unmodified, then fewer and fewer
+    bits.
+    """
 
     name: str
     slots: tuple[Slot, ...]
@@ -107,7 +109,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the item's storages in the baseline."""
+        """The bytes that the slots of this item take in the baseline."""
         return sum({slot.storage if slot.storage != -1 else i: slot.nbytes for i, slot in enumerate(self.slots)}.values())
 
 
@@ -120,7 +122,7 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each storage of activations, with the slots that depend on it.
+    """Yield the activations in groups whose storage is decided together, those that share memory, each with its options.
 
     `ladder_of`: the formats that a slot may have. `error_of`: the error of a slot in a format. `is_free`: slots of an item may have
     different formats. `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
@@ -198,7 +200,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Return options by rising error, then by falling bytes. Options that others beat in both are kept, since the search skips them."""
+    """Return options by rising error and falling bytes, without those that another option beats in both."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 
@@ -208,7 +210,7 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(
     trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each parameter with its gradient, moments and casts.
+    """Yield each parameter, together with its gradient, moments and casts, as one item with the ways to store it.
 
     `rows`: the ways to store it, {role: format} each; `frozen_rows`: those of a parameter that is not trained. `known`: the items of traces
     that share slots with this one; new ones are added.
@@ -230,7 +232,7 @@ def _tiers(rows: Rows, trace: Trace) -> list[Tier]:
 
 
 class Tier(NamedTuple):
-    """A way to store all tensors of a parameter: a row of TIER_ROWS or FROZEN_ROWS as a plan."""
+    """A row of TIER_ROWS or FROZEN_ROWS as a plan: formats for a parameter, its gradient and its moments."""
 
     name: str
     formats: dict[Role, Format]
@@ -239,7 +241,7 @@ class Tier(NamedTuple):
 
     @staticmethod
     def of(name: str, row: Mapping[str, str]) -> Tier:
-        """Return the tier (a way to store all tensors of a parameter) with these formats, {role: text}."""
+        """Return the tier whose formats are those of `row`, {role: text}."""
         formats = {Role(role): Format.parse(text) for role, text in row.items()}
         plan = Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),))
         return Tier(name, formats, plan, parameter_error(formats))
@@ -275,7 +277,7 @@ def _by_parameter(trace: Trace) -> dict[Slot, tuple[Slot, ...]]:
 
 
 def unowned(trace: Trace) -> list[Interval]:
-    """Return the intervals of bytes of optimizer moments that belong to no parameter of the trace, which no plan changes."""
+    """Return the time intervals of optimizer moments that belong to no parameter of the trace, so that no plan changes their bytes."""
     owned = {id(slot) for slots in _by_parameter(trace).values() for slot in slots}
     moments = [slot for slot in trace.slots if slot.role in (Role.MOMENT1, Role.MOMENT2) and id(slot) not in owned]
     return [Interval(slot.role, slot.module, slot.birth, slot.death, slot.nbytes) for slot in moments]
@@ -289,7 +291,7 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """The bytes of every storage option (row) at every tick of the step (column).
+    """A table of bytes: one row for each option of each item, one column for each tick (operation of the step).
 
     Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
 
@@ -311,7 +313,7 @@ class Ledger:
 
     @staticmethod
     def of(trace: Trace, items: Sequence[Item], *, keeps_margin: bool = True) -> Ledger:
-        """Compute the ledger of a trace whose activations and parameters are `items`."""
+        """Return the table of bytes (options x ticks) of a trace whose activations and parameters are `items`."""
         device = DEVICES[trace.device]
         allocated = partial(device.bound, is_compiled=trace.is_compiled) if keeps_margin else device.rounded
         rows = [option for item in items for option in item.options]
@@ -342,16 +344,19 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Return the bytes at each tick, (ticks,), without the optimizer's step. `chosen` is the ledger's row of each item."""
+        """Return the bytes in memory at each tick (operation), (ticks,), if item i is stored as in row `chosen[i]`.
+
+        What the optimizer's step allocates is left out.
+        """
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """Return the bytes at each tick under the choice `after`. `load` has the bytes under the choice `before`."""
+        """Return the bytes in memory at each tick under the choice `after`; `load` has those under the choice `before`."""
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return the bytes at each tick including what the optimizer's step allocates, which `load` leaves out."""
+        """Return the bytes in memory at each tick, with what the optimizer's step allocates, which `load` leaves out."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -360,11 +365,13 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes of a choice: `bound_bytes` of its plan's footprint, or `peak_bytes` without the margin."""
+        """Return the peak bytes if item i is stored as in row `chosen[i]`: its plan's `bound_bytes`, or `peak_bytes` without
+        margin.
+        """
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
-        """Return the peak bytes after each of some changes to the choice `chosen`. `load` has the bytes of `chosen` at each tick.
+        """Return the peak bytes after each of `changes` to the choice `chosen`. `load` has the bytes of `chosen` at each tick.
 
         `changes` is (changes, 2): the new rows of two items, equal if one item changes. `columns`: the ticks that count; None: all.
         """
@@ -388,7 +395,7 @@ class Ledger:
         return self.held[rows] if columns is None else self.held[np.ix_(rows, columns)]
 
     def error(self, chosen: Ints) -> float:
-        """Return the predicted error of a choice: the sum over its storage options."""
+        """Return the predicted gradient error of a choice, summed over its items."""
         return float(self.errors[chosen].sum())
 
 
@@ -397,7 +404,9 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """Return every interval as numbers: (row of the ledger, birth, death, bytes with rounding and margin), shape (intervals, 4)."""
+    """Return the intervals in which bytes are held, (intervals, 4): row of the ledger, first tick, end, bytes with rounding and
+    margin.
+    """
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -412,7 +421,7 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 
 
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
-    """Return the fewest and the most bytes that a choice of options can have at each tick.
+    """Return the fewest and the most bytes that can be in memory at each tick, over all choices of options.
 
     `spans`: intervals as numbers (`_spans`). Between one of its births or deaths and the next, the bytes of an item are constant: such a
     stretch takes one value for each row, not one for each tick.
@@ -434,7 +443,7 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return, at each tick, the sum over items of the least (np.minimum) or most (np.maximum) bytes of any of their options."""
+    """Return at each tick the sum over items of the fewest (np.minimum) or most (np.maximum) bytes of their options."""
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row
     reduce.at(bytes_of, stretch_of, cells)
@@ -446,7 +455,7 @@ def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, 
 
 
 def _held(spans: Ints, ticks: Ints, num_rows: int) -> Ints:
-    """Return the bytes of each storage option at each tick, (rows, ticks)."""
+    """Return the bytes that each option holds at each tick, (rows, ticks)."""
     row, birth, death, nbytes = spans.T
     width = len(ticks) + 1
     changes = np.zeros(num_rows * width, dtype=np.int64)

@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A choice of one storage option for each item (`chosen`: rows of the ledger), with its peak memory and predicted error."""
+    """A choice of formats with its predicted peak and error; `chosen` has the row of the ledger for each item."""
 
     chosen: Ints
     peak_bytes: int
@@ -62,16 +62,13 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the point (a choice of formats) of least error whose peak is within the budget; of equal ones, that of least peak."""
+    """Return the choice of formats with the least error whose peak is within the budget; of equal ones, that of lowest peak."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """Return the points of the greedy search, and points of the same peak and less error that are found from some of them.
-
-    A point is a choice of one storage option for each item, with its peak and error.
-    """
+    """Return choices of formats that a greedy search finds, each with its peak and error, and improvements of some of them."""
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -86,7 +83,7 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the points (choices of one option for each item) if items are quantized in `order`.
+    """Return the choices of formats that arise if items, slots that are stored together, are quantized in `order`.
 
     All items get their second option one after the other, then all get their third, and so on.
     """
@@ -105,13 +102,13 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """Return the point (choice with its peak and error) of `chosen`. `load` has its bytes at each tick."""
+    """Return the choice `chosen` (a row of the ledger for each item) with its peak and error. `load` has its bytes at each tick."""
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the points of the greedy search from the baseline down: in each, one more item has fewer bytes.
+    """Yield the choices of formats of the greedy search, from the baseline down: each stores one more item in fewer bytes.
 
     The item is the one that adds the least error for each byte that it frees at the peak.
     """
@@ -129,7 +126,7 @@ def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield points (choices of one option for each item) of least peak memory at any error, which the greedy path may miss.
+    """Yield choices of formats with the lowest peaks at any error, which the greedy search may miss.
 
     They start from the smallest options, and go move by move to a lower peak.
     """
@@ -150,7 +147,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the storage option (row of the ledger) that lowers the peak most if its item changes to that option; None if none does."""
+    """Return the option (row of the ledger) that lowers the peak most if one item changes to it; None if none does."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -161,7 +158,7 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the storage option among `rows` that adds least error for each byte that it frees at a tick; None if none frees any.
+    """Return the option among `rows` of the ledger that adds least error per byte freed at a tick; None if none frees any.
 
     Of equal options, the one that frees most is returned.
     """
@@ -176,7 +173,7 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each storage option frees during the optimizer's step, 0 at other ticks."""
+    """Return the bytes that each option frees while the optimizer steps; 0 if `tick` is another time."""
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
     for ticks, most in ledger.transients:
@@ -186,7 +183,7 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
-    """Return points found from `point` by wider formats for some items: they have less error and a peak of at most `cap_bytes`.
+    """Return choices of less error than `point`, with wider formats for some items and a peak of at most `cap_bytes`.
 
     The largest error is lowered first; the list is empty if no wider format fits. `load` has the bytes of `point` at each tick.
     """
@@ -199,7 +196,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the storage option of higher precision that removes most error and fits under `cap` bytes; None if none fits."""
+    """Return the option of higher precision that removes most error while the peak stays below `cap` bytes; None if none fits."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -219,7 +216,7 @@ def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
 
 
 class PointFront:
-    """The Pareto front of peak and error: points (choices of one option for each item) by rising peak and falling error."""
+    """The Pareto front of choices of formats: none of them is beaten by another in both peak memory and error."""
 
     def __init__(self) -> None:
         self.points: list[AssignmentPoint] = []
@@ -240,18 +237,18 @@ class PointFront:
         return True
 
     def has(self, point: AssignmentPoint) -> bool:
-        """Return whether this point is on the front."""
+        """Return whether this choice of formats is on the front."""
         index = bisect_right(self._peaks, point.peak_bytes)
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that no point of the front beats even at their lowest possible peaks, `least_peaks`."""
+        """Return the indices of candidates that could join the front if they had their lowest possible peaks, `least_peaks`."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that no point of the front beats; of candidates with equal peaks, the one of least error."""
+        """Return the indices of candidates that join the front; of candidates with equal peaks, the one of least error."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -259,7 +256,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of all points found from them by changing the options of one or two items at a time."""
+    """Return the Pareto front of `points` and of all choices that differ from one of them in one or two items."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -280,7 +277,7 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of the options of one or two items that could join the front, with their peaks and errors.
+    """Return changes of one or two items of a choice that could join the front, with their peaks and errors.
 
     A change is a pair of rows of the ledger, which are equal if one item changes. The last result is the number of additions that computing
     all changes takes.
@@ -307,7 +304,7 @@ def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tu
 
 
 def _highest_ticks(total: Ints) -> Ints:
-    """Return the tick with the most bytes in each of BOUND_TICKS stretches of the step. `total` has the bytes of each tick."""
+    """Return the tick with the most bytes in each of BOUND_TICKS equal parts of the step. `total` has the bytes of each tick."""
     stretch = -(-max(len(total), 1) // BOUND_TICKS)
     return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
 
@@ -317,7 +314,7 @@ def _highest_ticks(total: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method of `assign`: the order in which items are quantized (None: greedy search), and the activations that it may quantize."""
+    """A method of `assign`: the order in which slots are quantized (None: greedy search), and which activations it may quantize."""
 
     name: str
     note: str
@@ -328,7 +325,7 @@ class AssignMethod:
     keeps_residue: bool = False  # whether trained weights are unmodified, or packed with a residue
 
     def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
-        """Return the combinations of peak memory and error that this method finds."""
+        """Return the choices of formats that this method finds, each with its predicted peak and error."""
         if self.order is not None:
             return in_order(ledger, self.order(ledger.items, seed))
         return exchange_options(ledger, greedy(ledger))
@@ -345,7 +342,7 @@ def _shuffled(items: tuple[Item, ...], seed: int) -> list[int]:
 
 
 def _inputs_of_products(trace: Trace) -> frozenset[str]:
-    """Return the names of saved inputs of matrix products and convolutions, except those of the first and the last one."""
+    """Return the names of saved inputs of matrix products and convolutions, without the first and the last of the network."""
     inputs = [
         slot
         for slot in sorted(trace.activations, key=lambda slot: slot.birth)
@@ -379,7 +376,7 @@ def role_table_error(slot: Slot, format: Format) -> float:
 
 
 def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
-    """Return a function (slot, format) -> measured gradient error. `ladder`: the formats that it is called with, the most precise first.
+    """Return a function (slot, format) -> measured gradient error; `ladder` lists the formats, the most precise first.
 
     A slot that was not probed has the error of the role table, scaled by median(measured / predicted). A format later in the ladder never
     has a smaller error than one before it, whatever the noise of the measurement.
@@ -401,7 +398,9 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name under which a slot was probed: its own, or that of another operation that saved it; None if it was not."""
+    """Return the name under which a slot was probed, which may be that of another operation that saved the same tensor; None if
+    none.
+    """
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 
@@ -410,9 +409,9 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """Return a function slot -> formats that the slot may have: all of `ladder`, or only the first if the slot is not `eligible`.
+    """Return a function from a slot to the formats that it may have: all of `ladder`, or only the most precise one.
 
-    A ladder lists formats, the most precise first. `eligible`: names of slots; None for all.
+    `ladder` lists formats, the most precise first. `eligible`: names of the slots that may have all of them; None for all slots.
     """
     if eligible is None:
         return lambda slot: ladder

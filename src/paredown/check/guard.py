@@ -79,12 +79,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Guard:
-    """The settings of a guard. `budget`: limit on the predicted peak; None for the predicted peak of the applied plan.
+    """The settings of a guard, which raises the precision of slots with large rounding errors while a model trains.
 
-    `sensitivities` (of `probe`: the gradient error that rounding each slot causes) decide which slots are lowered so that others can be
-    raised; without them the table of roles decides. With a `batch`
-    (and its `loss`, as for `probe`; a part of a batch suffices, and takes less memory, as a probe packs nothing) sensitivities are measured
-    after 10, 30, 100, 300, ... steps, and formats are chosen anew.
+    `budget` limits the predicted peak; None: the predicted peak of the applied plan. `sensitivities` (of `probe`: the gradient
+    error that rounding each slot causes) decide which slots are lowered so that others can be raised; without them the table of
+    roles decides. With a `batch` (and its `loss`, as for `probe`; a part of a batch suffices, and takes less memory, as a probe
+    packs nothing) sensitivities are measured after 10, 30, 100, 300, ... steps, and formats are chosen anew.
     """
 
     trace: Trace
@@ -108,7 +108,7 @@ class Guard:
             parse_bytes(self.budget, whole=1)  # raises here for what is no size, rather than in apply
 
     def budget_for(self, plan: Plan) -> int:
-        """Return the budget for the predicted peak in bytes; raise BudgetError if the predicted peak of `plan` exceeds it."""
+        """Return the largest predicted peak in bytes that the guard allows; raise BudgetError if that of `plan` exceeds it."""
         peak = footprint(self.trace, plan).peak_bytes
         if self.budget is None:
             return peak
@@ -123,7 +123,7 @@ class Guard:
 
 
 def checked_guard(guard: Any, plan: Plan) -> Guard | None:
-    """Return `guard`, which is None or a Guard whose budget `plan` keeps; ApplyError or BudgetError otherwise."""
+    """Return `guard` if it is None or a Guard whose budget `plan` fits; raise ApplyError or BudgetError otherwise."""
     if isinstance(guard, Guard):
         guard.budget_for(plan)
     if guard is None or isinstance(guard, Guard):
@@ -135,7 +135,7 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
 
 
 def check_model(trace: Trace, model: nn.Module) -> None:
-    """Raise ApplyError if `trace` is of another model: a guard would never measure its slots."""
+    """Raise ApplyError if `trace` is of another model than `model`, since a guard could not measure the slots of that model."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for slot in trace.of(Role.WEIGHT):
         if not slot.stays and shapes.get(slot.name) != slot.shape:
@@ -147,7 +147,7 @@ def check_model(trace: Trace, model: nn.Module) -> None:
 
 
 def probe_steps() -> Iterator[int]:
-    """Yield the steps after which sensitivities are measured: 10, 30, 100, 300, ...
+    """Yield the numbers of the training steps after which the guard measures sensitivities: 10, 30, 100, 300, ...
 
     >>> from itertools import islice
     >>> list(islice(probe_steps(), 6))
@@ -161,7 +161,7 @@ def probe_steps() -> Iterator[int]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the norm of all gradients together, on their device; infinity or NaN if one of their values is not finite."""
+    """Return the norm of all gradients together, as a tensor on their device; infinity or NaN if a value is not finite."""
     if not gradients:
         return None
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -173,7 +173,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass
 class OptimizerSteps:
-    """Statistics of one optimizer's steps.
+    """Statistics of the steps that one optimizer took: gradient norms, skipped steps, and raised slots.
 
     `norm`: moving average of `num_norms` gradient norms. `left_out`: how many steps in a row were skipped. `suspicions`: how often slots
     were raised on suspicion since the last step that was taken.
@@ -200,7 +200,7 @@ class OptimizerSteps:
 
 @dataclass
 class GuardState:
-    """All that a guard remembers from step to step; field names are those of the JSON.
+    """The state of a guard from one training step to the next; its fields have the same names in JSON.
 
     `looks`: by slot, the moving average of its error, and its largest value when it got its current format. `taken`: statistics of each
     optimizer, by the name of its first parameter. `done`: the optimizers that have run in this step. `held_until`, `refused_until`: by
@@ -215,7 +215,7 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Return whether the call of `optimizer` begins a new training step.
+        """Return whether a new training step begins with this call of `optimizer.step()`.
 
         If a model has several optimizers, a new step begins with the first one that has already run in the current step.
         """
@@ -225,26 +225,26 @@ class GuardState:
         return is_new
 
     def is_held(self, name: str) -> bool:
-        """Return whether the slot `name` must not be lowered, because it was raised at most `Limits.hold` steps ago."""
+        """Return whether a slot must not be lowered yet because the guard raised it at most `Limits.hold` steps ago."""
         return self.held_until.get(name, -1) > self.steps
 
     def is_refused(self, name: str) -> bool:
-        """Return whether raising the slot `name` would have exceeded the budget at most `Limits.hold` steps ago."""
+        """Return whether the guard could not raise a slot within the budget when it tried, at most `Limits.hold` steps ago."""
         return self.refused_until.get(name, -1) > self.steps
 
     def is_probe_due(self) -> bool:
-        """Return whether the guard measures sensitivities (the gradient error that rounding each slot causes) after this step."""
+        """Return whether the guard must measure after this step how much gradient error rounding each slot causes."""
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
     def update(self, measured: Mapping[str, SlotSignal]) -> None:
-        """Add finite measurements of slots to the moving averages."""
+        """Add the measured rounding errors of slots to their moving averages; values that are not finite are left out."""
         for name, signal in measured.items():
             if isfinite(signal.error) and isfinite(signal.largest):
                 before = self.looks.get(name)
                 self.looks[name] = signal if before is None else SlotSignal(_mixed(before.error, signal.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
-        """Drop the measurements of a slot that has a new format.
+        """Drop the measurements of a slot because it now has another format.
 
         `held_until`: the step until which the slot must not be lowered again; None if it may be.
         """

@@ -69,7 +69,7 @@ OVER_BUDGET = "no other slot can be lowered enough to keep the budget"
 
 @final
 class GuardRunner(SessionGuard):
-    """The part of a guard that acts in one session; it calls `change(plan)` with each repaired plan."""
+    """The guard of one session: it measures rounding errors in each step, and calls `change(plan)` with a repaired plan."""
 
     def __init__(
         self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
@@ -92,11 +92,11 @@ class GuardRunner(SessionGuard):
 
     @property
     def terms(self) -> RepairTerms:
-        """Trace, budget, sensitivities and allowed formats, from which a plan is repaired."""
+        """The trace, budget, sensitivities and allowed formats under which a plan is repaired."""
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the forward pass that begins is part of a probe. Nothing is packed in a probe.
+        """Return whether the forward pass that begins belongs to a probe, in which the session packs nothing.
 
         Raises ApplyError while a CUDA graph is captured.
         """
@@ -108,7 +108,7 @@ class GuardRunner(SessionGuard):
         return self.is_probing
 
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Let the guard call `format_of(slot name)` for the current format of a slot."""
+        """Set the function `format_of(slot name)`, by which the guard reads the current format of a slot."""
         self.format_of = format_of
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class GuardRunner(SessionGuard):
             self._probe_within_budget()
 
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
-        """Return whether the optimizer step is taken; repair the plan if measurements require it.
+        """Return whether the optimizer step may run; repair the plan first if rounding errors are too large.
 
         `taken`: statistics of the optimizer's previous steps.
         """
@@ -159,7 +159,7 @@ class GuardRunner(SessionGuard):
         return not alarm
 
     def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
-        """Return why a step with this gradient norm must be skipped; "" if the norm is as usual."""
+        """Return why the norm of the gradients is suspicious (not finite, or a jump), for which the step is skipped; else ""."""
         if not isfinite(norm):
             return NOT_FINITE
         usual = taken.usual_norm()
@@ -169,7 +169,7 @@ class GuardRunner(SessionGuard):
         return ""
 
     def _wrong(self, measured: Mapping[str, SlotSignal]) -> dict[str, str]:
-        """Return the slots whose rounding error is too large, each with the reason; the largest error comes first."""
+        """Return the slots whose rounding errors exceed their limits, the largest error first, each with the reason."""
         wrong: dict[str, tuple[float, str]] = {}
         limits = self.guard.limits
         for name, signal in measured.items():
@@ -190,7 +190,7 @@ class GuardRunner(SessionGuard):
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
-        """Return the factor by which the largest value of a slot may grow before the slot is raised.
+        """Return the factor by which the largest value of a slot may grow before the guard raises the slot.
 
         It is infinite for formats with scales, and smaller where backward is not linear.
         """
@@ -201,7 +201,7 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Return the slots to raise if gradients are wrong although all rounding errors are small.
+        """Return the slots that the guard raises if gradients are not finite or too large although all rounding errors are small.
 
         Pinned slots come first, then those with the largest errors. Each call returns twice as many as the call before.
         """
@@ -228,7 +228,7 @@ class GuardRunner(SessionGuard):
     # --- plans ------------------------------------------------------------------------------------------------------------
 
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
-        """Use a repaired plan, and record an action for each slot that has a new format or could not get one.
+        """Apply a repaired plan, and record an action for each slot that got a new format or could not get one.
 
         `why`: the reason for each slot, by slot name. `whole`: one reason for all slots, used in place of `why`.
         """
@@ -250,7 +250,7 @@ class GuardRunner(SessionGuard):
             self._change(repaired.plan)
 
     def _probe_within_budget(self) -> None:
-        """Probe with as many examples of the guard's batch as fit into the budget; if none fits, record that as an action."""
+        """Probe with as many examples of the guard's batch as the budget allows; record an action if it allows none."""
         trace, batch = self.guard.trace, self.guard.batch
         part = examples_within(batch, trace, self.plan, self.budget_bytes)
         if part is not None:
@@ -292,7 +292,7 @@ class GuardRunner(SessionGuard):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Continue from the state of a guard whose current plan was `plan`."""
+        """Restore the state of a guard from `state_dict()`; `plan` was the current plan of that guard."""
         try:
             memory, actions = GuardState.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
             saved, looks_at_all = state["sensitivities"], bool(state["looks_at_all"])
@@ -325,13 +325,13 @@ def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -
 
 
 def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | None = None) -> int:
-    """Return the predicted peak of a probe of `batch` (or of its first `num_examples`) between two steps of training under `plan`."""
+    """Return the predicted peak of a probe of `batch` (or of its first `num_examples`) that runs between two training steps."""
     fixed, each = _costs(trace, plan, batch)
     return int(fixed + each * (count_examples(batch) if num_examples is None else num_examples))
 
 
 def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
-    """Return the first examples of `batch`, as many as a probe can take within the budget; None if one example is too many."""
+    """Return as many of the first examples of `batch` as a probe can use within the budget; None if one is too many."""
     fixed, each = _costs(trace, plan, batch)
     num = int((budget_bytes - fixed) // each) if each else 1 << 62
     return first_examples(batch, num) if num > 0 else None
@@ -344,7 +344,7 @@ def first_examples(batch: Any, num: int) -> Any:
 
 
 def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
-    """Return two sizes of a probe in bytes: what it takes for any number of examples, and what each example adds."""
+    """Return two numbers of bytes that predict the peak of a probe: a constant, and a number per example."""
     baseline, current = footprint(trace), footprint(trace, plan)
     held = sum(nbytes for role, nbytes in current.by_role.items() if role not in WITHIN_STEP) + current.workspace_bytes
     share = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) / max(

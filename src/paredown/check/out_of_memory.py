@@ -73,7 +73,7 @@ SMALL_RATE_TIERS = ("fine_tune",)  # in place of TIERS at small learning rates, 
 
 @dataclass(frozen=True)
 class Shortage:
-    """The role that grew most at the peak of a plan, and the next smaller plan.
+    """The role whose tensors grew most until the peak of a plan, and the next smaller plan.
 
     `next_bytes` is None if no known plan is smaller.
     """
@@ -108,7 +108,7 @@ def explain_shortage(
     available_bytes: int | None = None,
     learning_rate: float | None = None,
 ) -> Shortage:
-    """Return the role that grew most at the peak of `plan`, and the next smaller plan.
+    """Return which role of tensors takes the most memory at the peak of `plan`, and the next smaller plan.
 
     `candidates`: predicted peaks of plans by name, by default those of the presets. `available_bytes`: memory of the device, if known,
     into which the next plan must fit. `learning_rate`, if known: at a small one, presets store weights with a residue.
@@ -129,12 +129,12 @@ def explain_shortage(
 
 
 def _named_places(foot: Footprint) -> Iterator[tuple[tuple[str, Role], int]]:
-    """Yield ((module, role), bytes) for what is in memory at the peak, the largest first; bytes that belong to no module are left out."""
+    """Yield ((module, role), bytes) of tensors in memory at the peak, the largest first, without those that belong to no module."""
     return ((place, size) for place, size in foot.places_at_peak().items() if place[0])
 
 
 def grown_role(foot: Footprint) -> Role:
-    """Return the role with the most bytes at the peak, among those that do not exist when the step begins."""
+    """Return the role with the most bytes at the peak, among roles whose tensors are created during the step."""
     new = {role: size for role, size in foot.at_peak.items() if role not in STORED_BEFORE} or foot.at_peak
     return max(new, key=lambda role: new[role], default=Role.WEIGHT)
 
@@ -174,7 +174,7 @@ def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, le
 
 
 def allocator_advice(message: str) -> str:
-    """Return advice if torch's message says that much of the device's memory is reserved but not allocated; "" otherwise.
+    """Return advice if torch's message says that it reserved much memory that is not allocated; "" otherwise.
 
     >>> allocator_advice("GPU 0 has a total capacity of 24.00 GiB ... and 3.10 GiB is reserved by PyTorch but unallocated.")[:61]
     '3.10 GiB of 24.00 GiB is reserved by torch and not allocated:'
@@ -189,7 +189,8 @@ def allocator_advice(message: str) -> str:
 
 
 class LastCall:
-    """Records shapes and dtypes of a model's last call with gradients, from which a step is traced if memory runs out.
+    """Records the shapes and dtypes of a model's last call with gradients, so that the step can be traced after it ran out of
+    memory.
 
     `traced_as`: arguments of `trace_step`; device and autocast are those of the call where it does not name them. `learning_rate`: that
     of the training, if known.
@@ -202,7 +203,7 @@ class LastCall:
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
-        """Trace the last call, and add an explanation to `error` if it is an out-of-memory error; leave any other error unchanged.
+        """Trace the step of the last call, and add an explanation to `error` if it is an out-of-memory error.
 
         `plan`: the plan of the step that ran out of memory.
         """
@@ -227,7 +228,7 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the batch of a call for `trace_step`: a mapping if the call had keyword arguments, otherwise a tuple.
+        """Return the arguments of a call as the batch that `trace_step` takes: a mapping for keyword arguments, otherwise a tuple.
 
         If a loss is given, the tuple ends with a place for its target.
         """
@@ -250,7 +251,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float | None = None) -> Generator[None]:
-    """Return a context that adds to an out-of-memory error what the peak was made of, and the next plan that takes less memory.
+    """Return a context that explains an out-of-memory error: what the peak consisted of, and which plan needs less memory.
 
     The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is what
     `trace_step` takes: a name, or the instance. If the model does not return its loss, the mean of its outputs is used, which stores
@@ -271,12 +272,12 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
 
 
 class LossOf:
-    """The loss that a model returned; if it returned none, the sum of the means of all outputs that require a gradient."""
+    """A loss function for models that return their loss; of other outputs it takes the sum of the means."""
 
     is_missing = False  # whether a model returned none
 
     def __call__(self, output: Any, *_: Any) -> Tensor:
-        """Return the loss for `output`."""
+        """Return the loss in `output`, or the sum of the means of all its tensors that require a gradient."""
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             return loss

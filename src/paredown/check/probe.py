@@ -51,7 +51,7 @@ def probe(
     backwards: int = BACKWARDS,
     seed: int = 0,
 ) -> Sensitivities:
-    """Return the squared relative gradient error of each activation of `trace` in each of `formats`, each slot rounded alone.
+    """Return the squared relative gradient error that rounding one activation of `trace` alone causes, by slot and by format.
 
     `batch` and `loss` are those of `trace_step`; the batch may be smaller than the traced one, and should be where memory is short, since
     a probe packs nothing. Gradients, buffers, mode and random states of the model are afterwards what they were before.
@@ -71,7 +71,7 @@ def probe(
 
 
 class ProbeMeasurement:
-    """The forward pass of one probe, and its backward passes."""
+    """The measurement behind `probe`: one forward pass, and backward passes with different slots rounded."""
 
     def __init__(self, board: HeldForward, slots: Mapping[str, Slot], loss: Tensor, parameters: Sequence[Tensor]) -> None:
         self.board, self.slots, self.loss, self.parameters = board, slots, loss, parameters
@@ -79,7 +79,7 @@ class ProbeMeasurement:
         self.energies: list[float] = []  # sums of squares of those gradients
 
     def errors(self, formats: Sequence[Format], backwards: int) -> dict[str, dict[str, float]]:
-        """Return the squared relative gradient error by slot and format, from at most `backwards` backward passes."""
+        """Return the squared relative gradient error by slot and format, measured in at most `backwards` backward passes."""
         called = formats if len(formats) <= min(MAX_FORMATS, backwards - 1) else [_middle(formats)]
         noise = NoiseMeasurement(self._trials(called))
         exact = noise.backward(self.loss, self.parameters)
@@ -103,7 +103,7 @@ class ProbeMeasurement:
         return {name: {text: inf if isnan(error) else error for text, error in row.items()} for name, row in errors.items()}
 
     def _trials(self, formats: Sequence[Format]) -> dict[Any, list[SlotRounding]]:
-        """Return the slots that each autograd node saved, once for each format in which the node will run."""
+        """Return the slots that each autograd node saved, with one entry for each format that is measured at the node."""
         trials: dict[Any, list[SlotRounding]] = defaultdict(list)
         for name in self.slots:
             held = self.board.slots[name]
@@ -116,7 +116,7 @@ class ProbeMeasurement:
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
-        """Return for each slot a factor that corrects its estimated error, from backward passes with groups of slots rounded.
+        """Return a factor for each slot that corrects its estimated error, measured with groups of slots rounded together.
 
         `parts`: for each slot the exact and the estimated part of its error. `backwards`: the largest number of backward passes.
         """
@@ -138,7 +138,7 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add estimated errors in those of `formats` that no backward pass has measured.
+        """Add the errors of formats that no backward pass has measured, estimated from the errors in the format `known`.
 
         The estimate is the error in format `known` times the ratio of the squared rounding errors of the values in the two formats.
         """
@@ -157,7 +157,7 @@ class ProbeMeasurement:
 
 
 def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
-    """Return at most `count` groups, of about equal size, of slots of one operation that are next to each other in the forward pass.
+    """Return at most `count` groups of slots, about equally large: neighbours in the forward pass, which the same operation saved.
 
     >>> groups({"a": "norm", "b": "gelu", "c": "norm", "d": "norm", "e": "gelu"}, 3)
     [['a'], ['c', 'd'], ['b', 'e']]
@@ -180,7 +180,7 @@ def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
 
 @contextmanager
 def restored_state(model: nn.Module) -> Generator[None]:
-    """Return a context that restores the model's buffers and the random states when it ends."""
+    """Return a context that restores the model's buffers and torch's random states when it ends."""
     named = ((module._buffers, name, b) for module in model.modules() for name, b in module._buffers.items())
     saved = [(buffers, name, b, b.clone()) for buffers, name, b in named if b is not None]
     with torch.random.fork_rng():
@@ -206,7 +206,7 @@ def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor
 
 
 def _checked_formats(formats: Sequence[str | Format] | None, backwards: int, trace: Any) -> list[Format]:
-    """Return the formats to measure; ApplyError for arguments of `probe` that cannot be used."""
+    """Return the formats that `probe` measures; raise ApplyError for arguments that cannot be used."""
     if not isinstance(trace, Trace):
         raise ApplyError(
             f"probe takes a model, a batch and a Trace, not {type(trace).__name__}: probe(model, batch, trace_step(model, batch))."

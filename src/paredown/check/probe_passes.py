@@ -48,7 +48,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @dataclass(eq=False)
 class HeldSlot:
-    """A slot that a probe rounds: the stored tensor that backward reads, its exact values, and the autograd nodes that saved it."""
+    """A slot that a probe rounds: the tensor that backward reads, its exact values, and the autograd nodes that saved it."""
 
     name: str
     op: str
@@ -62,18 +62,18 @@ class HeldSlot:
     )  # for several nodes that use the slot one by one
 
     def resolved(self, format: Format) -> Format | None:
-        """Return the format that a session would use for this slot if a plan requests `format`; None if the slot stays unmodified."""
+        """Return the format in which a session would store this slot if a plan requests `format`; None if it stays unmodified."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
         return resolve_format(
             Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()
         )[0]
 
     def restore(self) -> None:
-        """Let backward read the exact values of this slot again."""
+        """Copy the exact values of this slot back into the tensor that backward reads."""
         self.form.plain_values, self.form.version = self.exact, self.exact._version
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Let backward read the values of this slot rounded to `format`; `keeps` stores the packed values for the next call."""
+        """Overwrite the tensor that backward reads by its values rounded to `format`; `keeps` stores the packed values for reuse."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
@@ -87,7 +87,7 @@ class HeldSlot:
 
 @final
 class HeldForward:
-    """Holds the tensors that one forward pass of `model` saves; `slots` has them by name, in the order in which they were saved."""
+    """A forward pass of `model` whose saved tensors can be rounded before each backward pass; `slots` has the tensors by name."""
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self.slots: dict[str, HeldSlot] = {}
@@ -100,7 +100,7 @@ class HeldForward:
         self._watch.checkpoints.reports_inputs = False  # nodes are called one by one, and no node reads them
 
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
-        """Call `run()`, which calls the model, and return its loss. All slots are exact after this call."""
+        """Call `run()`, which calls the model, and return its loss. All saved tensors are exact after this call."""
         self._watch.attach()
         try:
             loss = run()
@@ -113,12 +113,12 @@ class HeldForward:
         return loss
 
     def restore(self) -> None:
-        """Let backward read the exact values of all slots."""
+        """Copy the exact values of all slots back into the tensors that backward reads."""
         for held in self._by_form.values():
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Let backward read rounded values of the slots in `formats`, and exact values of others; `turn` selects the random bits."""
+        """Round the saved tensors in `formats`, and make all others exact; `turn` selects the random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)
@@ -126,14 +126,14 @@ class HeldForward:
                 self.slots[name].round(resolved, self.seed_of(name, turn))
 
     def close(self) -> None:
-        """Release the graph and its tensors at once, since a weight that a graph holds cannot be packed."""
+        """Release autograd's graph and the tensors that it holds, since a weight that a graph holds cannot be packed."""
         for held in self._by_form.values():
             held.nodes.clear()
         self.slots.clear()
         self._by_form.clear()
 
     def seed_of(self, name: str, turn: int) -> Seed:
-        """Return the seed of a slot's stochastic rounding; each `turn` has random bits of its own."""
+        """Return the seed for the stochastic rounding of a slot; it differs for each `turn`."""
         return Seed(self._seed, crc32(name.encode()), turn)
 
     def _begin(self) -> bool:
@@ -160,7 +160,7 @@ Energies = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class SlotRounding:
-    """Two functions for one slot in one format: `round` lets backward read rounded values, `restore` the exact ones."""
+    """Two functions for a slot and a format: `round` overwrites what backward reads by rounded values, `restore` by the exact ones."""
 
     slot: str
     format: str
@@ -170,7 +170,7 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """Sums of squares ("energies") of the gradients that went into and came out of an autograd node.
+    """Sums of squares ("energies") of the gradients of an autograd node's outputs and inputs, and of their changes by rounding.
 
     `differences`: the energies of the changes of outgoing gradients, by the (slot, format) that was rounded.
     """
@@ -245,7 +245,7 @@ class NoiseMeasurement:
 
 @dataclass(frozen=True, eq=False)
 class _NodeNumbers:
-    """`NodeEnergies` as Python floats."""
+    """The fields of `NodeEnergies` as Python floats."""
 
     node: Any
     incoming: float
@@ -254,7 +254,7 @@ class _NodeNumbers:
 
     @staticmethod
     def of(measured: NodeEnergies, numbers: Any) -> _NodeNumbers:
-        """Return the numbers of a node, taken from the iterator `numbers` in the order of `_tensors`."""
+        """Return the energies of a node as floats, taken from the iterator `numbers` in the order of `_tensors`."""
         incoming = next(numbers)
         outgoing = [0.0 if tensor is None else next(numbers) for tensor in measured.outgoing]
         rows = {key: [0.0 if t is None else next(numbers) for t in row] for key, row in measured.differences.items()}
@@ -280,7 +280,7 @@ def energy_of(tensor: Tensor | None) -> Tensor | None:
 
 
 def nodes_behind(loss: Tensor) -> list[Any]:
-    """Return the nodes that backward from `loss` may run, without AccumulateGrad nodes."""
+    """Return the autograd nodes that backward from `loss` may run, except those that accumulate gradients of parameters."""
     pending, seen = [loss.grad_fn], dict[Any, None]()
     while pending:
         node = pending.pop()
@@ -291,7 +291,7 @@ def nodes_behind(loss: Tensor) -> list[Any]:
 
 
 def _run(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Run backward of one autograd node: `incoming` are the gradients of its outputs; return the gradients of its inputs."""
+    """Return the gradients of the inputs of one autograd node, given the gradients of its outputs, `incoming`."""
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     with torch.no_grad():
         outgoing = node.apply(*incoming) if is_custom else node(*incoming)
@@ -307,7 +307,7 @@ VIEWS_AND_CASTS = frozenset(("TBackward0", "TransposeBackward0", "ToCopyBackward
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """Return the parameter to which a node leads through views and casts; None if there is any other operation between them."""
+    """Return the parameter that a node passes its gradient to, directly or through views and casts; None if there is none."""
     while node is not None and node.name() in VIEWS_AND_CASTS:
         node = node.next_functions[0][0]
     return node.variable if node is not None and node.name() == ACCUMULATE else None

@@ -69,7 +69,7 @@ Fails = Callable[[Sequence[str]], bool]
 
 @dataclass(frozen=True)
 class Compared:
-    """One parameter in a verification: the relative errors of its gradient under the exact plan and under the plan, and the verdict."""
+    """The gradient errors of one parameter, with all slots stored in float32 (the exact plan) and under the plan, and the verdict."""
 
     name: str
     exact_error: float
@@ -85,7 +85,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Fault:
-    """A slot at fault, and the parameter whose gradient has the largest error.
+    """A slot whose storage makes a gradient wrong, and the parameter whose gradient has the largest error.
 
     `error`: the gradient error with all slots of the failing set stored; `alone`: with only this slot stored.
     """
@@ -104,7 +104,7 @@ class Fault:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """Gradients under a plan, compared with those of the unmodified model. Errors are relative, as `verify.py` defines.
+    """The result of `verify`: relative errors of gradients under a plan against those of the unmodified model.
 
     `reason` explains `tolerance`. `exact_tolerance` is 0 where two runs of the unmodified step give the same bits.
     """
@@ -124,7 +124,8 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """The meaning of `ok`: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound".
+        """The verdict in words: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's
+        bound".
 
         It is too coarse if the tolerance is 1 or more: a gradient of zero would be ok too.
         """
@@ -150,7 +151,7 @@ class Verification:
 
     @property
     def summary(self) -> str:
-        """The first printed line: whether it is ok, the verdict, and the number of parameters."""
+        """The first line of the printed result: whether it is ok, the verdict, and the number of parameters."""
         off = sum(row.verdict != OK for row in self.rows)
         num = len(self.rows)
         counts = f"{off} of {num} parameters {'is' if off == 1 else 'are'} off" if off else f"{num} parameter{'s' * (num != 1)}"
@@ -159,7 +160,7 @@ class Verification:
 
     @property
     def meaning(self) -> str:
-        """The tolerance of the plan in words: its origin, how far gradients differ, and a warning if it is too coarse."""
+        """The sentences that explain the tolerance: its origin, how far gradients differ, and a warning if it is too coarse."""
         gradients = [row.error for row in self.rows if not row.name.startswith("weight=")]  # those are values of packed weights
         measured = max(gradients, default=0.0)
         text = f"{_say_allowed(self.tolerance)}: {self.reason}"
@@ -184,7 +185,7 @@ class Verification:
         return Table(HEAD, [(row.name, _say(row.exact_error), _say(row.error), row.verdict) for row in rows])
 
     def to_json(self) -> dict[str, Any]:
-        """Return version, `ok`, `verdict` and the fields as JSON values."""
+        """Return the JSON value of this verification: version, `ok`, `verdict` and the fields."""
         return {"version": VERSION, "ok": self.ok, "verdict": self.verdict, **dump_dataclass(self)}
 
     @staticmethod
@@ -223,7 +224,7 @@ def _say_allowed(tolerance: float) -> str:
 
 
 def expected_error(format: Format, rounding: Rounding) -> float:
-    """Return the root mean square error of normally distributed values in a format, relative to their standard deviation.
+    """Return the expected relative error of normally distributed values in a format: root mean square over standard deviation.
 
         float    2^-(mantissa bits + 1) / sqrt(3)      rounded to nearest; stochastic rounding has sqrt(2) times that
         intN     PEAK / (2^(N-1) - 1) / sqrt(12)       the largest value of a block is at about PEAK standard deviations
@@ -246,7 +247,7 @@ def expected_error(format: Format, rounding: Rounding) -> float:
 
 
 class FaultSearch:
-    """A search for the slots at fault with at most `max_tests` tests.
+    """A search for the slots that make gradients wrong, with at most `max_tests` runs of the step.
 
     When the tests are spent, `is_spent` is True, and the sets found so far may not be minimal.
     """
@@ -256,7 +257,7 @@ class FaultSearch:
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Return disjoint minimal sets of slots that fail together, and whether the test fails with no slot stored.
+        """Return minimal groups of slots that make the test fail, and whether it fails even with no slot stored.
 
         `fails(names)` stores the slots `names`, and returns whether gradients are off.
         """
@@ -270,7 +271,7 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return the smallest part of `candidates` that fails together with the slots `kept`.
+        """Return the smallest part of `candidates` that makes the test fail if it is stored together with the slots `kept`.
 
         `is_known`: it is known that `kept` alone does not fail.
         """

@@ -97,7 +97,7 @@ def verify(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Return the gradients of one step under `plan` compared with those of the unmodified model, and the slots at fault.
+    """Return how far the gradients of a step under `plan` are from those of the unmodified model, and the slots at fault.
 
     `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. Leave `plan` out if the model
     has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. Weights, gradients, buffers, hooks,
@@ -118,7 +118,7 @@ def verify(
 def verify_step(
     model: nn.Module, batch: Any, step: Step, plan: Plan | None = None, *, tolerance: float | None = None, seed: int = 0
 ) -> Verification:
-    """Return `verify` of a loss that `step(batch)` computes with `model`, such as the training step of a library.
+    """Return the result of `verify` for a loss that `step(batch)` computes with `model`, such as a library's training step.
 
     If the unmodified step runs out of memory, the first half of the batch is used, then the first quarter, and so on.
     """
@@ -143,7 +143,7 @@ def verify_step(
 
 
 def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
-    """Return the open session of the model, or None; ApplyError if the model or the arguments cannot be verified."""
+    """Return the open session of the model or None; raise ApplyError if the model or the arguments do not allow to verify."""
     if not isinstance(model, nn.Module) or not (plan is None or isinstance(plan, Plan)):
         types = f"{type(model).__name__} and {type(plan).__name__}"
         raise ApplyError(
@@ -178,7 +178,7 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 def _session(
     opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
 ) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
-    """Return a context with a session for the plan, and the values that its packed weights had before packing.
+    """Return a context with a session for the plan, and with the values that packed weights had before they were packed.
 
     If the model has an open session (whose original weights are gone), that one is used. Otherwise the context opens a temporary session,
     and restores the weights when it ends.
@@ -203,12 +203,12 @@ def _session(
 
 
 class VerificationRuns:
-    """Runs one step unmodified, and with some or all slots stored."""
+    """The runs of one step that `verify` compares: unmodified, and with some or all slots stored."""
 
     def __init__(
         self, session: Session, model: nn.Module, step: Callable[[], Tensor], originals: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Prepare runs; `originals` has the values of packed weights before they were packed (unknown for an open session)."""
+        """Prepare the runs. `originals` has the values of weights before they were packed (none for an open session)."""
         self.session, self.model, self.step = session, model, step
         self.originals = {name: values for name, values in (originals or {}).items() if name in session.runs.packed_weights}
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -222,7 +222,7 @@ class VerificationRuns:
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """Measure the baseline, a run with all slots stored in float32 (the exact plan) and a run under the plan; return the result."""
+        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan."""
         with self.session.runs.restored() as self._rewind:
             self._measure_baseline()
             noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
@@ -254,7 +254,7 @@ class VerificationRuns:
         )
 
     def _order_of_sums(self) -> float:
-        """Return the difference that sums in the order of tiles may make; 0 if the plan has no tiles."""
+        """Return the gradient error that another order of sums may cause when modules run in tiles; 0 without tiles."""
         return ORDER_OF_SUMS * max(torch.finfo(p.dtype).eps for p in self.parameters) if self.session.plan.tiles else 0.0
 
     # --- runs -----------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class VerificationRuns:
         return {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
 
     def _error_of_random_weights(self) -> float:
-        """Return the largest gradient error when weights get random errors as large as their formats and 8-bit products cause.
+        """Return the largest gradient error in runs whose weights have random errors of the size that rounding causes.
 
         A product also rounds its input, which changes its output as much as an error of the weight does.
         """
@@ -302,7 +302,7 @@ class VerificationRuns:
         return {f"product={path}": sqrt(3) * expected_error(format, Rounding.NEAREST_EVEN) for path, format in formats.items()}
 
     def _weights_off(self) -> list[Fault]:
-        """Return a row for each weight if packing has changed it by more than its format explains."""
+        """Return a row for each packed weight that differs from its original by more than its format explains."""
         found: list[Fault] = []
         for name, weight in self.session.runs.packed_weights.items():
             error = weight.rounding_error
@@ -311,7 +311,7 @@ class VerificationRuns:
         return found
 
     def _unmodified(self, values: Callable[[str, Tensor], Tensor] | None = None, names: Collection[str] = ()) -> Gradients:
-        """Return the gradients of a step without the plan; packed weights have the decoded values of their formats.
+        """Return the gradients of a step without the plan, in which packed weights have their decoded values.
 
         With `values`, each weight in `names` is replaced by `values(name, weight)`, and products have the model's dtype.
         """
@@ -321,7 +321,7 @@ class VerificationRuns:
 
     @contextmanager
     def _having(self, values: Callable[[str, Tensor], Tensor], names: Collection[str]) -> Generator[None]:
-        """Return a context in which each unpacked weight in `names` has the values `values(name, weight)`."""
+        """Return a context in which unpacked weights in `names` are overwritten by `values(name, weight)`."""
         parameters = {name: p for name, p in self.model.named_parameters() if name in names}
         decoded = {name: p.detach().clone() for name, p in parameters.items()}
         try:
@@ -377,7 +377,7 @@ class VerificationRuns:
         ]
 
     def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
-        """Return the relative error of each of `gradients`: 0 if it has the baseline's bits, infinity if it is missing or not finite."""
+        """Return the relative error of each gradient: 0 if its bits equal the baseline's, infinity if it is missing or not finite."""
         baseline = self.baseline if is_exact or self.original is None else self.original
         return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
 
@@ -407,7 +407,7 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """Return a row for each slot of a failing group: its errors with the whole group stored, and with this slot alone.
+        """Return a row for each slot of a group that fails: the error with the whole group stored, and with this slot alone.
 
         If the group is empty, the row says that gradients differ with nothing stored.
         """

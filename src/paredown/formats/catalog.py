@@ -47,7 +47,7 @@ from paredown.formats.format import Format
 
 @dataclass(frozen=True)
 class CatalogRow:
-    """One named format of the catalog: the name, the text of the format, and a note on what it is used for."""
+    """A row of the catalog: the name of a format, its text, and a note on what the format is used for."""
 
     name: str
     text: str
@@ -175,7 +175,7 @@ def reason_not_to_store(format: Format, role: str) -> str | None:
 
 
 def _scaled(format: Format, role: str) -> str:
-    """Return the text of a similar format that has a scale and can store tensors of the role."""
+    """Return the text of a similar format that can store tensors of the role because it has a scale."""
     element = format.element
     if element.kind is ElementKind.UINT and role not in NEVER_SIGNED:
         return f"int{min(max(element.width, 2), 8)}/{format.block or 64}@{format.scale or 'bf16'}"

@@ -59,7 +59,7 @@ MAX_TABLE_LEN = 256
 
 
 class ElementKind(str, Enum):
-    """How the bits of a code are laid out."""
+    """The layout of the bits of a code: a float, an integer, or an index into a table of values."""
 
     FLOAT = "float"  # sign bit, exponent, mantissa
     INT = "int"  # two's complement
@@ -68,7 +68,7 @@ class ElementKind(str, Enum):
 
 
 class Specials(str, Enum):
-    """Which codes of a float are infinities or NaN."""
+    """The convention by which some codes of a float stand for infinity or NaN."""
 
     IEEE = ""
     FN = "fn"
@@ -78,7 +78,10 @@ class Specials(str, Enum):
 
 @dataclass(frozen=True, repr=False)
 class Element:
-    """How the bits of one number are read. `Element.parse` creates one; elements with the same values are equal, whatever their names."""
+    """A type of number, such as `e4m3fn` or `int4`: it defines which value each code (pattern of bits) stands for.
+
+    `Element.parse` creates an element; elements with the same values are equal, whatever their names.
+    """
 
     name: str = field(compare=False)
     kind: ElementKind
@@ -109,7 +112,7 @@ class Element:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash of the element, computed once, since formats are dictionary keys for every tensor of a step."""
+        """The hash of the element, computed once because formats are dictionary keys for every tensor of a step."""
         return hash((self.kind, self.width, self.mantissa_bits, self.min_exponent, self.specials, self.subnormals, self.table))
 
     def __str__(self) -> str:
@@ -120,17 +123,17 @@ class Element:
 
     @cached_property
     def signed(self) -> bool:
-        """Whether there are values below zero."""
+        """Whether the element has values below zero."""
         return self.min_value < 0
 
     @property
     def sign_code(self) -> int:
-        """The sign bit of a float as a code; 0 for the kinds that have none."""
+        """The code in which only the sign bit of a float is set; 0 for kinds of elements that have no sign bit."""
         return 1 << (self.width - 1) if self.kind is ElementKind.FLOAT else 0
 
     @cached_property
     def max_code(self) -> int:
-        """The code of the largest value."""
+        """The code of the largest value that the element has."""
         if self.kind is ElementKind.TABLE:
             return len(self.table) - 1
         if self.kind is not ElementKind.FLOAT:
@@ -142,17 +145,17 @@ class Element:
 
     @cached_property
     def min_code(self) -> int:
-        """The magnitude of the smallest value, as a code: max_code for floats and intN, 1 for int1, 0 for uintN."""
+        """The code of the smallest value's magnitude: max_code for floats and intN, 1 for int1, 0 for uintN."""
         return 0 if self.kind is ElementKind.UINT else max(self.max_code, 1)
 
     @cached_property
     def inf_code(self) -> int | None:
-        """The code of +infinity; None if the element has none."""
+        """The code that stands for +infinity; None if the element has no infinity."""
         return self.sign_code - (1 << self.mantissa_bits) if self._is(Specials.IEEE) else None
 
     @cached_property
     def nan_code(self) -> int | None:
-        """The code that encoding gives to NaN; None if the element has none."""
+        """The code that encoding writes for NaN; None if the element has no NaN."""
         if self.kind is ElementKind.TABLE and len(self.table) < 1 << self.width:
             return len(self.table)
         if self._is(Specials.IEEE):
@@ -163,7 +166,7 @@ class Element:
 
     @cached_property
     def max_value(self) -> float:
-        """The largest value."""
+        """The largest value that the element has."""
         return self.value(self.max_code)
 
     @cached_property
@@ -177,13 +180,13 @@ class Element:
 
     @cached_property
     def smallest(self) -> float:
-        """The smallest positive value."""
+        """The smallest positive value that the element has."""
         if self.kind is ElementKind.TABLE:
             return min(v for v in self.table if v > 0)
         return abs(self.value(1 if self.subnormals else 1 << self.mantissa_bits))
 
     def value(self, code: int) -> float:
-        """Return the exact value of `code`: infinity or NaN for the codes that stand for them."""
+        """Return the exact value that `code` stands for, which may be infinity or NaN."""
         if not 0 <= code < 1 << self.width:
             raise FormatError(f"{self.name} has codes 0..{(1 << self.width) - 1}, not {code}.")
         if self.kind is ElementKind.TABLE:
@@ -194,7 +197,7 @@ class Element:
         return sign * self._magnitude(code & ~self.sign_code, negative=sign < 0)
 
     def values(self) -> tuple[float, ...]:
-        """Return the value of every code, in order of the codes; only for widths up to 16."""
+        """Return the values of all codes, in the order of the codes; the element may have at most 16 bits."""
         return _values(self)
 
     def _magnitude(self, code: int, *, negative: bool) -> float:
@@ -253,7 +256,7 @@ def _parse(text: str) -> Element:
 
 
 def _text_of(value: float) -> str:
-    """Return the text of a number in a table of values, without a plus sign, which separates the minimum of a format."""
+    """Return the text of a number in an element's table of values, without a plus sign, which separates a format's minimum."""
     return repr(float(value)).removesuffix(".0").replace("+", "")
 
 

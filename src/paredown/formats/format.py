@@ -57,7 +57,10 @@ NICKNAMES = {
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """How a tensor is stored: with its codes, shape and dtype, this is everything that decoding needs."""
+    """A way to store a tensor: an element for its values, and optionally a block length, a scale per block and a minimum per block.
+
+    A format, the codes, the shape and the dtype are all that decoding needs.
+    """
 
     element: Element
     block: int | None = None
@@ -109,12 +112,14 @@ class Format:
 
     @cached_property
     def has_tensor_scale(self) -> bool:
-        """Whether block scales are themselves scaled by one float32 per tensor, since 8-bit floats span too little."""
+        """Whether a tensor has one float32 scale on top of the scales of its blocks, as 8-bit floats span too small a range for
+        these.
+        """
         return self.scale is not None and self.scale.kind is ElementKind.FLOAT and self.scale.width == 8
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per value of a large tensor, scales included.
+        """The bits that this format stores per value of a large tensor, scales included.
 
         >>> Format.parse("int4/64@bf16").bits_per_value
         4.25
@@ -124,14 +129,14 @@ class Format:
 
     @staticmethod
     def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
-        """Return the number of rows, and of values in a row, that a tensor of `shape` is laid out as."""
+        """Return the number of rows in which this format stores a tensor of `shape`, and the number of values in a row."""
         shape = tuple(shape)
         if any(not hasattr(n, "__index__") or n < 0 for n in shape):
             raise FormatError(f"a shape is whole numbers from 0 up, not {shape}.")
         return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
     def row_bytes(self, cols: int) -> int:
-        """Return the bytes of the codes of one row of `cols` values."""
+        """Return the bytes that the codes of a row of `cols` values take, without scales."""
         return -(-cols * self.element.width // 8)
 
     def blocks_per_row(self, cols: int) -> int:

@@ -35,7 +35,10 @@ WORD = 0xFFFFFFFF
 
 
 class Rounding(str, Enum):
-    """How encoding chooses between the two representable neighbours of a value. All but tables round the magnitude: -x mirrors x."""
+    """A rule by which encoding rounds a value to one of its two representable neighbours.
+
+    All rules but those for tables of values round the magnitude: -x becomes the negative of what x becomes.
+    """
 
     NEAREST_EVEN = "nearest_even"  # the closer one; half-way, the one whose code is even (in e8m0 the larger, as in ml_dtypes)
     TOWARD_ZERO = "toward_zero"  # the smaller magnitude
@@ -47,12 +50,12 @@ FEW_BITS = 8  # narrower elements have large rounding errors, which must not all
 
 
 def default_rounding(width: int, *, is_sum: bool) -> Rounding:
-    """Return the rounding mode of an element of `width` bits where none is set; `is_sum`: the tensor is the sum of many small changes."""
+    """Return the rounding that an element of `width` bits has by default; `is_sum`: the tensor accumulates many small changes."""
     return Rounding.STOCHASTIC if width < FEW_BITS or is_sum else Rounding.NEAREST_EVEN
 
 
 class Overflow(str, Enum):
-    """What encoding makes of a value that is larger than the largest representable one."""
+    """A rule for values larger than the largest representable one: encoding clamps them to it, or makes them infinite or NaN."""
 
     SATURATE = "saturate"  # the largest value, infinity too; NaN stays NaN
     NONFINITE = "nonfinite"  # infinity or NaN, whichever the element has
@@ -60,8 +63,7 @@ class Overflow(str, Enum):
 
 @dataclass(frozen=True)
 class Seed:
-    """The source of the random bits of stochastic rounding: a user's seed, the id of the tensor, the step, and the index of its first
-    element.
+    """The source of random bits for stochastic rounding: a user's seed, a tensor's id, the step and the index of the first element.
 
     `first_index` lets a shard draw the bits that its elements have in the whole tensor. `step` may be a tensor of one int32
     on the device, which a kernel reads when it runs: a captured graph then draws new bits at every replay.
@@ -87,13 +89,13 @@ class Seed:
             )
 
     def keys(self) -> tuple[int, int]:
-        """Return the two 32-bit keys of this stream of random bits."""
+        """Return two 32-bit keys, which determine the random bits of every element of the tensor at this step."""
         k0, k1 = self.base_keys()
         step = int(self.step)
         return mix(k0 ^ (step & WORD)), mix(k1 ^ (step & WORD))
 
     def base_keys(self) -> tuple[int, int]:
-        """Return the two keys before the step is mixed in, for a kernel that reads the step from memory."""
+        """Return two 32-bit keys that do not yet depend on the step, for a kernel that reads the step from device memory."""
         return _base_keys(int(self.value), int(self.tensor))
 
 
@@ -106,13 +108,13 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
 
 
 def high_key(index: int) -> int:
-    """Return the number that is xored with key k1 for the elements from a global index on: 0 below 2^32."""
+    """Return the number that key k1 is xored with for elements whose global index is `index` or more; 0 below 2^32."""
     high = ((index >> 32) * HIGH_INDEX) & WORD
     return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 
 
 def mix(x: int) -> int:
-    """Return a bijective hash of a 32-bit integer.
+    """Return a hash of a 32-bit integer; different integers have different hashes.
 
     >>> len({mix(i) for i in range(1000)})
     1000

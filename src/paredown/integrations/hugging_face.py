@@ -70,7 +70,7 @@ _ATTACHED: weakref.WeakKeyDictionary[Session | SimulatedSession, tuple[Plan, dic
 
 @final
 class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
-    """Applies a plan when the trainer is made, saves the session's state in checkpoints, and logs.
+    """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs.
 
     The session stays open after `train()`, so that a base of which only the packed form fits the device is not decoded; `close` ends it.
     `attach` makes one. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but loggers
@@ -105,7 +105,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             self._saving = SavesOnCpu(unwrapped(model))
 
     def is_like(self, other: TrainerPlanCallback) -> bool:
-        """Return whether this callback and `other` have the same plan and options."""
+        """Return whether this callback and `other` apply the same plan with the same options."""
         return (self.plan, self._options) == (other.plan, other._options)
 
     def put_on(self, model: Any) -> None:
@@ -138,7 +138,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             session.load_state_dict(saved["attributes"]["session"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **rest: Any) -> None:
-        """Add the monitor's numbers to the logs of training steps."""
+        """Add the numbers of the `Monitor` (memory, updates) to what the trainer logs at training steps."""
         if logs is None or "loss" not in logs or self._monitor is None:
             return
         values = self._monitor.numbers(optimizer)
@@ -184,7 +184,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
 
 
 def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return `optimizer_cls_and_kwargs` for a Trainer: paredown's optimizer with learning rate, betas and eps of TrainingArguments.
+    """Return `optimizer_cls_and_kwargs` for a Trainer: an optimizer of paredown with the arguments in TrainingArguments.
 
     The trainer sets weight decay for each group. SGD takes momentum, dampening and nesterov from `args.optim_args`. Muon's adjust_lr_fn is
     "match_rms_adamw", for which learning rates of AdamW are right; give it adamw_params=paredown.optim.embeddings_and_head(model).
@@ -207,7 +207,7 @@ def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, d
 
 
 def _sgd_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments in `args.optim_args`, such as "momentum=0.9,nesterov=true", if the trainer would give them to SGD."""
+    """Return the arguments for SGD in `args.optim_args`, such as "momentum=0.9,nesterov=true", as the trainer reads them."""
     text = str(getattr(args, "optim_args", None) or "").replace(" ", "") if _optim(args) == "sgd" else ""
     pairs = {pair.partition("=")[0]: pair.partition("=")[2] for pair in text.split(",")}
     return {
@@ -232,7 +232,7 @@ def attach(
     verify: bool = False,
     **options: Any,
 ) -> TrainerPlanCallback:
-    """Apply `plan` to a trainer's model, and log which optimizer will run; `options` are those of TrainerPlanCallback.
+    """Apply `plan` to a trainer's model, and choose the optimizer of the plan; `options` are those of TrainerPlanCallback.
 
     `budget`, such as "24GiB": in place of a plan. It is made by `assign` from a trace of the trainer's own step, for the device that it
     trains on, with the longest of its examples; `batch` gives others, as the data collator returns them.
@@ -302,14 +302,14 @@ def _drop_optimizer(trainer: Any) -> None:
 
 
 def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> None:
-    """Log why a plan was made, which optimizer runs, and a hint if the learning rate is small."""
+    """Log the reason of the plan, which optimizer runs, and a hint if the learning rate is small."""
     for text in (reason, callback.optimizer, _small_rate_hint(trainer.args.learning_rate, callback.plan)):
         if text and trainer.is_world_process_zero():
             log.warning("paredown: %s", text)
 
 
 def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | None) -> tuple[str | None, str]:
-    """Return the name of the optimizer that replaces the trainer's (None: the trainer keeps its own), and a sentence about it."""
+    """Return the name of the optimizer that replaces the trainer's (None: it keeps its own), and a sentence for the log."""
     optim_name, own = _optim(trainer.args), trainer.optimizer or trainer.optimizer_cls_and_kwargs
     if own is not None:
         class_name = (own[0] if isinstance(own, tuple) else type(own)).__name__
@@ -336,7 +336,7 @@ def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | N
 
 
 def _small_rate_hint(learning_rate: float, plan: Plan) -> str:
-    """Return a hint if the learning rate is too small for the plan's weights; "" otherwise."""
+    """Return a hint if the learning rate is so small that updates of packed weights are lost to rounding; "" otherwise."""
     weight, residue = (plan.find(("",), role).format for role in (Role.WEIGHT, Role.RESIDUE))
     if weight is None or residue is not None or not 0 < learning_rate <= SMALL_LEARNING_RATE:
         return ""
@@ -347,7 +347,7 @@ def _small_rate_hint(learning_rate: float, plan: Plan) -> str:
 
 
 def _traced_optimizer(trainer: Any, name: str | None) -> Any:
-    """Return the trainer's optimizer as `trace_step` takes it: its name, or the instance that the trainer has."""
+    """Return the trainer's optimizer in the form that `trace_step` takes: a name or an instance."""
     if trainer.optimizer is not None:
         return unwrap_optimizer(trainer.optimizer)
     found = _traced_optimizer_name(trainer, name)
@@ -360,7 +360,7 @@ def _traced_optimizer(trainer: Any, name: str | None) -> Any:
 
 
 def _traced_optimizer_name(trainer: Any, name: str | None) -> str | None:
-    """Return the name of the trainer's optimizer as `trace_step` takes it; None if it has none."""
+    """Return the name that `trace_step` has for the trainer's optimizer; None if it has no name for it."""
     own = trainer.optimizer_cls_and_kwargs
     equal = own[0].__name__.lower() if name is None and own is not None else name or EQUALS.get(_optim(trainer.args))
     if equal == "sgd":
@@ -370,7 +370,7 @@ def _traced_optimizer_name(trainer: Any, name: str | None) -> str | None:
 
 
 def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str | None) -> None:
-    """Make `trainer.train` add an explanation to out-of-memory errors."""
+    """Replace `trainer.train` by a method that adds an explanation to out-of-memory errors."""
     train = trainer.train
     call = callback.last_call = LastCall(unwrapped(trainer.model))
     call.traced_as = {"optimizer": optimizer, "device": trainer.args.device.type, "autocast": autocast_of(trainer.args)}
@@ -403,7 +403,7 @@ def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Make a trainer verify the plan's gradients right before its first training step."""
+    """Make the trainer call `verify` on its first batch, right before the first training step."""
     before, inner = vars(trainer).get("training_step"), trainer.training_step
 
     def first(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

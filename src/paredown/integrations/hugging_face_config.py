@@ -31,7 +31,7 @@ ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")  # one label
 
 
 def find_config(text: str) -> Path | None:
-    """Return the config.json at the path `text`, or in the folder `text`; None if there is none."""
+    """Return the path of the config.json that `text` names, either the file or its folder; None if there is none."""
     path = Path(text)
     if path.name == NAME and path.is_file():
         return path
@@ -39,7 +39,7 @@ def find_config(text: str) -> Path | None:
 
 
 def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the model that a config describes, on the meta device, and a batch for it; `options`: length and dtype."""
+    """Return a model without values (on the meta device) with the shapes of a config.json, and a batch for it."""
     unknown = sorted(options.keys() - {"length", "dtype"})
     if unknown:
         raise TaskError(
@@ -68,7 +68,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _without_fetched(value: Any) -> Any:
-    """Return a JSON value without the fields of FETCHED (fields that make transformers download files), at any depth."""
+    """Return a JSON value without the fields that make transformers download files (FETCHED), at any depth."""
     if isinstance(value, dict):
         return {name: _without_fetched(part) for name, part in value.items() if name not in FETCHED}
     return [_without_fetched(part) for part in value] if isinstance(value, list) else value
@@ -76,7 +76,7 @@ def _without_fetched(value: Any) -> Any:
 
 @contextmanager
 def _offline() -> Generator[None]:
-    """Return a context in which huggingface_hub downloads nothing, such as a backbone that a config names."""
+    """Return a context in which huggingface_hub downloads nothing, not even a backbone that a config names."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -88,7 +88,7 @@ def _offline() -> Generator[None]:
 
 
 def _model(config: Any, dtype: Any) -> nn.Module:
-    """Return the model of the first architecture in the config that transformers has, or a causal language model."""
+    """Return the model of the first architecture that the config lists and transformers has, or else a causal language model."""
     import transformers
 
     if dtype is not None and dtype not in CONFIG_DTYPES:
@@ -113,7 +113,7 @@ def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
 
 
 def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
-    """Return keyword arguments for the model, by the name of its main input."""
+    """Return a batch as keyword arguments, for the kind of input (tokens, pixels, ...) that the model takes."""
     name = str(getattr(model, "main_input_name", ""))
     has_one = type(model).__name__.endswith(ONE_LABEL)
     if name == "input_ids":

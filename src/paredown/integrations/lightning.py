@@ -52,12 +52,13 @@ from paredown.session.session import Session
 
 @final
 class PareCallback(AppliedPlan, Callback):
-    """Applies a plan when `trainer.fit` begins, until `close()`. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
+    """A callback of Lightning's Trainer that applies a plan when `trainer.fit` begins; the plan stays applied until `close()`.
 
-    `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); by default it is the only child
-    with parameters, else the whole module. With a `trace` of the step, out-of-memory errors get an explanation (`out_of_memory.py`).
-    `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
-    they differ by more than the tolerance; `training_step` runs a few times for that, and its logs are dropped.
+    `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`. `module` names the part of the LightningModule that
+    `training_step` calls ("net" for `self.net(x)`); by default it is the only child with parameters, else the whole module. With a
+    `trace` of the step, out-of-memory errors get an explanation (`out_of_memory.py`). `verify`: before the first step, compare
+    gradients of its batch with those of the unmodified model, and raise VerificationError if they differ by more than the
+    tolerance; `training_step` runs a few times for that, and its logs are dropped.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class PareCallback(AppliedPlan, Callback):
             self.verify(called_part(pl_module, self.module), batch, step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the monitor's numbers as often as the trainer logs."""
+        """Log the numbers of the `Monitor` (memory, updates) at the steps at which the trainer logs."""
         if self.session is not None and self.is_open and not self.session.forwards:
             raise ApplyError(
                 "training_step did not call the part of the module that the plan was applied to, so that nothing was packed. Name the "
@@ -156,7 +157,9 @@ def _loss_of_step(output: Any) -> Tensor:
 
 
 def called_part(module: nn.Module, name: str | None) -> nn.Module:
-    """Return the submodule of a LightningModule that the plan is applied to."""
+    """Return the part of a LightningModule that the plan is applied to: `name`, else the only child with parameters, else all of
+    it.
+    """
     if name is not None:
         try:
             return module.get_submodule(name)
@@ -182,7 +185,7 @@ BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mi
 
 @final
 class PlanPrecision(AppliedPlan, Precision):
-    """A precision plugin that applies a plan, and leaves precision to another plugin. `options` are those of `paredown.apply`."""
+    """A precision plugin of Fabric that applies a plan, and leaves precision to another plugin."""
 
     def __init__(self, plan: Plan, precision: str | Precision = "32-true", **options: Any) -> None:
         super().__init__(plan, **options)
@@ -209,7 +212,7 @@ class PlanPrecision(AppliedPlan, Precision):
         return module
 
     def numbers(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-        """Return memory and update statistics for `fabric.log_dict` (`monitor.py`)."""
+        """Return memory and update statistics of the run by name, for `fabric.log_dict`."""
         return self._monitor.numbers(optimizer) if self._monitor is not None else {}
 
     def teardown(self) -> None:

@@ -43,7 +43,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """Return the current numbers by name; `optimizer` may be wrapped by a library, or be one of torch.optim."""
+    """Return the numbers that a logger shows: memory by role, and statistics of updates; `optimizer` may be wrapped by a library."""
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -67,7 +67,7 @@ def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -
 
 
 class Monitor:
-    """Returns `numbers` of a run, with the maximum of packed activations since the last call."""
+    """Measures the numbers that loggers show, including the maximum of packed activations between two calls."""
 
     def __init__(self, session: Session | SimulatedSession, model: nn.Module) -> None:
         self.session, self._most = session, 0
@@ -82,14 +82,14 @@ class Monitor:
         return values
 
     def forget(self) -> None:
-        """Reset the maximum and torch's peak statistics, after work that is not part of the run."""
+        """Reset the maximum of activation memory and torch's peak statistics, after work that is not part of training."""
         self._most = 0
         model = self.session.model
         for device in {p.device for p in model.parameters() if p.device.type == "cuda"} if model is not None else ():
             torch.cuda.reset_peak_memory_stats(device)
 
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hook that measures activation memory."""
         self._handle.remove()
 
     def _record(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -112,7 +112,7 @@ def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
 
 
 def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:
-    """Return the bytes that the gradient of a parameter takes once backward has run; 0 with gradient release."""
+    """Return the bytes that a parameter's gradient takes after backward; 0 if the optimizer releases gradients in backward."""
     entry = optimizer.entry_of(parameter) if isinstance(optimizer, Optimizer) else None
     if entry is not None and entry.gradient is not None:
         return entry.gradient.nbytes
@@ -125,7 +125,7 @@ def _state_bytes(state: dict[str, Any]) -> int:
 
 
 def _arrivals(optimizer: Any) -> dict[str, float]:
-    """Return the mean `underflow` and `flips` over all packed weights since the start, from `optimizer.diagnostics()`.
+    """Return the shares of updates lost to rounding and of weights that changed, as means over all packed weights.
 
     They are the shares of updates that were lost to rounding, and of values that changed.
     """
@@ -148,7 +148,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """A plan, its session while it is applied to a model, and a monitor.
+    """A plan and the session that applies it to the model of a training library, with a monitor.
 
     `options` are those of `apply`. If `prints_summary` is False, the session's summary is not printed when training ends.
     """
@@ -165,7 +165,7 @@ class AppliedPlan:
 
     @property
     def is_open(self) -> bool:
-        """Whether the plan is applied to a model now. It no longer is once the user or another `attach` closes the session."""
+        """Whether the plan is applied to a model now; False after the user or another `attach` closes the session."""
         model = self.session.model if self.session is not None and self._monitor is not None else None
         return model is not None and any_session_of(model) is self.session
 
@@ -174,11 +174,11 @@ class AppliedPlan:
         self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
 
     def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:
-        """Use a session that is already open on `model`."""
+        """Use `session`, which is already open on `model`, instead of a new one."""
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """Compare gradients of `step(batch)` with those of the unmodified model; on failure close the session and raise."""
+        """Run `verify` on the gradients of `step(batch)`; if it fails, close the session and raise its error."""
         try:
             verify_step(model, batch, step).check()
         except BaseException:

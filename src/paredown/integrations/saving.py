@@ -28,7 +28,7 @@ SAVE = "save_pretrained"
 
 @contextmanager
 def decoded_on_cpu(model: nn.Module) -> Generator[None]:
-    """Return a context in which state dicts of `model` have packed weights decoded in host memory; tied ones stay one tensor."""
+    """Return a context in which state dicts of `model` contain packed weights decoded in host memory; tied weights stay tied."""
     moved: dict[int, Tensor] = {}  # by id of the parameter: a weight under two names is the same tensor under both
     handles = [module.register_state_dict_post_hook(Hook(partial(_move, moved))) for module in model.modules()]
     try:
@@ -39,7 +39,7 @@ def decoded_on_cpu(model: nn.Module) -> Generator[None]:
 
 
 def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Move the decoded weights of one module to host memory, after the session's own hook has decoded them."""
+    """Move the weights in a module's state dict to host memory, right after the session has decoded them."""
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if type(value) is Tensor and weight_of(parameter) is not None:
@@ -50,7 +50,7 @@ def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], pr
 
 @final
 class SavesOnCpu:
-    """Replaces the method `name` of `owner`, which saves `model`, until `close`: packed weights are decoded in host memory.
+    """A method that replaces `owner.name`, which saves `model`, so that packed weights are decoded in host memory, until `close`.
 
     By default it is `save_pretrained` of the model itself. A copy of the owner has the method of its class.
     """
@@ -63,7 +63,7 @@ class SavesOnCpu:
             vars(self._owner)[name] = self
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the method with weights decoded in host memory, and return its result."""
+        """Call the replaced method while packed weights are decoded in host memory, and return its result."""
         assert self._inner is not None
         with decoded_on_cpu(self._model):
             return self._inner(*args, **named)

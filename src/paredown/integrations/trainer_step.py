@@ -65,7 +65,7 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return the error with the smallest budget for which `attach` would find a plan.
+    """Return a BudgetError that names the smallest budget for which `attach` would find a plan.
 
     `reference`: the bytes of a reference model's weights.
     """
@@ -80,7 +80,9 @@ def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
 
 
 def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False) -> Trace:
-    """Return the trace of one step of the trainer; `batch`: what its data collator returns, by default for the longest examples."""
+    """Return the trace of one training step of the trainer; `batch`: what its data collator returns, by default for the longest
+    examples.
+    """
     model = unwrapped(trainer.model)
     device = trainer.args.device.type
     arguments = model_arguments(trainer, batch)
@@ -110,7 +112,7 @@ def reference_bytes(trainer: Any) -> int:
 
 @contextmanager
 def _as_in_training(trainer: Any, model: nn.Module) -> Generator[None]:
-    """Return a context in which the model is in training mode, with the activation checkpointing that `train` would enable."""
+    """Return a context in which the model is in training mode, with activation checkpointing if the trainer enables it."""
     was_training = model.training
     enables = getattr(trainer.args, "gradient_checkpointing", False) and not getattr(model, "is_gradient_checkpointing", True)
     model.train()
@@ -130,7 +132,7 @@ def _as_in_training(trainer: Any, model: nn.Module) -> Generator[None]:
 
 
 def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
-    """Return the keyword arguments of the model in one step.
+    """Return the keyword arguments with which one step of the trainer calls the model.
 
     `batch`: what the data collator returns, by default for the longest examples. An attention mask of ones is left out, since models make
     none from it.
@@ -153,7 +155,7 @@ def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
 
 
 def longest_batch(trainer: Any) -> Any:
-    """Return what the data collator returns for the longest examples among the first 1024.
+    """Return the batch that the data collator makes of the longest examples among the first 1024.
 
     For trainers that generate, these are tokens of that length.
     """
@@ -169,7 +171,7 @@ def longest_batch(trainer: Any) -> Any:
 
 
 def _dataset(trainer: Any) -> Any:
-    """Return the training data without the columns that the trainer removes."""
+    """Return the trainer's training data without the columns that it removes before collation."""
     dataset = trainer.train_dataset
     is_of_datasets = type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "column_names")
     return trainer._remove_unused_columns(dataset, description="training") if is_of_datasets else dataset
@@ -181,7 +183,7 @@ def _num_tokens(row: Any) -> int:
 
 
 def _generated(trainer: Any, prompts: list[Any], count: int) -> dict[str, Any]:
-    """Return arguments of the model for `count` of the longest prompts, with completions of the greatest length."""
+    """Return arguments of the model for prompts with completions: `count` of the longest prompts, the greatest length."""
     ids = trainer._tokenize_prompts(prompts)[0]
     length = max(map(len, ids)) + trainer.args.max_completion_length
     tokens = torch.zeros(count, length, dtype=torch.int64)
@@ -190,7 +192,7 @@ def _generated(trainer: Any, prompts: list[Any], count: int) -> dict[str, Any]:
 
 @final
 class _Called(Exception):
-    """Raised by a `_Recorder` when `compute_loss` calls the model, to end the computation."""
+    """Raised when `compute_loss` calls the model, to end the computation once the arguments are known."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -199,7 +201,7 @@ class _Called(Exception):
 
 @final
 class _Recorder:
-    """Replaces the model in `compute_loss`: a call with gradients raises `_Called`; attributes are the model's."""
+    """A stand-in for the model in `compute_loss`, whose call with gradients raises `_Called`; attributes are the model's."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -30,7 +30,7 @@ SHOWN = 6  # names of layers in an error
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer with an adapter of low rank."""
+    """A frozen linear layer to whose output an adapter of low rank adds."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraParameter(nn.Module):
-    """A module with an adapter of low rank for its frozen parameter `name`.
+    """A frozen module that computes with W + B A * scale in place of its parameter W, which is called `name`.
 
     The parameter is (outputs, inputs) or (experts, outputs, inputs).
     """
@@ -84,7 +84,7 @@ def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.L
 
 
 def _owner(module: nn.Module) -> Any:
-    """Return the module that owns the parameter. It may be wrapped in adapters of its other parameters."""
+    """Return the module that owns the parameter, without the adapters of its other parameters around it."""
     while isinstance(module, LoraParameter):
         module = module.base_layer
     return module
@@ -117,7 +117,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
-    """Return the names of parameters that are weights of experts, and of routers beside them, by path.
+    """Return the paths and names of parameters that get adapters: weights of experts, and of the routers beside them.
 
     Experts of (experts, inputs, outputs), which transformers marks as transposed, have no adapters: PEFT leaves them alone, too.
     """
@@ -138,7 +138,7 @@ def _is_target(path: str, targets: Sequence[str]) -> bool:
 
 
 def _without_head(model: nn.Module, paths: list[str]) -> list[str]:
-    """Return `paths` without the output head: the one that a Hugging Face model returns, else the last one outside of lists."""
+    """Return `paths` without the output head: the layer that a Hugging Face model names, else the last one outside of ModuleLists."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     outside = [path for path in paths if not any(part.isdigit() for part in path.split("."))]

@@ -173,7 +173,7 @@ class UNet(nn.Module):
 
 
 def scaled(channels: int, width: float, unit: int = 2) -> int:
-    """Return `channels` times `width`, rounded up to a multiple of `unit`.
+    """Return a number of channels times `width`, rounded up to a multiple of `unit`.
 
     >>> scaled(96, 1.0), scaled(16, 0.1), scaled(116, 0.25)
     (96, 2, 30)
@@ -182,7 +182,7 @@ def scaled(channels: int, width: float, unit: int = 2) -> int:
 
 
 def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequential:
-    """Return a convolution that keeps height and width, a batch norm, and the modules of `rest`."""
+    """Return a sequence of a convolution that keeps height and width, a batch norm, and the modules `rest`."""
     return nn.Sequential(nn.Conv2d(num_in, num_out, size, padding=size // 2), nn.BatchNorm2d(num_out), *rest)
 
 
@@ -237,7 +237,7 @@ def depthwise(channels: int, stride: int) -> nn.Conv2d:
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """Return x with its channels reordered: one of the first half, one of the second half, and so on in turn.
+    """Return x with channels of its first and second half in turn: 0, n/2, 1, n/2 + 1, and so on.
 
     >>> interleaved(torch.arange(4.0).view(1, 4, 1, 1)).flatten().tolist()
     [0.0, 2.0, 1.0, 3.0]
@@ -247,7 +247,7 @@ def interleaved(x: Tensor) -> Tensor:
 
 
 def conv_branch(num_in: int, num_out: int, stride: int) -> nn.Sequential:
-    """Return a 1 x 1, a depthwise and a 1 x 1 convolution, with norms and ReLUs."""
+    """Return a sequence of a 1 x 1, a depthwise and a 1 x 1 convolution, with norms and ReLUs."""
     return nn.Sequential(
         *(conv1x1(num_in, num_out), nn.BatchNorm2d(num_out), nn.ReLU()),
         *(depthwise(num_out, stride), nn.BatchNorm2d(num_out)),

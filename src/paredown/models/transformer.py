@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 
 class Scored(NamedTuple):
-    """Logits (num_texts, length, vocabulary) and their mean cross entropy against the targets."""
+    """The output of a language model with targets: logits (num_texts, length, vocabulary) and their mean cross entropy."""
 
     logits: Tensor
     loss: Tensor
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
 @final
 class TransformerLayer(nn.Module):
-    """Attention and a two-layer network, each after a norm and with a residual sum (pre-norm)."""
+    """A Transformer layer with norms first (pre-norm): x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: LayerConfig, *, causal: bool) -> None:
         super().__init__()
