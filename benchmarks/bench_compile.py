@@ -196,7 +196,7 @@ class Process:
         if line:
             return json.loads(line)
         status = self.popen.wait()
-        why = f"killed after {limit_seconds:g} s, the --limit" if self.is_late else f"the process ended with status {status}"
+        why = f"killed after {limit_seconds:g} s" if self.is_late else f"the process ended with status {status}"
         return {"error": f"{why}: {self.tail(1)}"}
 
     def go(self) -> None:

@@ -8,25 +8,30 @@ The networks are those of zoo_networks.py. Ways: compiled (plain torch.compile),
 compiled by the session), eager, eager-int8 and eager-int4, all under bf16 autocast with fused AdamW. Ratios are to the unmodified step in
 the same mode, in the same process, in turns (zoo_worker.py). --predict: the peaks of all steps, before they run.
 
-Up to --jobs processes compile at the same time, one network each; then they take their times one after the other. Rows are written network
-by network, and networks that the file has for the same commit, device and ways are not measured again.
+Up to --jobs processes compile at the same time, one network each. A network whose ways are compiled is timed at once, while the processes
+of all others are stopped; then the next one starts in its place. --within ends all: by then a network is timed with the ways that it has.
+Rows are written network by network, and networks that the file has for the same commit, device and ways are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_compile import run_batch
+from bench_compile import Process, last_reply
 from loops import Log, common_options
 from zoo_networks import ZOO
 
@@ -66,25 +71,76 @@ def unmodified(way: str) -> str:
 # --- measuring ------------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Queue:
+    """Networks in order, of which up to `jobs` compile at the same time; at most one is timed, while all others are stopped."""
+
+    options: argparse.Namespace
+    device: str
+    folder: Path
+    begun: float = field(default_factory=time.perf_counter)
+    stopped_seconds: float = 0.0
+    replies: dict[Future[dict[str, Any]], tuple[str, Process]] = field(
+        default_factory=dict[Future[dict[str, Any]], tuple[str, Process]]
+    )
+
+    @property
+    def left(self) -> float:
+        """Seconds until --within."""
+        return self.options.within - (time.perf_counter() - self.begun)
+
+    def measure(self, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (network, last reply) in the order in which networks are ready; those that do not begin in time are left out."""
+        waiting = list(reversed(names))
+        with ThreadPoolExecutor(self.options.jobs) as threads:
+            try:
+                while self.replies or (waiting and self.left > 0):
+                    while waiting and len(self.replies) < self.options.jobs and self.left > 0:
+                        self._start(waiting.pop(), threads)
+                    for done in wait(self.replies, return_when=FIRST_COMPLETED).done:
+                        name, process = self.replies.pop(done)
+                        yield name, last_reply(name, process, self._timed(process, done.result()))
+            finally:
+                for _, process in self.replies.values():
+                    process.kill()
+                    process.end()
+
+    def _start(self, name: str, threads: ThreadPoolExecutor) -> None:
+        lock = self.folder / "device.lock"
+        late = max(self.left - self.options.reserve, 1.0)
+        request = {"network": name, "device": self.device, "ways": self.options.ways, "predicts": self.options.predict}
+        request |= {"deadline": late, "lock": str(lock)}
+        num_threads = max(2, (os.cpu_count() or 2) // 2)  # processes compile kernels at different times
+        process = Process([sys.executable, str(WORKER), json.dumps(request)], self.folder / name, num_threads)
+        self.replies[threads.submit(process.reply, max(self.left, 1.0))] = name, process
+
+    def _timed(self, process: Process, reply: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply of a process that takes its times, or the one that it has sent if it is not ready."""
+        if not reply.get("ready"):
+            return reply
+        begun = time.perf_counter()
+        self._signal(signal.SIGSTOP)
+        try:
+            process.go()
+            return process.reply(max(self.left, 10.0))
+        finally:
+            self.stopped_seconds += time.perf_counter() - begun
+            (self.folder / "device.lock").write_text(f"{self.stopped_seconds:012.3f}")  # compile times are without them
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for _, process in self.replies.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.popen.pid, number)
+
+
 def measure(names: Sequence[str], device: str, options: argparse.Namespace) -> Iterator[Row]:
-    """The rows of all networks, as many at the same time as --jobs."""
-    for first in range(0, len(names), options.jobs):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            common = {
-                "device": device,
-                "ways": options.ways,
-                "predicts": options.predict,
-                "deadline": options.deadline,
-                "lock": f"{folder}/device.lock",
-            }
-            commands = {
-                name: [sys.executable, str(WORKER), json.dumps({"network": name, **common})]
-                for name in names[first : first + options.jobs]
-            }
-            for name, reply in run_batch(commands, Path(folder), options.limit):
-                failed = [{"way": way, "failure": reply.get("error")} for way in options.ways]
-                for row in reply.get("rows", failed):
-                    yield Row(**{"network": name, "kind": ZOO[name].kind, **row})
+    """The rows of all networks that are measured in time."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for name, reply in Queue(options, device, Path(folder)).measure(names):
+            failed = [{"way": way, "failure": reply.get("error")} for way in options.ways]
+            for row in reply.get("rows", failed):
+                yield Row(**{"network": name, "kind": ZOO[name].kind, **row})
 
 
 def measured(runs: Sequence[Mapping[str, Any]], commit: str, device: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -194,8 +250,8 @@ def parsed() -> argparse.Namespace:
     parser = common_options(__doc__)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="separated by commas")
     parser.add_argument("--jobs", type=int, default=12, help="networks that compile at the same time")
-    parser.add_argument("--limit", type=float, default=500, help="seconds after which a process is killed")
-    parser.add_argument("--deadline", type=float, help="seconds after which a network begins no other way")
+    parser.add_argument("--within", type=float, default=500, help="seconds after which all processes are killed")
+    parser.add_argument("--reserve", type=float, default=40, help="seconds before --within at which compilation ends")
     parser.add_argument("--predict", action="store_true", help="predict all peaks")
     options = parser.parse_args()
     unknown = [name for name in options.model or () if name not in ZOO]

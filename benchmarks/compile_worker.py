@@ -170,18 +170,30 @@ def jobs() -> dict[str, Job]:
 
 
 class DeviceLock:
-    """A lock on a file that one process holds at a time; a process that holds it may enter again."""
+    """A lock on a file that one process holds at a time; a process that holds it may enter again.
+
+    The benchmark may stop its processes for a while; then the file has the seconds of all stops together.
+    """
 
     def __init__(self, path: str) -> None:
-        self.file = open(path, "w")  # noqa: SIM115
+        self.file = open(path, "a+")  # noqa: SIM115
         self.depth = 0
-        self.blocked_seconds = 0.0
+        self._blocked_seconds = 0.0
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Seconds for which this process was blocked on the lock, or stopped."""
+        return self._blocked_seconds + self._stopped_seconds()
+
+    def _stopped_seconds(self) -> float:
+        self.file.seek(0)
+        return float(self.file.read() or 0)
 
     def __enter__(self) -> None:
         if self.depth == 0:
-            begun = time.perf_counter()
+            begun, stopped = time.perf_counter(), self._stopped_seconds()
             fcntl.flock(self.file, fcntl.LOCK_EX)
-            self.blocked_seconds += time.perf_counter() - begun
+            self._blocked_seconds += time.perf_counter() - begun - (self._stopped_seconds() - stopped)
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:

@@ -12,12 +12,14 @@ queue holds some 1,000 launches. Steps that synchronize, or launch more, have no
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -61,7 +63,7 @@ class Worker:
     lock: DeviceLock
     stack: ExitStack
     predicts: bool = False
-    deadline: float | None = None  # seconds after which no other way is begun
+    deadline: float = math.inf  # on the clock of time.perf_counter; a way that is not ready by then has no row
     reference: list[Tensor | None] = field(default_factory=list[Tensor | None])  # gradients of the float32 step
     unmodified: dict[bool, list[Tensor | None]] = field(default_factory=dict[bool, list[Tensor | None]])  # by is_eager
     traces: dict[bool, pare.Trace] = field(default_factory=dict[bool, pare.Trace])
@@ -85,8 +87,8 @@ def plan_of(way: Way) -> pare.Plan | None:
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
-    """Copies of the gradients of all parameters, in float32."""
-    return [None if p.grad is None else p.grad.float().clone() for p in model.parameters()]
+    """Copies of the gradients of all parameters, in float32, on the CPU: what a variant holds is measured on the device."""
+    return [None if p.grad is None else p.grad.detach().to("cpu", torch.float32, copy=True) for p in model.parameters()]
 
 
 def distance(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
@@ -227,20 +229,37 @@ def take_turns(variants: Sequence[Variant], device: str) -> None:
         variant.columns["gpu_seconds"] = gpu_seconds(variant) if device == "cuda" else None
 
 
+@contextmanager
+def interrupted(deadline: float) -> Generator[None]:
+    """Raise TimeoutError at the deadline, in the block itself or, where it waits for compiled code, right after that."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError("not ready at the deadline (--within less --reserve)")
+
+    left = deadline - time.perf_counter()
+    if left <= 0:
+        stop()
+    if left < math.inf:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, left)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def measured(worker: Worker, ways: Sequence[str], ready: Callable[[], None]) -> dict[str, Any]:
     """{"rows": one for each way}."""
     rows: dict[str, dict[str, Any]] = {
         way: {"network": worker.network.name, "kind": worker.network.kind, "way": way} for way in ways
     }
     worker.reference = float32_gradients(worker)
-    variants, begun = list[Variant](), time.perf_counter()
+    variants = list[Variant]()
     for name in ways:
         torch.compiler.reset()
-        if worker.deadline is not None and time.perf_counter() - begun > worker.deadline:
-            rows[name]["failure"] = f"not begun within {worker.deadline:g} s, the --deadline"
-            continue
         try:
-            variants.append(prepared(worker, Way.parse(name)))
+            with interrupted(worker.deadline):
+                variants.append(prepared(worker, Way.parse(name)))
         except Exception as error:
             print(f"{name}: {failure(error)}", file=sys.stderr, flush=True)
             rows[name]["failure"] = failure(error)
@@ -256,14 +275,14 @@ def measured(worker: Worker, ways: Sequence[str], ready: Callable[[], None]) -> 
 
 def main() -> None:
     """Read the request, measure, print the rows."""
-    request: dict[str, Any] = {"device": "cpu", "lock": os.devnull, "predicts": False, "deadline": None, **json.loads(sys.argv[1])}
-    lock = DeviceLock(request["lock"])
+    request: dict[str, Any] = {"device": "cpu", "lock": os.devnull, "predicts": False, **json.loads(sys.argv[1])}
+    lock, deadline = DeviceLock(request["lock"]), time.perf_counter() + request.get("deadline", math.inf)
 
     def make(ready: Callable[[], None]) -> dict[str, Any]:
         if request["device"] == "cuda":
             lock_autotuning(lock)
         with ExitStack() as stack:
-            worker = Worker(ZOO[request["network"]], request["device"], lock, stack, request["predicts"], request["deadline"])
+            worker = Worker(ZOO[request["network"]], request["device"], lock, stack, request["predicts"], deadline)
             return measured(worker, request["ways"], ready)
 
     serve(make)
