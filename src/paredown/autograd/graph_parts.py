@@ -9,8 +9,6 @@ way is compared by its name. Where anything differs, `read_again` returns None a
 (`graph.new_nodes`).
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """What an operation of a compiled graph is to Inductor (view, pointwise, reduction, ...), and how many floating point operations it
 takes."""
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import operator

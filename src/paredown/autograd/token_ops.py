@@ -19,7 +19,7 @@ another order. Both runs must call the same operations with the same numbers: a 
 '_softmax mixes tokens'
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

@@ -10,8 +10,6 @@ level; where the budget would be exceeded, the least sensitive other slots go do
 `GuardState` is what a guard remembers; it is part of checkpoints, so that a resumed run behaves as an uninterrupted one.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -20,9 +20,6 @@ tensor([20], dtype=torch.uint8)
 tensor([0., 0., 1., 0., 1.])
 """
 
-
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass

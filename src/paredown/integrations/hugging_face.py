@@ -17,7 +17,7 @@ paredown.optim, and refuses one that has none there; otherwise the trainer's opt
 An out-of-memory error of `trainer.train()` gets a note: what the peak was made of, the next smaller plan, and advice on the allocator.
 """
 
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateUsage=false
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 from __future__ import annotations
 

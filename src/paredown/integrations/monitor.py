@@ -17,8 +17,6 @@
 {'memory/weight_gib': 67584, 'memory/optimizer_gib': 137216}
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable

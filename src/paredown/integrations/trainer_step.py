@@ -8,8 +8,6 @@
 TRL, need no code here. GRPO and RLOO generate what they train on: their batch has the longest prompt and `max_completion_length` tokens.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import logging

@@ -10,8 +10,8 @@ functions that deferred logits record (loss/deferred_logits.py):
 Where another function in the graph reads the logits, the graph is left unmodified, and `HeadUse` records the name of the function.
 """
 
-# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

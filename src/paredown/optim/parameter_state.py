@@ -18,8 +18,6 @@ Sessions and optimizers find each other by two dictionaries with weak keys: the 
 optimizer that has it. Neither keeps a parameter or an optimizer alive.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import weakref

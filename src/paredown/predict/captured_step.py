@@ -10,8 +10,8 @@ A graph for CUDA is traced on the CPU with the operations that CUDA has (`Device
 CUDA where a timing favours that; here all large ones are padded.
 """
 
-# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

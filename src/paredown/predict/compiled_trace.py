@@ -12,8 +12,6 @@ A packed tensor is decoded right before its first use in backward. Where an oper
 a convolution, attention) the decoded tensor is written to memory until its last use; elsewhere kernels decode it as they read it.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from collections import Counter

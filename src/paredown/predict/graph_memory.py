@@ -16,8 +16,7 @@ buffer whose readers are all in the kernel that makes it is not allocated.
 Times are places in the order of kernels. A kernel may write its output over a buffer of the same size that it is the last to read.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ stored packed, backward gets it decoded.
 What an operation's backward needs of the tensors that it saves is the table of autograd/operations.py.
 """
 
-# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ fake tensors (predict/fake/fake_step.py) records the lifetime of each; `footprin
 [('weight', 'weight', 128), ('bias', 'weight', 16)]
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping

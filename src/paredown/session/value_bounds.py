@@ -27,8 +27,6 @@ On a CPU values are read in every forward pass. On a GPU a read synchronizes wit
 first saved; every READ_INTERVAL-th forward pass then copies the values to the host asynchronously, for the decisions of later passes.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

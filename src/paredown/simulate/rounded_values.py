@@ -7,8 +7,6 @@ If both factors of a product have at most 10 mantissa bits, the product runs in 
 faster (`Precision`). Sums are in float32 with and without TF32. Only CUDA has TF32; on other devices nothing changes.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping

@@ -12,8 +12,6 @@ Random bits follow from the seed, the number of reductions so far, the buffer, t
 run can be repeated, and replicas stay equal. A value that is not finite makes its block of 64 NaN in all processes.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ Random bits of stochastic rounding follow from (seed, slot, number of calls of c
 the state of the session draws the same bits.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import weakref

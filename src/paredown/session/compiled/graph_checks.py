@@ -4,8 +4,7 @@ Logits of attention and statistics of norms (session/value_bounds.py) decide whe
 tensor, and `reason` of each check reads them after the call.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

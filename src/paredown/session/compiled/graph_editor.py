@@ -4,8 +4,8 @@ Encode and decode (codec/graph_codec.py) are traced into aten operations, which 
 copied into the graphs; on a GPU encode is the operation `paredown::encode`. They read a tensor in its own memory order.
 """
 
-# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ activations. What the partitioner saves for backward follows the plan as everyth
 backward makes the codes again from it, with the scales of forward.
 """
 
-# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ layers, 2.5 of 6.2 GiB of a DiT in 8 bits. Inductor then compares this order wit
     by last      a1 w1 a2 s1+s2 w2
 """
 
-# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ which tensors it writes to, and compiling takes longer. The arithmetic in aten o
 from the reference where Inductor fuses multiply and add (codec/graph_codec.py).
 """
 
-# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ bits). A copy of its operations takes scales that depend on the gradient which i
 as that of a GELU does, nothing is delayed: one kernel computes both.
 """
 
-# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

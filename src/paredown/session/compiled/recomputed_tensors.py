@@ -12,8 +12,8 @@ Random operations and attention do not run again, nor does what reads a buffer t
 `save_recomputed` is the other direction: it saves tensors that backward recomputes (recomputed_chains.py).
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

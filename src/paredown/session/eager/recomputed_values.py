@@ -4,7 +4,7 @@
 statistics of a norm, from the autograd nodes that a `Rematerialization` names.
 """
 
-# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
