@@ -8,10 +8,13 @@ Optional packages are imported where they are used, by ordinary imports.
 from __future__ import annotations
 
 import ast
+import collections
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 PACKAGE = Path(__file__).parent.parent / "src" / "paredown"
 TORCH = frozenset({"torch", "numpy", "triton"})
@@ -140,6 +143,46 @@ def test_packages_have_few_files() -> None:
         str(folder.relative_to(PACKAGE)): sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders
     }
     assert max(counts.values()) <= MOST_FILES, counts
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private names that a module defines: functions, classes, constants, and what classes set on `self`."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
+    found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def private_reads(tree: ast.AST) -> set[str]:
+    """Private names that a module reads from other objects or imports from its package."""
+    found = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls")
+    }
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paredown")]
+    found |= {alias.name for node in imports for alias in node.names}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_module_reads_private_names_of_another_package() -> None:
+    of_others = {
+        *dir(torch.Tensor),
+        *vars(torch.nn.Module()),
+        *dir(collections.namedtuple("Pair", "a b")),
+    }  # ours may be called like them
+    trees = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    homes: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        for name in private_names(tree) - of_others:
+            homes.setdefault(name, set()).add(path.parts[0])
+    found = [
+        f"{path}: {name}"
+        for path, tree in trees.items()
+        for name in private_reads(tree)
+        if path.parts[0] not in homes.get(name, path.parts)
+    ]
+    assert not found, found
+    planted = ast.parse("from paredown.check.verify import _step\nsession._watch.stop()")
+    assert private_reads(planted) == {"_step", "_watch"}
 
 
 def test_the_checker_sees_planted_violations() -> None:

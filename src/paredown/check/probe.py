@@ -33,7 +33,7 @@ from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.plan.storage import significant_bits
 from paredown.plan.trace import Slot, Trace
-from paredown.predict.fake.fake_step import Arguments, _loss_of, signature_errors
+from paredown.predict.fake.fake_step import Arguments, loss_of, signature_errors
 
 FORMATS = ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")
 BACKWARDS = 16
@@ -202,7 +202,7 @@ def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor
             stack.enter_context(torch.autocast(device, dtype))
         with signature_errors(model, arguments, "probe"):
             output = model(*arguments.args, **arguments.keywords)
-        return loss(output, *arguments.targets) if loss is not None else _loss_of(output)
+        return loss(output, *arguments.targets) if loss is not None else loss_of(output)
 
 
 def _checked_formats(formats: Sequence[str | Format] | None, backwards: int, trace: Any) -> list[Format]:

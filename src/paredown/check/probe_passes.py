@@ -21,8 +21,6 @@ Where an edge leads to a parameter, as from a linear layer to its weight, this i
 by measurements.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,15 +68,14 @@ class HeldSlot:
 
     def restore(self) -> None:
         """Copy the exact values of this slot back into the tensor that backward reads."""
-        self.form.plain_values, self.form.version = self.exact, self.exact._version
+        self.form.refer_to(self.exact)
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
         """Overwrite the tensor that backward reads by its values rounded to `format`; `keeps` stores the packed values for reuse."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
-        values = packed.decode()
-        self.form.plain_values, self.form.version = values, values._version
+        self.form.refer_to(packed.decode())
 
     def encode(self, format: Format, seed: Seed) -> PackedTensor:
         """Return the exact values of this slot encoded in `format`, as a session would encode them."""
@@ -93,9 +90,8 @@ class HeldForward:
         self.slots: dict[str, HeldSlot] = {}
         self._seed = seed
         self._by_form: dict[StoredForm, HeldSlot] = {}
-        self._activations = Activations(Plan.uniform(activation=PINNED), seed)
-        self._activations.min_numel = 1
-        self._activations.on_packed = self._note
+        self._activations = Activations(Plan.uniform(activation=PINNED), seed, min_numel=1)
+        self._activations.observe(self._note)
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._activations.end, min_numel=1)
         self._watch.checkpoints.reports_inputs = False  # nodes are called one by one, and no node reads them
 

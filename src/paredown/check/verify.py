@@ -51,7 +51,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import Selector
-from paredown.predict.fake.fake_step import Arguments, _loss_of, signature_errors
+from paredown.predict.fake.fake_step import Arguments, loss_of, signature_errors
 from paredown.roles import Role, weight_role
 from paredown.session.eager.recomputed_values import RecomputedValues
 from paredown.session.eager.stored_tensors import StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
@@ -110,7 +110,7 @@ def verify(
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
             with signature_errors(unwrapped(model), arguments, "verify"):
                 output = unwrapped(model)(*arguments.args, **arguments.keywords)
-            return loss(output, *arguments.targets) if loss is not None else _loss_of(output)
+            return loss(output, *arguments.targets) if loss is not None else loss_of(output)
 
     return verify_step(model, batch, step, plan, tolerance=tolerance, seed=seed)
 

@@ -82,7 +82,7 @@ class PareCallback(AppliedPlan, Callback):
         if stage != "fit":
             return
         part = called_part(pl_module, self.module)
-        if self.is_open and self.session is not None and self.session._model() is not unwrapped(part):
+        if self.is_open and self.session is not None and self.session.model is not unwrapped(part):
             self.close()
         if not self.is_open:
             self.put_on(part)

@@ -55,7 +55,10 @@ DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, Tru
 class CheckpointedModules:
     """The checkpointed modules of one model."""
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, around_second_call: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Find the modules; raise ApplyError if the plan names one that is not there. Backward runs them in `around_second_call()`."""
         paths = dict(model.named_modules())
         try:
             matches = outermost(paths, plan.checkpointed)
@@ -65,7 +68,7 @@ class CheckpointedModules:
         self.modules = [paths[path] for path in self.paths]
         self._handles: list[Any] = []
         self._local = threading.local()
-        self.around_second_call: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._around_second_call = around_second_call
 
     def has(self, name: str) -> bool:
         """Return whether the slot `name` is inside a checkpointed module, and is therefore not saved."""
@@ -123,7 +126,7 @@ class CheckpointedModules:
         before = getattr(self._local, "is_second_call", False)
         self._local.is_second_call = True
         try:
-            with frozen_statistics(module), self.around_second_call():
+            with frozen_statistics(module), self._around_second_call():
                 yield
         finally:
             self._local.is_second_call = before
@@ -205,13 +208,9 @@ class SecondPasses:
 
     def _store(self, storage: SecondPassStorage, saved: Saved) -> StoredOperand | None:
         assert saved.tensor is not None
-        captured, local = CapturedHooks(saved.tensor), self._activations._local
-        before, local.storage = getattr(local, "storage", None), storage
-        try:
-            with torch.no_grad():
-                self._activations.save(replace(saved, raw=captured))
-        finally:
-            local.storage = before
+        captured = CapturedHooks(saved.tensor)
+        with torch.no_grad(), self._activations.storing_in(storage):
+            self._activations.save(replace(saved, raw=captured))
         if captured.packed is None or captured.unpack is None:
             return None
         return StoredOperand(captured.packed, captured.unpack, saved.tensor, is_factor=saved.op == "mul")
@@ -299,8 +298,7 @@ CAPTURED = "a CUDA graph was captured, which a copy to host memory cannot be par
 class OffloadedInputs:
     """Stores packed inputs of checkpointed layers in host memory."""
 
-    def __init__(self, activations: Activations) -> None:
-        activations.form_of = self._form_of
+    def __init__(self) -> None:
         self._copies = HostCopies()
         self._last: weakref.ref[OffloadedValues] | None = None
         self._num_offloaded, self._reason = 0, NO_INPUTS
@@ -309,7 +307,8 @@ class OffloadedInputs:
         """Return one row if no input could be offloaded; otherwise return no rows."""
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
-    def _form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
+    def form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
+        """Return the form of an encoded input that is copied to host memory; None for other tensors, and where no copy is possible."""
         if saved.op != CHECKPOINT:
             return None
         if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():

@@ -16,8 +16,6 @@ after `apply`. `session.changes` lists what an optimizer stores differently: sma
 fully_shard hold, or all of them if no such optimizer has the parameters.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import weakref
@@ -100,31 +98,32 @@ class Session:
     def __init__(
         self,
         plan: Plan,
-        model: nn.Module,
+        given: nn.Module,
         seed: int,
         *,
-        is_compiled: bool = False,
         make_guard: GuardFactory | None = None,
         chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
+        """Apply `plan` to the model inside of `given`, which may be wrapped in DistributedDataParallel or compiled."""
         plan.check_stored()
         self.plan = self.applied = plan  # a guard changes `plan`
-        self._model = self.wrapper = weakref.ref(model)  # of the model, and of the DDP around it that `apply` was called with
+        is_compiled, model = is_wrapped_by_compile(given), unwrapped(given)
+        self._model, self._called = weakref.ref(model), weakref.ref(model if is_compiled else given)
         self._packs_activations = plan.packs_activations
         self._scripted = scripted_parts(model) if self._packs_activations else []
         if not self._packs_activations:
             self._missing = tuple(plan.check(self._parameter_slots()))
-        self._activations = Activations(plan, seed)
+        self._offloaded = OffloadedInputs() if plan.offload else None
+        self._activations = Activations(plan, seed, form_of=self._offloaded.form_of if self._offloaded is not None else None)
         self._is_checked, self._modules = False, list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
         self._activations.report_small_to(self._watch.leave_out)
         reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
-        self._checkpointed = CheckpointedModules(plan, model)
+        self._checkpointed = CheckpointedModules(plan, model, lambda: self._tiles.attached())
         self._tiles = TiledModules(plan, model, self._watch, self._checkpointed)
         checkpointed = frozenset(self._checkpointed.modules)
         self._watch.follow_for(self._activations, passed_over=checkpointed, on_recomputation=SecondPasses(self._activations).begin)
-        self._offloaded = OffloadedInputs(self._activations) if plan.offload else None
         self._guard = make_guard(self._activations, self._change) if make_guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled, checkpointed=checkpointed)
         self._unused = unused_rules(plan, model)
@@ -217,7 +216,7 @@ class Session:
             )
         if self._guard is not None:
             self._guard.read_formats(self._compiled.format_of)
-        return self._compiled.compile(model, self.wrapper() or model, **options)
+        return self._compiled.compile(model, self._called() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
         """Return a context in which all parameters are unpacked; parameters that change are encoded again when it ends."""
@@ -473,12 +472,11 @@ def start_session(
 
     `make_guard`: makes the guard of the session. `chunked_loss`: compute the cross entropy of large vocabularies in chunks.
     """
-    given, is_compiled, model = model, is_wrapped_by_compile(model), unwrapped(model)
-    check_is_not_graphed(model)
-    check_has_none(model)
-    session = Session(plan, model, seed, is_compiled=is_compiled, make_guard=make_guard, chunked_loss=chunked_loss)
-    register(model, session)
-    session.wrapper = weakref.ref(model if is_compiled else given)
+    plain = unwrapped(model)
+    check_is_not_graphed(plain)
+    check_has_none(plain)
+    session = Session(plan, model, seed, make_guard=make_guard, chunked_loss=chunked_loss)
+    register(plain, session)
     return session
 
 

@@ -10,8 +10,6 @@ the gradient norm. With several processes one reduction takes the maximum of eac
 `SessionGuard` is what a session asks of the guard that is attached to it; `check/guard_steps.py` implements it.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -57,7 +55,7 @@ class Signals:
         self._numbers: Tensor | None = None  # (2, num_slots): errors, largest values
         self._indices: dict[tuple[tuple[str, ...], ...], Tensor] = {}  # of the slots of compiled graphs: places, rows
         self.looks_at_all = False  # whether all values of all slots are measured in the next forward pass
-        activations.on_packed = self._measure
+        activations.observe(self._measure)
 
     @property
     def has_any(self) -> bool:

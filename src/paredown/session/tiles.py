@@ -83,7 +83,6 @@ class TiledModules:
         self._watch, self._checkpointed, self._local = watch, checkpointed, threading.local()
         self._calls: dict[str, TiledCall] = {}
         self._is_attached = False
-        checkpointed.around_second_call = self.attached
         self._asked: dict[str, str] = {}  # path of a module that a rule matches -> text of the rule
         paths = dict(model.named_modules()) if plan.tiles else {}
         for text, length in plan.tiles:

@@ -280,7 +280,7 @@ class FakeStep:
 
     def _loss(self, output: Any, arguments: Arguments, loss: Callable[..., Tensor] | None) -> Tensor:
         if loss is None:
-            return _loss_of(output)
+            return loss_of(output)
         self.timeline.phase = LOSS
         module = Loss(loss)
         with self._watched(module, LOSS):
@@ -386,7 +386,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def _loss_of(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
     """Return the loss in the output of a model that is called without a loss function."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor):

@@ -74,13 +74,15 @@ from paredown.session.value_bounds import ValueBounds, use_and_detail
 FP32 = Format.parse("fp32")
 VALUE = Use.VALUE
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
+FormOf = Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None]
 
 
 class Activations:
     """Packs the tensors that one model saves for backward."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
-        self.plan, self.seed = plan, seed
+    def __init__(self, plan: Plan, seed: int, *, form_of: FormOf | None = None, min_numel: int = MIN_PACKED_NUMEL) -> None:
+        """Begin with no decisions. `form_of` makes another form for some encoded tensors, as offloading does."""
+        self.plan, self.seed, self.min_numel, self._form_of = plan, seed, min_numel, form_of
         self.count = ForwardCount()
         self.is_sharded = False  # whether parameters are freed between forward and backward
         self.names: set[str] = set()  # of all slots reported so far
@@ -90,9 +92,6 @@ class Activations:
         self.not_freed: dict[str, str] = {}  # packed slots whose original memory outlived the last forward pass -> why
         self.largest = ActivationBytes()  # of the forward pass that saved most
         self.packing_time = PackingTime()
-        self.min_numel = MIN_PACKED_NUMEL
-        # makes another form for some tensors, as offloading does
-        self.form_of: Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None] | None = None
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
         # On a GPU, called with the slots of the smallest tensors and their largest bytes when these change; None: all are packed
         self.on_small: Callable[[set[str], int], None] | None = None
@@ -146,6 +145,16 @@ class Activations:
     def observed_by(self, observer: Observer) -> Generator[None]:
         """Return a context in which `observer` is called after each saved tensor is packed."""
         with patched_attributes(self, on_packed=observer):
+            yield
+
+    def observe(self, observer: Observer | None) -> None:
+        """Call `observer` after each saved tensor is packed from now on; None for no call."""
+        self.on_packed = observer
+
+    @contextmanager
+    def storing_in(self, storage: ForwardStorage) -> Generator[None]:
+        """Return a context in which this thread stores saved tensors in `storage`, which is not that of a forward pass."""
+        with patched_attributes(self._local, storage=storage):
             yield
 
     @contextmanager
@@ -422,7 +431,7 @@ class Activations:
         if type(previous) is StoredValues:  # this operation needs more precision than the one that saved the tensor first
             previous.replace(codec, stored)
             return previous
-        form = self.form_of(saved, piece, codec, stored) if self.form_of is not None else None
+        form = self._form_of(saved, piece, codec, stored) if self._form_of is not None else None
         return form or StoredValues(piece, codec, stored, self._copies)
 
     def _encoded(self, slot: SlotDecisions, decision: StorageDecision, piece: StoragePiece, storage: ForwardStorage) -> Any:

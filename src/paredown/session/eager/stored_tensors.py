@@ -157,6 +157,10 @@ class StoredForm(ABC):
         self._drop()
         return True
 
+    def refer_to(self, values: Tensor) -> None:
+        """Return these values from now on, shape (numel,), whatever is stored."""
+        self.plain_values, self.version = values, values._version
+
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """Return the whole piece, unpacked, as a tensor with these sizes and strides."""
         return self.values().as_strided(size, stride)
