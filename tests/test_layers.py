@@ -145,6 +145,15 @@ def test_packages_have_few_files() -> None:
     assert max(counts.values()) <= MOST_FILES, counts
 
 
+def test_every_class_has_a_name_of_its_own() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert "Plan" in homes and not {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
 def private_names(tree: ast.AST) -> set[str]:
     """Private names that a module defines: functions, classes, constants, and what classes set on `self`."""
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paredown
-from paredown.cli.demo_verb import OWN_MODEL, TASK, DemoResult, Fit
+from paredown.cli.demo_verb import OWN_MODEL, TASK, DemoResult, MeasuredFit
 from paredown.sizes import parse_bytes
 from paredown.study.tasks.lookup import find_task
 from paredown.study.tasks.trial import Status, Trial
@@ -96,7 +96,7 @@ def a_result(errors: tuple[float, float], standard_error: float) -> DemoResult:
         )
         for error in errors
     ]
-    fit = Fit(None, 2 * MIB, MIB, paredown.Plan(), MIB)  # type: ignore[arg-type]
+    fit = MeasuredFit(None, 2 * MIB, MIB, paredown.Plan(), MIB)  # type: ignore[arg-type]
     return DemoResult(fit, *columns, errors[1] - errors[0], standard_error)
 
 
@@ -121,8 +121,8 @@ def test_a_peak_above_the_budget_is_said() -> None:
 
 def test_what_makes_quantizing_quick_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     result = a_result((0.04, 0.04), 0.01)
-    monkeypatch.setattr(Fit, "bars", lambda _: ["bars"])
-    monkeypatch.setattr(Fit, "in_words", lambda _: "a plan")
+    monkeypatch.setattr(MeasuredFit, "bars", lambda _: ["bars"])
+    monkeypatch.setattr(MeasuredFit, "in_words", lambda _: "a plan")
     for has_numba in (True, False):
         monkeypatch.setattr("paredown.codec.cpu.has_numba", lambda found=has_numba: found)
         assert ("'paredown[cpu]'" in " ".join(result.in_words({"page": "p", "plan": "q"}))) is not has_numba

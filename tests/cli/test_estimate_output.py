@@ -11,17 +11,17 @@ import pytest
 
 pytest.importorskip("typer")
 
-from paredown.cli.estimate_output import SEGMENTS, WIDTH, PlanRow, bars, verdict
+from paredown.cli.estimate_output import SEGMENTS, WIDTH, EstimateRow, bars, verdict
 from tests.cli.commands import CONTROL, ask, asked_json, on_terminal
 
 GIB = 2**30
 
 
-def row(plan: str, gib: float, *, high: float = 0, fits: bool | None = None, batch: int | None = None) -> PlanRow:
+def row(plan: str, gib: float, *, high: float = 0, fits: bool | None = None, batch: int | None = None) -> EstimateRow:
     """A plan of an estimate, half of whose peak are weights."""
     peak = int(gib * GIB)
     parts = {"weight": peak // 2, "activation": peak - peak // 2 - 1024}
-    return PlanRow(plan, peak, peak, int((high or gib) * GIB), fits, batch, at_peak=parts, workspace_bytes=1024)
+    return EstimateRow(plan, peak, peak, int((high or gib) * GIB), fits, batch, at_peak=parts, workspace_bytes=1024)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def row(plan: str, gib: float, *, high: float = 0, fits: bool | None = None, bat
         ),
     ],
 )
-def test_the_verdict_is_a_sentence(rows: list[PlanRow], allowed: float | None, requested: bool, said: str) -> None:
+def test_the_verdict_is_a_sentence(rows: list[EstimateRow], allowed: float | None, requested: bool, said: str) -> None:
     nbytes = None if allowed is None else int(allowed * GIB)
     assert verdict(rows, nbytes, requested=requested, device="cuda") == said
     assert "time" not in verdict(rows, nbytes, requested=requested, device="cpu"), "times are those of a GPU"

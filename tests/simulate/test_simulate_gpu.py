@@ -16,7 +16,7 @@ from paredown import Plan, Role, apply
 from paredown.codec import backend
 from paredown.errors import ApplyError
 from paredown.simulate import rounded_slots
-from paredown.simulate.forward_calls import Operation
+from paredown.simulate.forward_calls import ForwardOperation
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 from paredown.simulate.rounded_values import Precision, Simulate, are_narrow
 from paredown.study.papers.mixed_precision_assignments import high_plan
@@ -329,4 +329,4 @@ def test_switches_go_back_to_what_they_were(allowed: bool) -> None:
 
 
 def test_outputs_after_the_first_are_numbered() -> None:
-    assert Operation("a:", "conv", [], [], 0).output_name(2) == "a:output2"
+    assert ForwardOperation("a:", "conv", [], [], 0).output_name(2) == "a:output2"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.application import SHOW, SIZES, Exit, JsonOption, app, check_size, verb
-from paredown.cli.estimate_output import PlanRow, bars, has_colour
+from paredown.cli.estimate_output import EstimateRow, bars, has_colour
 from paredown.cli.output import BASELINE, LiveScreen, emit, heading, live_screen, say, tell
 from paredown.sizes import parse_bytes, say_bytes, say_seconds
 
@@ -82,7 +82,7 @@ def demo(
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class MeasuredFit:
     """The step that does not fit the budget, and the plan that does, each with its peak.
 
     Peaks are measured where that is possible, otherwise predicted.
@@ -101,7 +101,7 @@ class Fit:
         rows = [self._row(BASELINE, Plan(), self.full_bytes), self._row(PLAN, self.plan, self.plan_bytes)]
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
-    def _row(self, name: str, plan: Plan, nbytes: int) -> PlanRow:
+    def _row(self, name: str, plan: Plan, nbytes: int) -> EstimateRow:
         """Return predicted bytes by role; what was measured beyond them is counted as workspace of convolutions."""
         from paredown.plan.footprint import footprint
 
@@ -109,7 +109,7 @@ class Fit:
         parts = {role.value: size for role, size in foot.at_peak.items()}
         workspace = foot.workspace_bytes + max(0, nbytes - foot.peak_bytes)
         fits = nbytes <= self.budget_bytes
-        return PlanRow(name, nbytes, foot.low_bytes, foot.high_bytes, fits, at_peak=parts, workspace_bytes=workspace)
+        return EstimateRow(name, nbytes, foot.low_bytes, foot.high_bytes, fits, at_peak=parts, workspace_bytes=workspace)
 
     def story(self) -> list[str]:
         """Return the lines of the first screen: what does not fit, the bars, and the plan."""
@@ -131,7 +131,7 @@ class Fit:
         return f"{', '.join(parts)}; `assign` chose it for this budget."
 
 
-def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Fit:
+def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> MeasuredFit:
     """Return a plan whose measured peak is within the budget, which is a share of the baseline's measured peak.
 
     What the baseline takes beyond its prediction (workspace of convolutions) is expected beyond the plan's prediction too.
@@ -150,12 +150,14 @@ def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Fit:
     screen.bar(MEMORY, measured, allowed, _of(measured, allowed, BASELINE))
     beyond = max(0, measured - expected)
     plan = subject.plan_within(str(max(0, allowed - beyond)))
-    fit = Fit(subject, measured, allowed, plan, peak_of(subject.trace(plan), plan) + beyond)
+    fit = MeasuredFit(subject, measured, allowed, plan, peak_of(subject.trace(plan), plan) + beyond)
     screen.tell(fit.story())
     return fit
 
 
-def _trained(screen: LiveScreen, task: Task, fit: Fit, seed: int, first: int, sessions: ExitStack) -> tuple[Training, Training]:
+def _trained(
+    screen: LiveScreen, task: Task, fit: MeasuredFit, seed: int, first: int, sessions: ExitStack
+) -> tuple[Training, Training]:
     """Train without and with the plan from one seed, taking a step of each in turn, and return both trainings."""
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
@@ -189,7 +191,7 @@ def _written(subject: Subject, result: DemoResult, session: Any, out: Path) -> d
 class DemoResult:
     """The trials without and with the plan, seed by seed, and the difference of their errors with its standard error."""
 
-    fit: Fit
+    fit: MeasuredFit
     baseline: tuple[Trial, ...]
     packed: tuple[Trial, ...]
     difference: float
@@ -197,7 +199,7 @@ class DemoResult:
     seconds: float = 0.0
 
     @staticmethod
-    def of(fit: Fit, pairs: Sequence[tuple[Training, Training]]) -> DemoResult:
+    def of(fit: MeasuredFit, pairs: Sequence[tuple[Training, Training]]) -> DemoResult:
         """Return the result of pairs of trainings, judged on the test digits."""
         import torch
 

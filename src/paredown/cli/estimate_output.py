@@ -47,7 +47,7 @@ LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of
 RED, GREEN, PLAIN = "\x1b[1;31m", "\x1b[1;32m", "\x1b[0m"
 
 
-class Segment(NamedTuple):
+class BarSegment(NamedTuple):
     """A part of a bar: its letter in plain text, its colour on a terminal, its name, and the keys of `at_peak` that it sums."""
 
     letter: str
@@ -57,18 +57,18 @@ class Segment(NamedTuple):
 
 
 SEGMENTS = (
-    Segment("W", 34, "weights", (Role.WEIGHT.value, Role.FROZEN.value, Role.RESIDUE.value, Role.MASTER.value)),
-    Segment("G", 36, "gradients", (Role.GRADIENT.value,)),
-    Segment("O", 35, "optimizer state", (Role.MOMENT1.value, Role.MOMENT2.value)),
-    Segment("A", 33, "activations", (Role.ACTIVATION.value,)),
-    Segment("I", 32, "inputs and buffers", (Role.INPUT.value, Role.BUFFER.value)),
-    Segment("T", 37, "temporaries", (Role.TEMPORARY.value, Role.ERROR.value)),
-    Segment("L", 90, "workspace of libraries", (WORKSPACE,)),
+    BarSegment("W", 34, "weights", (Role.WEIGHT.value, Role.FROZEN.value, Role.RESIDUE.value, Role.MASTER.value)),
+    BarSegment("G", 36, "gradients", (Role.GRADIENT.value,)),
+    BarSegment("O", 35, "optimizer state", (Role.MOMENT1.value, Role.MOMENT2.value)),
+    BarSegment("A", 33, "activations", (Role.ACTIVATION.value,)),
+    BarSegment("I", 32, "inputs and buffers", (Role.INPUT.value, Role.BUFFER.value)),
+    BarSegment("T", 37, "temporaries", (Role.TEMPORARY.value, Role.ERROR.value)),
+    BarSegment("L", 90, "workspace of libraries", (WORKSPACE,)),
 )
 
 
 @dataclass(frozen=True)
-class PlanRow:
+class EstimateRow:
     """The estimate of a step under one plan; the fields are those of the JSON, which has ABSENT ones only where they are known."""
 
     plan: str
@@ -106,7 +106,7 @@ class PlanRow:
         return bool(self.fits if self.largest_batch is None else self.largest_batch)
 
 
-def smallest(rows: Sequence[PlanRow]) -> PlanRow:
+def smallest(rows: Sequence[EstimateRow]) -> EstimateRow:
     """Return the row with the smallest peak."""
     return min(rows, key=lambda row: row.peak_bytes)
 
@@ -121,7 +121,7 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class EstimatedStep:
     """The answer of `paredown estimate`; the fields are those of its JSON, which has `lora` and `checkpointed` only if there are any."""
 
     model: str
@@ -135,7 +135,7 @@ class Estimate:
     lora: Adapters | None
     checkpointed: tuple[str, ...]
     budget_bytes: int | None
-    plans: tuple[PlanRow, ...]
+    plans: tuple[EstimateRow, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class Estimate:
         notes = [f"note: {note}" for note in self.notes[:SHOWN_NOTES]]
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
-    def _rows_with_bars(self, *, requested: bool) -> Sequence[PlanRow]:
+    def _rows_with_bars(self, *, requested: bool) -> Sequence[EstimateRow]:
         """Return all requested plans; without a request, the baseline and the first plan that fits, or the smallest."""
         if requested or self.budget_bytes is None:
             return self.plans[:SHOWN_BARS]
@@ -188,7 +188,7 @@ class Estimate:
 # --- whether it fits ---------------------------------------------------------------------------------------------------
 
 
-def verdict(rows: Sequence[PlanRow], allowed: int | None, *, requested: bool, device: str) -> str:
+def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool, device: str) -> str:
     """Return whether the judged plan fits (the baseline, or of requested plans the first that fits), and which of the others does."""
     if allowed is None:
         return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
@@ -209,7 +209,7 @@ def verdict(rows: Sequence[PlanRow], allowed: int | None, *, requested: bool, de
     return f"{_begin(judged, 'does not fit')}: {of}.{more}"
 
 
-def _begin(row: PlanRow, words: str) -> str:
+def _begin(row: EstimateRow, words: str) -> str:
     return words[0].upper() + words[1:] if row.plan == BASELINE else f"{row.plan} {words}"
 
 
@@ -219,21 +219,21 @@ def _share(nbytes: int, allowed: int) -> str:
     return f"{number} of {other} {unit}" if unit == other_unit else f"{number} {unit} of {other} {other_unit}"
 
 
-def _size(row: PlanRow) -> str:
+def _size(row: EstimateRow) -> str:
     return say_bytes(row.peak_bytes)
 
 
-def _span(row: PlanRow) -> str:
+def _span(row: EstimateRow) -> str:
     return f"{_size(row)} ({say_bytes(row.low_bytes)} to {say_bytes(row.high_bytes)})"
 
 
-def _smaller(rows: Sequence[PlanRow], device: str) -> str:
+def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
     """Return a sentence on the smallest of the other plans; "" if none is smaller than the first."""
     least = smallest(rows)
     return "" if least.peak_bytes >= rows[0].peak_bytes else f" {least.plan} needs {_size(least)}{_time(least, rows, device)}."
 
 
-def _time(row: PlanRow, rows: Sequence[PlanRow], device: str) -> str:
+def _time(row: EstimateRow, rows: Sequence[EstimateRow], device: str) -> str:
     """Return the step time of a plan relative to the baseline's, as text; "" if it is unknown.
 
     It is predicted for a calibrated device, and otherwise measured, for a preset.
@@ -263,7 +263,7 @@ def styled_verdict(text: str) -> str:
     return Styled(f"{colour}{clean(text)}{PLAIN}")
 
 
-def bars(rows: Sequence[PlanRow], allowed: int | None, *, in_colour: bool, columns: int | None = None) -> list[str]:
+def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, columns: int | None = None) -> list[str]:
     """Return a bar for each row, all to one scale, and a legend of their segments; lines have at most `columns` characters."""
     longest = max([row.peak_bytes for row in rows] + ([allowed] if allowed and not all(row.fits for row in rows) else []))
     names = [clean(row.plan) for row in rows]
@@ -293,9 +293,9 @@ def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator
     return lines
 
 
-def _segments(row: PlanRow, scale: float) -> list[Segment]:
+def _segments(row: EstimateRow, scale: float) -> list[BarSegment]:
     """Return the segment of each character of a bar, which has `scale` characters for a byte."""
-    drawn: list[Segment] = []
+    drawn: list[BarSegment] = []
     parts, total = row.parts_at_peak, 0
     for part in SEGMENTS:
         total += sum(parts.get(key, 0) for key in part.keys)
@@ -303,11 +303,11 @@ def _segments(row: PlanRow, scale: float) -> list[Segment]:
     return drawn
 
 
-def _drawn(part: Segment, block: str, *, in_colour: bool) -> str:
+def _drawn(part: BarSegment, block: str, *, in_colour: bool) -> str:
     return f"\x1b[{part.colour}m{block}{PLAIN}" if in_colour else part.letter
 
 
-def _bar(parts: Sequence[Segment], mark_at: int | None, length: int, *, in_colour: bool) -> str:
+def _bar(parts: Sequence[BarSegment], mark_at: int | None, length: int, *, in_colour: bool) -> str:
     """Return the characters of a bar, padded to one length, with a mark at the budget."""
     cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (length + 1 - len(parts))]
     if mark_at is not None:
@@ -318,7 +318,7 @@ def _bar(parts: Sequence[Segment], mark_at: int | None, length: int, *, in_colou
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _tables(rows: Sequence[PlanRow], allowed: int | None) -> list[str]:
+def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
     """Return tables of the bytes at the peak by role and by module, which add up to it, and of the whole step."""
     names = [row.plan for row in rows]
     peaks = ("peak", *(say_bytes(row.peak_bytes) for row in rows))
@@ -333,7 +333,7 @@ def _by(parts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
     return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
 
 
-def _by_module(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
+def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
     """Return a table row for each of the largest modules, one for all others, and one for the workspace of libraries."""
     by_module = [row.at_peak_by_module for row in rows]
     keys = list(dict.fromkeys(key for row in by_module for key in row))
@@ -347,10 +347,10 @@ def _by_module(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
     return [*_by(largest), *more]
 
 
-def _totals(rows: Sequence[PlanRow], allowed: int | None) -> list[tuple[str, ...]]:
+def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str, ...]]:
     """Return the table of the whole step: bounds of the peak, what is stored or sent, time, and whether it fits."""
 
-    def sizes(name: str, nbytes: Callable[[PlanRow], int | None]) -> tuple[str, ...]:
+    def sizes(name: str, nbytes: Callable[[EstimateRow], int | None]) -> tuple[str, ...]:
         return name, *(say_bytes(nbytes(row) or 0) for row in rows)
 
     lines = [sizes("peak", lambda row: row.peak_bytes), sizes("at least", lambda row: row.low_bytes)]
@@ -369,13 +369,13 @@ def _totals(rows: Sequence[PlanRow], allowed: int | None) -> list[tuple[str, ...
     return lines
 
 
-def _untimed(rows: Sequence[PlanRow]) -> list[str]:
+def _untimed(rows: Sequence[EstimateRow]) -> list[str]:
     """Return a line that says why no step time is predicted; empty if one is."""
     reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
     return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
 
 
-def _reasons(rows: Sequence[PlanRow]) -> list[str]:
+def _reasons(rows: Sequence[EstimateRow]) -> list[str]:
     """Return why tensors that plans have rules for are not packed: a line for each reason of more than 1 % of the peak."""
     lines: dict[str, list[str]] = {}
     for row in rows:

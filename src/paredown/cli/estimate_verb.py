@@ -33,7 +33,7 @@ from paredown.cli.application import (
     verb,
 )
 from paredown.cli.budget import Budget, largest_batch, read_budget, shorter
-from paredown.cli.estimate_output import Adapters, Estimate, PlanRow, smallest
+from paredown.cli.estimate_output import Adapters, EstimatedStep, EstimateRow, smallest
 from paredown.cli.inputs import check_places
 from paredown.cli.output import BASELINE, emit, progress_bar, say, spinner, tell
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
@@ -277,14 +277,14 @@ def _check_offload(feet: Mapping[str, Footprint]) -> None:
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
-def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> Estimate:
+def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> EstimatedStep:
     subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
     grouping = _grouping(next(iter(feet.values())), depth)
     rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]
     if step.request.batch == AUTO:
         largest = step.largest_batches(allowed or 0)
         rows = [replace(row, largest_batch=largest[row.plan]) for row in rows]
-    return Estimate(
+    return EstimatedStep(
         model=subject.name,
         device=trace.device,
         dtype=trace.dtype,
@@ -307,13 +307,13 @@ def _adapters(subject: Subject) -> Adapters | None:
     return Adapters(len(subject.adapted), trained, total) if subject.adapted else None
 
 
-def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> PlanRow:
+def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> EstimateRow:
     """Return the row of one plan: stored bytes by module to a depth, and bytes at the peak by group."""
     from paredown.plan.explanation import unpacked_slots
     from paredown.predict.device_calibration import calibration_for
 
     is_shared = foot.distribution is not None
-    row = PlanRow(
+    row = EstimateRow(
         plan=name,
         peak_bytes=foot.peak_bytes,
         low_bytes=foot.low_bytes,
@@ -360,7 +360,7 @@ def _notes(feet: Mapping[str, Footprint]) -> list[str]:
     return [note if len(names) == len(feet) else f"{', '.join(names)}: {note}" for note, names in owners.items()]
 
 
-def _write_report(to: Path, step: PlannedStep, value: Estimate) -> None:
+def _write_report(to: Path, step: PlannedStep, value: EstimatedStep) -> None:
     """Write the report page: the memory of these plans, with verdict, budget and step as on the terminal."""
     from paredown.cli.report_verbs import with_memory
     from paredown.study.report.page import write
@@ -377,7 +377,7 @@ def _write_report(to: Path, step: PlannedStep, value: Estimate) -> None:
 WITH_LENGTH = ("activation", "temporary", "input")  # roles whose bytes grow with the length, nearly all of them
 
 
-def _exit_if_too_large(step: PlannedStep, value: Estimate, budget: Budget) -> None:
+def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) -> None:
     """Exit with status 3 if no requested plan fits the budget; without requested plans, if the baseline does not fit."""
     if any(row.is_within for row in (value.plans if step.request.names_plans else value.plans[:1])):
         return
@@ -392,7 +392,7 @@ def _exit_if_too_large(step: PlannedStep, value: Estimate, budget: Budget) -> No
     raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def _smallest_that_fits(step: PlannedStep, least: PlanRow, allowed: int) -> str:
+def _smallest_that_fits(step: PlannedStep, least: EstimateRow, allowed: int) -> str:
     """Return advice: the plan of the smallest peak, what to change, and a length of text that fits under it, if one is found."""
     advice = f"{least.plan} has the smallest peak, {say_bytes(least.peak_bytes)}: lower --batch or --length, or raise the budget."
     if step.request.length is None:

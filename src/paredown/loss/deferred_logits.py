@@ -48,8 +48,8 @@ from paredown.loss.recorded_calls import (
     ELEMENTWISE,
     SWAPS,
     VIEWS,
-    Call,
     Layout,
+    RecordedCall,
     is_elementwise,
     keeps_last,
     transform_of,
@@ -154,10 +154,10 @@ class DeferredLogits(Tensor):
     is_deferred = True
     family: LogitsFamily
     rows: Tensor  # hidden states, of the shape of the logits but for the last dimension
-    calls: tuple[Call, ...]  # elementwise ones, in order
+    calls: tuple[RecordedCall, ...]  # elementwise ones, in order
     form: Layout
     parent: DeferredLogits | None  # with the call that made this from it
-    call: Call | None
+    call: RecordedCall | None
     adapter: tuple[Tensor, DeferredLogits] | None  # scaled rows of the logits that are added, and those
     is_class_first: bool  # whether the classes are dimension 1, as cross entropy takes more than two dimensions
     _logits: Tensor | None
@@ -220,7 +220,7 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if loss is not None:
             return loss
     elif isinstance(first, DeferredLogits) and torch.is_grad_enabled() and not first.family.is_real:
-        recorded = sum_of(args) if name in SUMS and not kwargs else record(first, Call(name, func, args[1:], kwargs))
+        recorded = sum_of(args) if name in SUMS and not kwargs else record(first, RecordedCall(name, func, args[1:], kwargs))
         if recorded is not None:
             return recorded
     return computed(func, name, args, kwargs)
@@ -321,7 +321,7 @@ def without_aliases(result: Any, arguments: Any) -> Any:
 # --- recorded calls ---------------------------------------------------------------------------------------------------------------
 
 
-def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
+def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
     """Return the deferred result of calling `call` on `logits`; None if the call cannot be recorded and must be computed."""
     if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
@@ -356,7 +356,11 @@ def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
 
     def make() -> DeferredLogits:
         made = DeferredLogits(logits.family, logits.rows, replace(logits.form, dtype=dtype))
-        made.adapter, made.parent, made.call = (rows, other), logits, Call("add", lambda real: real + other.logits(), (), {})
+        made.adapter, made.parent, made.call = (
+            (rows, other),
+            logits,
+            RecordedCall("add", lambda real: real + other.logits(), (), {}),
+        )
         return made
 
     return Summed.apply(logits, other, make)  # type: ignore[return-value]
@@ -377,7 +381,7 @@ class Summed(torch.autograd.Function):
         return *(grad.to(dtype) for dtype in ctx.dtypes), None
 
 
-def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogits:
+def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> DeferredLogits:
     """Return the deferred result of a recorded call; `layout` has its size, strides and dtype."""
 
     def rows_of(rows: Tensor) -> Tensor:
@@ -442,7 +446,7 @@ class Recorded(torch.autograd.Function):
     """The autograd function of a recorded call."""
 
     @staticmethod
-    def forward(ctx: Any, logits: DeferredLogits, call: Call, make: Any) -> Tensor:
+    def forward(ctx: Any, logits: DeferredLogits, call: RecordedCall, make: Any) -> Tensor:
         """Return the deferred logits that `make` returns."""
         ctx.logits, ctx.call = logits, call
         return make()

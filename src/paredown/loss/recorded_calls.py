@@ -24,7 +24,7 @@ SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "m
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One function call on logits."""
 
     name: str
@@ -45,7 +45,7 @@ class Layout:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def after(self, call: Call) -> Layout:
+    def after(self, call: RecordedCall) -> Layout:
         """Return the layout of the result of `call`; torch raises its own error if the call is not possible."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
@@ -67,7 +67,7 @@ class Layout:
         return Layout(size, tuple(strides), dtype)
 
 
-def is_elementwise(call: Call) -> bool:
+def is_elementwise(call: RecordedCall) -> bool:
     """Return whether a call casts logits, multiplies or divides them by a Python number, or takes tanh."""
     if call.name in SCALES:
         return len(call.args) == 1 and type(call.args[0]) in (int, float) and not call.kwargs
@@ -79,7 +79,7 @@ def is_elementwise(call: Call) -> bool:
     return device is None and dtype is not None and dtype.is_floating_point
 
 
-def without_device(logits: Tensor, call: Call) -> Call:
+def without_device(logits: Tensor, call: RecordedCall) -> RecordedCall:
     """Return a call of `to` without its device argument if that is the device of the logits; otherwise the call unchanged."""
     if "copy" in call.kwargs:
         return call
@@ -87,7 +87,7 @@ def without_device(logits: Tensor, call: Call) -> Call:
     here = logits.device
     if device is None or device.type != here.type or device.index not in (None, here.index):
         return call
-    return Call(call.name, call.func, (dtype or logits.dtype,), {})
+    return RecordedCall(call.name, call.func, (dtype or logits.dtype,), {})
 
 
 def keeps_last(index: Any, num_dims: int) -> bool:
@@ -105,7 +105,7 @@ def keeps_last(index: Any, num_dims: int) -> bool:
     return items[-1:] == (slice(None),)
 
 
-def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | None:
+def transform_of(calls: tuple[RecordedCall, ...], dtype: torch.dtype) -> Elementwise | None:
     """Return the recorded elementwise calls as one function of logits; None if they are only casts that the loss makes itself.
 
     `dtype`: that of the logits before the calls.

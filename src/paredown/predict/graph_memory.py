@@ -79,7 +79,7 @@ class Buffer:
 
 
 @dataclass(eq=False)
-class Value:
+class GraphValue:
     """The value of a graph's node: a buffer in memory, or operations that are repeated in each kernel that reads the value."""
 
     node: fx.Node
@@ -110,7 +110,7 @@ class GraphMemory:
     def of(self, node: fx.Node) -> Buffer | None:
         """Return the buffer that stores a node's values; None if the kernels that read the values compute them."""
         value = self._values.get(node)
-        return value.buffer if isinstance(value, Value) else None
+        return value.buffer if isinstance(value, GraphValue) else None
 
     def reads(self, node: fx.Node) -> list[int]:
         """Return the times at which kernels read a node's buffer, or repeat its operations."""
@@ -133,7 +133,7 @@ class GraphMemory:
             seen.add(user)
             value = self._values.get(user)
             first = value[0] if isinstance(value, tuple) and value else value
-            if isinstance(first, Value) and first.buffer is not None and self._kinds.get(user) != "view":
+            if isinstance(first, GraphValue) and first.buffer is not None and self._kinds.get(user) != "view":
                 found.add(first.buffer.birth)
             else:
                 stack += list(user.users)
@@ -146,7 +146,7 @@ class GraphMemory:
         if node.op in ("placeholder", "get_attr"):
             buffer = Buffer(node, _nbytes(node.meta.get("val")), -1, "input")
             self._inputs_of_graph.append(buffer)
-            self._values[node] = Value(node, buffer)
+            self._values[node] = GraphValue(node, buffer)
         elif node.op == "output":
             for value in self._inputs(node):
                 buffer = value.buffer or self._realize(value, at)
@@ -160,7 +160,7 @@ class GraphMemory:
         source = self._values[node.all_input_nodes[0]]
         if node.target is operator.getitem and isinstance(source, tuple):
             return source[node.args[1]]  # type: ignore[index]
-        if isinstance(source, Value) and source.buffer is None and self._is_stored(source, node):
+        if isinstance(source, GraphValue) and source.buffer is None and self._is_stored(source, node):
             self._realize(source, at)
         return source
 
@@ -181,12 +181,14 @@ class GraphMemory:
             return tuple(self._buffered(node, part, kind, sources, at) for part in result)
         if kind != "pointwise":
             return self._buffered(node, result, kind, sources, at)
-        value = Value(node, None, sources, OPERATIONS.get(name_of(node), 1) + sum(v.operations for v in inputs if v.buffer is None))
+        value = GraphValue(
+            node, None, sources, OPERATIONS.get(name_of(node), 1) + sum(v.operations for v in inputs if v.buffer is None)
+        )
         if self._is_stored(value, node):
             self._realize(value, at)
         return value
 
-    def _is_stored(self, value: Value, node: fx.Node) -> bool:
+    def _is_stored(self, value: GraphValue, node: fx.Node) -> bool:
         """Return whether Inductor writes a pointwise value to memory at `node`, which computes it or is a view of it."""
         users, num_reads = list(_users(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
@@ -196,7 +198,7 @@ class GraphMemory:
         is_needed = any(self._kinds.get(user) == "extern" for user in users)
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
-    def _realize(self, value: Value, at: int) -> Buffer:
+    def _realize(self, value: GraphValue, at: int) -> Buffer:
         """Return the buffer of a value. If the value has no buffer, return a new one that is written at time `at`."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
@@ -206,20 +208,20 @@ class GraphMemory:
             value.buffer.reads.append(at)
         return value.buffer
 
-    def _buffered(self, node: fx.Node, result: Any, kind: str, sources: tuple[Buffer, ...], at: int) -> Value:
+    def _buffered(self, node: fx.Node, result: Any, kind: str, sources: tuple[Buffer, ...], at: int) -> GraphValue:
         axis = "" if kind != "reduction" else "rows" if _is_over_last_dimensions(node) else "columns"
         buffer = Buffer(node, _nbytes(result), at, kind, _domain(node, result, kind), axis, sources=list(sources))
         for source in sources:
             source.reads.append(at)
             source.readers.append(buffer)
         self.buffers.append(buffer)
-        return Value(node, buffer)
+        return GraphValue(node, buffer)
 
-    def _inputs(self, node: fx.Node) -> list[Value]:
-        found: list[Value] = []
+    def _inputs(self, node: fx.Node) -> list[GraphValue]:
+        found: list[GraphValue] = []
         for i in node.all_input_nodes:
             value = self._values.get(i)
-            found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Value)]
+            found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, GraphValue)]
         return found
 
     # --- kernels ---

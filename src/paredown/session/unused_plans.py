@@ -77,7 +77,7 @@ def does_nothing(plan: Plan, stored: Sequence[StoredBytes], *, has_run: bool) ->
     return bool(plan.rules) and has_run and not any(row.stored < row.baseline for row in stored)
 
 
-class Counted(Protocol):
+class CountsPasses(Protocol):
     """The part of a session that `UnseenSteps` reads: whether it saw a forward pass."""
 
     @property
@@ -89,7 +89,7 @@ class Counted(Protocol):
 class UnseenSteps:
     """Warns once if an optimizer updates the parameters of a model although its session saw no forward pass."""
 
-    def __init__(self, model: nn.Module, session: Counted) -> None:
+    def __init__(self, model: nn.Module, session: CountsPasses) -> None:
         self._model, self._session = weakref.ref(model), weakref.ref(session)
         self.were_seen = False  # whether there were such steps
         self._handle = register_weakly(register_optimizer_step_post_hook, self, UnseenSteps._after_step)

@@ -58,7 +58,7 @@ READ_INTERVAL = 8
 
 
 @dataclass(eq=False, slots=True)
-class Reading:
+class DeviceReading:
     """Numbers that were read from a tensor on the device, and newer numbers that are being copied to the host."""
 
     values: list[float]
@@ -71,7 +71,7 @@ class KnownReason(NamedTuple):
     """A reason to leave a slot unmodified, or "" for none, and the numbers and format from which it was derived."""
 
     reason: str
-    reading: Reading
+    reading: DeviceReading
     values: list[float]
     format: Format
 
@@ -84,9 +84,9 @@ class ValueBounds:
     """Decides by their values which saved tensors of one model stay unmodified; keeps the numbers read so far, by slot."""
 
     def __init__(self) -> None:
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, DeviceReading] = {}
         self._known: dict[str, KnownReason] = {}  # on a GPU: valid until new values are read
-        self._last: Reading | None = None  # the one that `_read` returned last
+        self._last: DeviceReading | None = None  # the one that `_read` returned last
 
     def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
         """Return what `reason_to_keep` would return for a slot if it is known already; None if it must be called."""
@@ -138,7 +138,7 @@ class ValueBounds:
         if reading is None and is_cuda:
             check_is_warm(f"reads values of {name}")
         if reading is None or (not is_cuda and reading.forwards != forwards):
-            self._last = reading = self._readings[name] = Reading(measure().reshape(-1).tolist(), forwards)
+            self._last = reading = self._readings[name] = DeviceReading(measure().reshape(-1).tolist(), forwards)
         elif is_cuda and reading.forwards != forwards:
             update_reading(reading, measure, forwards)
         return reading.values
@@ -308,7 +308,7 @@ def _lies_in_rows(tensor: Tensor, op: str) -> bool:
     return op != "batch_norm" and tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] % BLOCK == 0
 
 
-def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> bool:
+def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwards: int) -> bool:
     """Read the values whose copy to the host is complete, and start a copy in every READ_INTERVAL-th forward pass.
 
     Returns whether there are new values. There is at most one copy at a time, and none is started while a CUDA graph is captured.

@@ -70,7 +70,7 @@ class OperandSource:
 
 
 @dataclass(eq=False, slots=True)
-class Operation:
+class ForwardOperation:
     """One call of an operation: its name, its inputs, and the sequence number from which on autograd nodes are its own."""
 
     name: str  # of its slots, without "output"
@@ -93,11 +93,11 @@ class OperationListener(ABC):
         """Return the tensor that an operation computes with in place of a parameter."""
 
     @abstractmethod
-    def begins(self, operation: Operation) -> None:
+    def begins(self, operation: ForwardOperation) -> None:
         """Receive an operation that will run next."""
 
     @abstractmethod
-    def made(self, operation: Operation, out: Tensor, number: int) -> Any:
+    def made(self, operation: ForwardOperation, out: Tensor, number: int) -> Any:
         """Receive the output `out` of an operation, and return the value that later operations know it by.
 
         `out` may be changed in place. `number`: its index among the outputs.
@@ -309,7 +309,7 @@ class ForwardCalls(TorchFunctionMode):
         sources = [OperandSource(value, (t.grad_fn, t.output_nr)) for t, value in values if value is not None]
         weights = [cast("nn.Parameter", t) for t in tensors if is_weight(t)]
         frame, num_unknown = self._running.frames[-1], len(tensors) - len(sources) - len(weights)
-        operation = Operation("", op, sources, weights, next_number(), num_unknown)
+        operation = ForwardOperation("", op, sources, weights, next_number(), num_unknown)
         self._listener.begins(operation)
         out = self._call(func, args, kwargs, tensors)
         storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if _version(t) == version}

@@ -1,8 +1,8 @@
 """The tensors of one training step as the mixed-precision papers count them: an output for every operation, saved or not.
 
-`outline` runs the forward pass and the loss once on fake tensors. A `Value` is an input of the model or the output of an operation, in
-place or not; in backward it has a gradient of the same size. A value has its own name and those under which operations save it, so that a
-plan's rule for `conv2:input` also matches `relu1:output`.
+`outline` runs the forward pass and the loss once on fake tensors. An `OutlineValue` is an input of the model or the output of an operation,
+in place or not; in backward it has a gradient of the same size. A value has its own name and those under which operations save it, so that
+a plan's rule for `conv2:input` also matches `relu1:output`.
 
 >>> step = outline(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), (torch.empty(2, 8),))
 >>> [(value.name, value.op, value.numel, value.weights) for value in step.values]
@@ -25,7 +25,7 @@ from paredown.autograd.graph import Saved, tensors_in
 from paredown.autograd.module_watch import Watch
 from paredown.predict.fake.fake_tensors import FakeTensors, check_model, with_fake_tensors
 from paredown.roles import Role
-from paredown.simulate.forward_calls import PRODUCTS, ForwardCalls, Operation, OperationListener, mark
+from paredown.simulate.forward_calls import PRODUCTS, ForwardCalls, ForwardOperation, OperationListener, mark
 
 LOSS = "loss"
 INPUT = "input"
@@ -33,7 +33,7 @@ PART = "part"
 
 
 @dataclass(frozen=True)
-class Value:
+class OutlineValue:
     """An input of the model or the output of an operation, with the values and weights that it is computed from."""
 
     name: str
@@ -59,7 +59,7 @@ class Value:
 class Outline:
     """All values of a step in the order in which they are computed, and the number of elements of each parameter."""
 
-    values: tuple[Value, ...]
+    values: tuple[OutlineValue, ...]
     weights: dict[str, int]
 
     @cached_property
@@ -140,10 +140,10 @@ class OutlineListener(OperationListener):
         """Return the parameter itself, since an outline only lists values and changes none."""
         return weight
 
-    def begins(self, operation: Operation) -> None:
+    def begins(self, operation: ForwardOperation) -> None:
         """Do nothing, since only outputs are recorded."""
 
-    def made(self, operation: Operation, out: Tensor, number: int) -> int:
+    def made(self, operation: ForwardOperation, out: Tensor, number: int) -> int:
         """Record an output, and return its index."""
         sources = tuple(dict.fromkeys(source.value for source in operation.sources))
         weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
@@ -171,7 +171,7 @@ class OutlineListener(OperationListener):
             for source in row["sources"]:
                 uses[source] += 1
         rows = [{**row, "num_uses": n, "saved_as": tuple(row["saved_as"])} for row, n in zip(self._rows, uses, strict=True)]
-        return Outline(tuple(Value(**cast("dict[str, Any]", row)) for row in rows), weights)
+        return Outline(tuple(OutlineValue(**cast("dict[str, Any]", row)) for row in rows), weights)
 
     def _add(self, tensor: Tensor, **row: Any) -> int:
         index = len(self._rows)

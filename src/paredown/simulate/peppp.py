@@ -30,7 +30,7 @@ from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.storage import Assignment
 from paredown.roles import Role
-from paredown.simulate.outline import INPUT, Outline, Value
+from paredown.simulate.outline import INPUT, Outline, OutlineValue
 
 SUM = "add"
 # Slots of `models/resnet.py` at which PEPPP's network has a quantizer: there is none between a norm and the next operation
@@ -88,7 +88,7 @@ def num_outputs(outline: Outline) -> int:
     `outline`: the values of one call of the model.
     """
 
-    def is_shortcut(term: Value) -> bool:
+    def is_shortcut(term: OutlineValue) -> bool:
         return term.op == SUM or term.name == "relu:output"  # the output of a layer, or of the stem
 
     modules = sum(value.numel for value in outline.values if value.op not in (INPUT, SUM))
@@ -99,7 +99,7 @@ def num_outputs(outline: Outline) -> int:
     return modules + quantizers + layers + shortcuts + outline.values[-1].numel
 
 
-def _is_rounded(value: Value) -> bool:
+def _is_rounded(value: OutlineValue) -> bool:
     patterns = (*PEPPP_LOW, *PEPPP_HIGH)
     return value.name != "conv1:output" and any(fnmatchcase(value.name, pattern) for pattern in patterns)
 

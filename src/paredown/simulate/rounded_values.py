@@ -23,7 +23,7 @@ from paredown.codec.runtime_formats import is_narrow
 from paredown.errors import ApplyError
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.simulate.forward_calls import PRODUCTS, Operation, OperationListener, mark, mark_of
+from paredown.simulate.forward_calls import PRODUCTS, ForwardOperation, OperationListener, mark, mark_of
 from paredown.simulate.outline import INPUT, Outline
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 
@@ -150,12 +150,12 @@ class RoundedValues(OperationListener):
         self.slots.round_all(rounded)
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
-    def begins(self, operation: Operation) -> None:
+    def begins(self, operation: ForwardOperation) -> None:
         """Allow or forbid TF32 for `operation`, which runs next."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
-    def made(self, operation: Operation, out: Tensor, number: int) -> TrackedValue:
+    def made(self, operation: ForwardOperation, out: Tensor, number: int) -> TrackedValue:
         """Round an output of an operation, and register hooks that round the gradients of its backward."""
         if self._is_product(operation):
             self.precision.restore()
@@ -187,10 +187,10 @@ class RoundedValues(OperationListener):
     def _tracked(self, names: tuple[str, ...], num_uses: int) -> TrackedValue:
         return TrackedValue(self.slots.of(names, Role.ACTIVATION), self.slots.of(names, Role.ERROR), num_uses)
 
-    def _is_product(self, operation: Operation) -> bool:
+    def _is_product(self, operation: ForwardOperation) -> bool:
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
-    def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
+    def _operands(self, operation: ForwardOperation) -> list[RoundedSlot | None]:
         """Return the slots of the operands of a matrix product or convolution.
 
         The bias is not among them, since it is added in float32.
@@ -204,7 +204,7 @@ class RoundedValues(OperationListener):
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
-    def _hook_errors(self, operation: Operation, out: Tensor, value: TrackedValue) -> None:
+    def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
         """Register hooks that round gradients.
 
         They round the gradients of the operation's inputs where backward returns them, or the summed gradient of its output

@@ -17,7 +17,7 @@ from paredown.errors import PlanError
 from paredown.models.resnet import resnet18
 from paredown.models.small_networks import MobileNet, ShuffleNet, SqueezeNet
 from paredown.roles import Role
-from paredown.simulate.outline import Outline, Value, outline
+from paredown.simulate.outline import Outline, OutlineValue, outline
 from paredown.study.papers.mixed_precision_assignments import (
     ALL_HIGH,
     ORDERS,
@@ -132,12 +132,12 @@ def test_demotion_takes_the_largest_groups_first() -> None:
 @st.composite
 def outlines(draw: st.DrawFn) -> Outline:
     """A chain of products and others, some with weights."""
-    values, weights = [Value("input1", "input", draw(st.integers(1, 50)))], dict[str, int]()
+    values, weights = [OutlineValue("input1", "input", draw(st.integers(1, 50)))], dict[str, int]()
     for number in range(draw(st.integers(1, 12))):
         op, size = draw(st.sampled_from(["conv", "relu", "add"])), draw(st.integers(1, 99))
         names = (f"w{number}",) if op == "conv" else ()
         weights |= dict.fromkeys(names, draw(st.integers(1, 99)))
-        values.append(Value(f"v{number}:output", op, size, (draw(st.integers(0, number)),), names))
+        values.append(OutlineValue(f"v{number}:output", op, size, (draw(st.integers(0, number)),), names))
     return Outline(tuple(values), weights)
 
 
@@ -157,7 +157,7 @@ def test_demotion_reaches_its_ratio_with_whole_groups(found: Outline, ratio: flo
 
 
 def test_wrong_ratios_and_orders_are_refused() -> None:
-    found = Outline((Value("input1", "input", 3),), {})
+    found = Outline((OutlineValue("input1", "input", 3),), {})
     for ratio, order in ((1.5, "decreasing"), (0.5, "sideways")):
         with pytest.raises(PlanError, match=r"ratio in 0\.\.1 and an order of decreasing"):
             demote(found, ratio, order=order)

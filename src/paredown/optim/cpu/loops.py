@@ -77,7 +77,7 @@ SLOT = np.dtype(
 )  # how one tensor of a parameter is read and written
 
 
-class Slot(NamedTuple):
+class EntrySlot(NamedTuple):
     """One tensor of a parameter: its memory, its encoding as `codec/loops.py` has it, and the record of SLOT."""
 
     parts: Any
@@ -537,10 +537,10 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
         """One update of a parameter, in place."""
         assert codec_version >= 0
         slots = (
-            Slot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0]),
-            Slot(parts_of(records[1]), numbers[1], tables_of(records[1]), records[1]),
-            Slot(parts_of(records[2]), numbers[2], tables_of(records[2]), records[2]),
-            Slot(parts_of(records[3]), numbers[3], tables_of(records[3]), records[3]),
+            EntrySlot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0]),
+            EntrySlot(parts_of(records[1]), numbers[1], tables_of(records[1]), records[1]),
+            EntrySlot(parts_of(records[2]), numbers[2], tables_of(records[2]), records[2]),
+            EntrySlot(parts_of(records[3]), numbers[3], tables_of(records[3]), records[3]),
         )
         cols, block, call = shape.cols, shape.block, codec.Call(1, 1, FLOAT32, F(1), k0, k1, 0)
         old, new, stored = np.empty((4, TILE), np.float32), np.zeros((3, TILE), np.float32), np.empty(TILE, np.float32)
@@ -583,7 +583,7 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
     def fold(numbers, records, shape, k0, k1, grad, dtype, weight, is_first):
         """sum <- encode(sum * factor + grad * weight), or encode(grad * weight) if `is_first`: `reference.fold`."""
         assert codec_version >= 0
-        slot = Slot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0])
+        slot = EntrySlot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0])
         cols, call = shape.cols, codec.Call(1, 1, FLOAT32, F(1), k0, k1, shape.first_index)
         total, y, bits = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.zeros(TILE, np.uint32)
         codes, nothing, made = np.empty(TILE, np.uint32), np.empty(0, np.uint8), new_scratch()

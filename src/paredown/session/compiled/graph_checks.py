@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from paredown.formats.format import Format
 from paredown.plan.storage import BLOCK, significant_bits
-from paredown.session.compiled.graph_slots import ATTENTION, NORMS, GraphSlot, Operation, hint
+from paredown.session.compiled.graph_slots import ATTENTION, NORMS, GraphOperation, GraphSlot, hint
 from paredown.session.value_bounds import (
     attention_parts,
     blocks_mix_groups,
@@ -35,7 +35,7 @@ MAX_RANGES = 4096  # channels of a norm whose ranges are measured, with those of
 
 
 @dataclass(frozen=True)
-class Check:
+class GraphCheck:
     """The tensors to measure for one operation, and a function from the measured numbers to a reason not to pack its operands, or "".
 
     Checks of the same `kind` are measured together, by one call of `join` with the tensors of all of them; each check has `count` numbers.
@@ -49,7 +49,9 @@ class Check:
     reason: Callable[[Sequence[float]], str]
 
 
-def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]) -> Check | None:
+def check_of(
+    operation: GraphOperation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
+) -> GraphCheck | None:
     """Return what to measure for an operation whose operands are packed; None if nothing needs to be measured.
 
     `users`: the packed operands with their slots and formats. `forward`: the nodes of the forward graph by name.
@@ -65,7 +67,7 @@ def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]
     num_groups = hint(sources[1].meta["val"].numel())
     if num_groups % BLOCK or num_groups > MAX_RANGES:
         reason = lambda n: reason_of_spread(n[0])  # noqa: E731
-        return Check(
+        return GraphCheck(
             ("spread", eps),
             sources,
             lambda m, r: (spread_of_statistics(m, r, eps).reshape(1),),
@@ -74,10 +76,10 @@ def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]
             reason,
         )
     reason = lambda n: reason_of_spread(spread_of_ranges(n, eps))  # noqa: E731
-    return Check("ranges", sources, lambda *t: t, ranges_of_statistics, 4 * (num_groups // BLOCK), reason)
+    return GraphCheck("ranges", sources, lambda *t: t, ranges_of_statistics, 4 * (num_groups // BLOCK), reason)
 
 
-def _check_of_attention(operation: Operation, format: Format, forward: dict[str, fx.Node]) -> Check:
+def _check_of_attention(operation: GraphOperation, format: Format, forward: dict[str, fx.Node]) -> GraphCheck:
     node = operation.nodes[0]
     output = next(n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 0)
     sources: list[Any] = [*forward[node.name].args[:3], forward[output.name]]
@@ -86,11 +88,11 @@ def _check_of_attention(operation: Operation, format: Format, forward: dict[str,
     scale: Any = node.kwargs.get("scale")
     scale = head_dim**-0.5 if scale is None else scale
     reason = lambda n: reason_of_attention(n, scale, format, head_dim)  # noqa: E731
-    return Check((ATTENTION, sizes), sources, attention_parts, join_attention_parts, 4, reason)
+    return GraphCheck((ATTENTION, sizes), sources, attention_parts, join_attention_parts, 4, reason)
 
 
 def statistics_of(
-    operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
+    operation: GraphOperation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
 ) -> tuple[fx.Node, fx.Node, float] | None:
     """Return (mean, rstd, eps) of a norm if its packed blocks mix channels, rows or groups; None for other operations."""
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)

@@ -28,7 +28,7 @@ from paredown.codec.packed import default_overflow
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.session.compiled.graph_checks import NUM_NUMBERS, Check, check_of
+from paredown.session.compiled.graph_checks import NUM_NUMBERS, GraphCheck, check_of
 from paredown.session.compiled.graph_decisions import (
     GraphReport,
     ValueCheck,
@@ -142,7 +142,7 @@ class GraphEditor:
         """Measure in forward the numbers that decide whether operands of attention and inputs of norms may be packed."""
         if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
             return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
-        measured: dict[Any, list[tuple[Check, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
+        measured: dict[Any, list[tuple[GraphCheck, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
         for number, operation in joint.operations.items():
             users = [(node, slot, format) for node, slot, format in packed if number in slot.numbers]
             if check := check_of(operation, users, self._by_name):

@@ -86,13 +86,13 @@ class GraphSlot:
 class JointGraph:
     """Facts about the nodes of a joint graph, by node name; the partitioned graphs keep the names."""
 
-    operations: dict[int, Operation] = field(default_factory=dict)  # by seq_nr
+    operations: dict[int, GraphOperation] = field(default_factory=dict)  # by seq_nr
     numbers: dict[str, int] = field(default_factory=dict)  # seq_nr of every node
     of_inputs: set[str] = field(default_factory=set)  # nodes that depend on the inputs of the model, not on its parameters alone
 
 
 @dataclass
-class Operation:
+class GraphOperation:
     """One operation of the model: its row in the table of operations, its module, and its nodes in the joint graph."""
 
     aten: str
@@ -258,7 +258,7 @@ def _code_uses(codes: fx.Node, joint: JointGraph, *, is_centered: bool) -> Itera
             yield number, operation.slot(operand.name), Needs(Use.VALUE, None, is_centered), ""
 
 
-def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
+def _operand(value: fx.Node, user: fx.Node, operation: GraphOperation) -> Operand:
     """Return the row in the table of operations for the operand of `operation` that `user` reads as `value`."""
     row = operation.row
     if row.op == ATTENTION:
@@ -284,7 +284,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
     return _input(value, operation, inputs)
 
 
-def _input(value: fx.Node, operation: Operation, inputs: list[tuple[str, Operand]]) -> Operand:
+def _input(value: fx.Node, operation: GraphOperation, inputs: list[tuple[str, Operand]]) -> Operand:
     """Return the operand of `operation` as which `value` is passed; if several are possible, the one that allows least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
@@ -366,11 +366,11 @@ def root_and_path(source: str) -> tuple[str, str]:
     return (found[1], found[2].strip(".")) if found else ("", path.strip("."))
 
 
-def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping[str, str]) -> Operation:
+def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping[str, str]) -> GraphOperation:
     row = row_of(_row_name(node))
     module, is_leaf = module_path(node.meta.get("nn_module_stack"), roots)
     counts[module, row.op] = counts.get((module, row.op), 0) + 1
-    return Operation(aten_name(node), row, module, is_leaf, count=counts[module, row.op])
+    return GraphOperation(aten_name(node), row, module, is_leaf, count=counts[module, row.op])
 
 
 def _row_name(node: fx.Node) -> str:
@@ -379,7 +379,7 @@ def _row_name(node: fx.Node) -> str:
     return ROW_NAMES.get(bare) or ALIASES.get(bare) or aten_name(node)
 
 
-def _name(operation: Operation | None, aten: str) -> str:
+def _name(operation: GraphOperation | None, aten: str) -> str:
     return operation.slot("input") if operation is not None else f":{aten}"
 
 

@@ -18,7 +18,7 @@ from paredown.errors import ApplyError
 from paredown.session.compiled.graph_checks import NUM_NUMBERS
 from paredown.session.compiled.graph_decisions import GraphReport
 from paredown.session.compiled.graph_products import rewrite_products
-from paredown.session.value_bounds import Reading, update_reading
+from paredown.session.value_bounds import DeviceReading, update_reading
 
 if TYPE_CHECKING:
     from paredown.session.compiled.graph_packing import PlanBackend
@@ -41,7 +41,7 @@ class PackedGraph:
         self._is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
         self._roots = backend.roots(gm, example_inputs)
         self._kept: dict[tuple[str, ...], str] = {}
-        self._reading = Reading([], 0)
+        self._reading = DeviceReading([], 0)
         self._num_calls = 0
         self._report = GraphReport([])
         deferred = backend.head.in_graph(gm, example_inputs) if backend.head is not None else None
@@ -77,7 +77,7 @@ class PackedGraph:
         partitioner = replace(self._backend.partitioner, on_graph=reports.append, **now)
         compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
         previous, self._report = self._report, reports[0] if reports else GraphReport([])
-        self._reading = Reading([], 0)  # the numbers of the new graph have other places
+        self._reading = DeviceReading([], 0)  # the numbers of the new graph have other places
         self._backend.partitioner.on_graph(self._report, previous)
         return compiled
 

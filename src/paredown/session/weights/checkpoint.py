@@ -36,7 +36,7 @@ from paredown.session.weights.safetensors_files import (
     FileTensor,
     FoundTensors,
     PackedInFiles,
-    Record,
+    TensorRecord,
     find_tensors,
     is_or_are,
     listed,
@@ -253,20 +253,20 @@ def _describe(headers: dict[str, str]) -> dict[str, str]:
     return {"format": "pt", METADATA: json.dumps({"version": VERSION, "weights": headers})}
 
 
-def _records(model: nn.Module) -> Iterator[Record]:
+def _records(model: nn.Module) -> Iterator[TensorRecord]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise CheckpointError(f"{name} is distributed by fully_shard: save the model with torch.distributed.checkpoint.")
         weight = weight_of(parameter)
         if weight is None:
-            yield Record(name, {name: parameter.detach()})
+            yield TensorRecord(name, {name: parameter.detach()})
         else:
             weight.gather()
             state = weight.packed.state_dict()
             header = state.pop("header")
-            yield Record(name, {f"{name}.{part}": tensor for part, tensor in state.items()}, header)
+            yield TensorRecord(name, {f"{name}.{part}": tensor for part, tensor in state.items()}, header)
     for path, module in model.named_modules():
         for own, buffer in module._buffers.items():
             if buffer is not None and own not in module._non_persistent_buffers_set:
                 name = f"{path}.{own}" if path else own
-                yield Record(name, {name: buffer})
+                yield TensorRecord(name, {name: buffer})

@@ -192,7 +192,7 @@ def _tensor(path: Path, name: str, row: Any, begin: int) -> FileTensor:
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorRecord:
     """Tensors that belong into one file, with the text that describes them under `name`; an empty text describes nothing."""
 
     name: str
@@ -201,7 +201,12 @@ class Record:
 
 
 def write_shards(
-    folder: Path, name: str, records: Iterable[Record], *, describe: Callable[[dict[str, str]], dict[str, str]], max_bytes: int
+    folder: Path,
+    name: str,
+    records: Iterable[TensorRecord],
+    *,
+    describe: Callable[[dict[str, str]], dict[str, str]],
+    max_bytes: int,
 ) -> None:
     """Write records into files of at most `max_bytes` (or one record), then their index `name`.
 
@@ -225,9 +230,9 @@ def write_shards(
     _remove(path for path in folder.glob(f"{name}-*-*{SUFFIX}") if path.name not in set(file_of.values()))
 
 
-def _shards(records: Iterable[Record], max_bytes: int) -> Iterator[list[Record]]:
+def _shards(records: Iterable[TensorRecord], max_bytes: int) -> Iterator[list[TensorRecord]]:
     """Yield lists of records of at most `max_bytes` together."""
-    shard, num_bytes = list[Record](), 0
+    shard, num_bytes = list[TensorRecord](), 0
     for record in records:
         size = sum(tensor.nbytes for tensor in record.tensors.values())
         if shard and num_bytes + size > max_bytes:

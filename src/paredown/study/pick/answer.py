@@ -37,7 +37,7 @@ SOURCES = ("measured", "prior", "features")
 TIME_SOURCES = ("", "measured", "predicted", "prior")
 
 
-class StepTime(NamedTuple):
+class TrialTime(NamedTuple):
     """The step time of a plan: in seconds, and relative to the unmodified step. None means unknown.
 
     `source` is "measured", "predicted" or "prior", and "" if the step time is unknown.
@@ -79,9 +79,9 @@ class Point:
     step_source: str = ""
 
     @property
-    def step_time(self) -> StepTime:
+    def step_time(self) -> TrialTime:
         """The step time of this plan, made of the three fields `step_seconds`, `step_ratio` and `step_source`."""
-        return StepTime(self.step_seconds, self.step_ratio, self.step_source)
+        return TrialTime(self.step_seconds, self.step_ratio, self.step_source)
 
     def __post_init__(self) -> None:
         check_fields(self, POINT_CHECKS, "point", PlanError)
@@ -193,7 +193,7 @@ def cautious_errors(points: Sequence[Point]) -> Array:
     return at_least_exact(means + added, means, np.array([point.plan.quantizes_nothing for point in points], dtype=bool))
 
 
-def comparable_times(times: Iterable[StepTime]) -> Array:
+def comparable_times(times: Iterable[TrialTime]) -> Array:
     """Return step times that can be compared, (plans,), NaN where unknown.
 
     They are ratios to the baseline if any ratio is known, otherwise seconds.

@@ -59,7 +59,7 @@ UNPROPOSED = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidatePlan:
     """A plan for this task: label, predicted peak bytes, its column in the prior (-1: none), and its features."""
 
     label: str
@@ -142,7 +142,7 @@ class Candidates:
     be made for this step.
     """
 
-    rows: tuple[Candidate, ...]
+    rows: tuple[CandidatePlan, ...]
     points: Array  # (plans of the prior, features)
     num_left_out: int = 0
 
@@ -178,7 +178,7 @@ def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others:
 
     Templates of larger budgets are left out: their plans do not fit, and `assign` takes most of the time.
     """
-    by_key: dict[object, Candidate] = {}
+    by_key: dict[object, CandidatePlan] = {}
     num_left_out, budget_bytes = 0, parse_bytes(budget, whole=step.full_bytes)
     points = np.full((len(prior_data.plans), len(NAMES)), np.nan)
     for column, row in enumerate(prior_data.plans):
@@ -208,24 +208,28 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
         yield f"assign {share}, checkpointing", lambda: step.checkpointed(nbytes)
 
 
-def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:
+def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> CandidatePlan | None:
     """Return the candidate of the plan that `make()` returns; `column` is its column in the prior, -1 without one.
 
     None if the plan cannot be made for this step, or has rules for slots that the step does not have.
     """
     try:
         plan = make()
-        return Candidate(label, plan, step.bytes_of(plan), column, step.features(plan))
+        return CandidatePlan(label, plan, step.bytes_of(plan), column, step.features(plan))
     except (BudgetError, PlanError):
         return None
 
 
-def _with_distinct_labels(rows: Iterable[Candidate]) -> Iterator[Candidate]:
+def _with_distinct_labels(rows: Iterable[CandidatePlan]) -> Iterator[CandidatePlan]:
     """Yield the candidates with distinct labels: the second of two equal labels gets a number."""
     counts: dict[str, int] = {}
     for row in rows:
         counts[row.label] = number = counts.get(row.label, 0) + 1
-        yield row if number == 1 else Candidate(f"{row.label} ({number})", row.plan, row.predicted_bytes, row.column, row.features)
+        yield (
+            row
+            if number == 1
+            else CandidatePlan(f"{row.label} ({number})", row.plan, row.predicted_bytes, row.column, row.features)
+        )
 
 
 # --- features ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paredown.errors import BudgetError, TaskError
 from paredown.plan.plan import Plan
 from paredown.study.pick.acquisition import expected_gains, is_settled, propose, propose_for_margin
-from paredown.study.pick.answer import Frontier, Picked, Point, StepTime, comparable_times
+from paredown.study.pick.answer import Frontier, Picked, Point, TrialTime, comparable_times
 from paredown.study.pick.candidates import Candidates, TaskStep
 from paredown.study.pick.pareto import at_least_exact, undominated_with_times
 from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior, Run
@@ -184,7 +184,7 @@ class PickLoop:
         """Return the indices of the plans within the budget that can be trained."""
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
-    def step_times(self) -> list[StepTime]:
+    def step_times(self) -> list[TrialTime]:
         """Return the step time of each plan: measured on this device, else predicted, else the median ratio on prior tasks."""
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
@@ -193,7 +193,7 @@ class PickLoop:
         by_plan: dict[int, list[float]] = {}
         for plan, trial in trials:
             by_plan.setdefault(plan, []).append(trial.step_seconds or 0.0)
-        times: list[StepTime] = []
+        times: list[TrialTime] = []
         for i, row in enumerate(self.candidates.rows):
             predicted, ratios = predict(row.plan), self.task_prior.prior_data.step_ratio[:, row.column]
             # a template that checkpoints here may pack there
@@ -201,15 +201,15 @@ class PickLoop:
             ratios = ratios[np.isfinite(ratios) & is_known]
             if i in by_plan:
                 seconds = median(by_plan[i])
-                times.append(StepTime(seconds, seconds / baseline if baseline else None, "measured"))
+                times.append(TrialTime(seconds, seconds / baseline if baseline else None, "measured"))
             elif predicted is not None:
                 full = predict(Plan()) or baseline
-                times.append(StepTime(predicted, predicted / full if full else None, "predicted"))
+                times.append(TrialTime(predicted, predicted / full if full else None, "predicted"))
             elif len(ratios):
                 ratio = float(np.median(ratios))
-                times.append(StepTime(ratio * baseline if baseline else None, ratio, "prior"))
+                times.append(TrialTime(ratio * baseline if baseline else None, ratio, "prior"))
             else:
-                times.append(StepTime())
+                times.append(TrialTime())
         return times
 
     def _comparable_times(self) -> Array:
