@@ -127,17 +127,16 @@ USES = {
 
 INTRODUCTION = """# Compatibility
 
-What works, what works with a row in `session.changes`, which says what is stored otherwise than planned and why, and what is refused
-with an error that says what to do instead. `benchmarks/compatibility.py` makes this page from tests and results: each row names its test,
-and how that ended at {commit} with torch {torch} on a CPU. What was skipped there has not been shown on this page.
-All limits: [limits](limits.md).
+What works, what works with a row in `session.changes` (what is stored otherwise than planned, and why), and what is refused with an error
+that says what to do instead. `benchmarks/compatibility.py` makes this page: each row names its test, and how that ended at {commit} with
+torch {torch} on a CPU; what was skipped has not been shown here. All limits: [limits](limits.md).
 """
 NETWORKS = """## Networks
 
-The networks of `benchmarks/zoo_networks.py`, none of which paredown was tuned for. All are traced and trained in 8 bits at a small size on
-a CPU, with gradients beside those of the unmodified network (`tests/test_zoo.py`). A row is a slot that is stored in another format than
-`int8/64@bf16`, or unmodified, for one of the reasons in the table. Ratios are those of compiled steps to plain `torch.compile`
-([benchmarks](benchmarks.md#networks-that-nothing-was-tuned-for)); networks without them were not measured.
+The networks of `benchmarks/zoo_networks.py`, none of which paredown was tuned for. All work: each is traced and trained in 8 bits at a
+small size on a CPU, with gradients beside those of the unmodified network (`tests/test_zoo.py`). Ratios of memory and time are those of
+compiled steps to plain `torch.compile` ([benchmarks](benchmarks.md#networks-that-nothing-was-tuned-for)); networks without them were not
+measured. Rows of `session.changes` name slots that have another format than `int8/64@bf16`, or none, for these reasons:
 """
 VERSIONS = f"""## Versions of torch
 
@@ -145,9 +144,8 @@ VERSIONS = f"""## Versions of torch
 """
 OPERATIONS = """## Operations
 
-What backward needs of each tensor that an operation saves, and so how a plan may store it. Floats that other operations save stay
-unmodified. Random programs of {num} expressions (`tests/programs/operations.txt`) are compared with unmodified runs in
-`tests/programs/test_programs.py`.
+How a plan may store what operations save for backward. All other saved floats stay unmodified. Random programs of {num} expressions
+(`tests/programs/operations.txt`) are compared with unmodified runs in `tests/programs/test_programs.py`.
 """
 
 
@@ -192,29 +190,39 @@ def _first_clause(reason: str) -> str:
 
 
 def operations() -> list[tuple[str, ...]]:
-    """Operations whose saved tensors are known, and how a plan stores each of them."""
+    """Operations of which backward needs a saved tensor in another form than unmodified, by what a plan may do with it."""
     from paredown.autograd.operations import ROWS as KNOWN
 
     stored: dict[str, dict[str, str]] = {}
     for row in KNOWN.values():
         operands = [*row.operands.values(), *([row.others] if row.others else [])]
         stored.setdefault(row.op, {}).update({one.name: USES[one.use.value] for one in operands})
-    return [(f"`{op}`", "; ".join(f"{name} {how}" for name, how in found.items())) for op, found in sorted(stored.items()) if found]
+    alike: dict[str, list[str]] = {}
+    for op, found in sorted(stored.items()):
+        if changed := {name: how for name, how in found.items() if how != USES["exact"]}:
+            alike.setdefault("; ".join(f"{name} {how}" for name, how in changed.items()), []).append(f"`{op}`")
+    return [(how, ", ".join(ops)) for how, ops in alike.items()]
 
 
 def network_rows(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Networks by kind: small on a CPU, and at full size on a GPU where that was measured."""
+    """Networks by kind: the numbers of reasons for other formats, small on a CPU, and ratios at full size where these were measured."""
     measured: dict[str, list[str]] = {}
     for network, way in newest("zoo", ("network", "way"), having="num_changes"):
         row, base = pair("zoo", "network", network, way, "compiled")
         ratios = ", ".join(relative(row, base, name) for name in ("peak_bytes", "median_seconds"))
         measured.setdefault(network, []).append(f"{way}: {ratios}, {row['num_changes']} rows")
+    numbers = {reason: number for number, reason in enumerate(reasons_of(found), 1)}
     rows = sorted(found, key=lambda row: row["kind"])
     return [
-        (row["kind"], f"`{row['network']}`", WITH_ROW if row["reasons"] else WORKS, "; ".join(row["reasons"]),
+        (row["kind"], f"`{row['network']}`", ", ".join(map(str, sorted(numbers[reason] for reason in row["reasons"]))),
          "; ".join(measured.get(row["network"], ())))
         for row in rows
     ]  # fmt: skip
+
+
+def reasons_of(found: list[dict[str, Any]]) -> list[str]:
+    """The reasons why slots of any network are not stored as planned, the most frequent first."""
+    return [reason for reason, _ in Counter(reason for row in found for reason in row["reasons"]).most_common()]
 
 
 def versions() -> list[tuple[str, ...]]:
@@ -236,10 +244,11 @@ def page() -> str:
     for title, rows in ROWS.items():
         cells = [(row.what, row.state, f"`tests/{row.test}`", run["tests"][row.test]) for row in rows]
         parts.append(f"## {title}\n\n{markdown(('', 'state', 'test', 'there'), cells)}")
-    head = ("kind", "network", "small, 8 bits, on a CPU", "what is not as planned", "full size, one H200: memory, time, rows")
-    parts.append(f"{NETWORKS}\n{markdown(head, network_rows(run['networks']))}")
+    head = ("kind", "network", "reasons of rows", "full size, one H200: memory, time, rows")
+    reasons = "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons_of(run["networks"]), 1))
+    parts.append(f"{NETWORKS}\n{reasons}\n{markdown(head, network_rows(run['networks']))}")
     parts.append(f"{VERSIONS}\n{markdown(('torch', 'device', 'what ran'), versions())}")
-    parts.append(f"{OPERATIONS}\n{markdown(('operation', 'saved tensors'), operations())}".format(num=num_programmed()))
+    parts.append(f"{OPERATIONS}\n{markdown(('saved tensors', 'operations'), operations())}".format(num=num_programmed()))
     return "\n".join(parts)
 
 

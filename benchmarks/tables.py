@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ WORDS = {
     "compiled": "`torch.compile`",
 }  # names in results: names on the page
 TRIED = ("fp8@notranspose", "fp8@loops")  # ways of bench_products.py without a part of the code, which only the log speaks of
+LOWER = ("budget=0.5", "budget=0.3")  # torch's budgets that take longer, for about the same memory
+PLANNED = ("trace_step", "assign 90%", "assign 65%", "a step", "probe, 16", "write", "64", "a process", "a heartbeat among 1024")
 # Rows of the README: name, file, field of its jobs, job, way, the way that it is compared with.
 HEADLINE = (
     ("ResNet-50, batch 256, 8 bits", "compile", "job", "resnet50", "int8", "compiled"),
@@ -63,19 +65,33 @@ def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ("---",) * len(head), *rows))
 
 
+def step(row: dict[str, Any], baseline: dict[str, Any] | None) -> str:
+    """Peak and time of a step, each with the ratio to a baseline if there is another one."""
+    peak, time = f"{row['peak_bytes'] / GIB:.2f} GiB", f"{1e3 * row['median_seconds']:.1f} ms"
+    if baseline is None or baseline is row:
+        return f"{peak}, {time}"
+    return f"{peak} ({relative(row, baseline, 'peak_bytes')}), {time} ({relative(row, baseline, 'median_seconds')})"
+
+
+def commits(rows: Iterable[dict[str, Any]]) -> str:
+    """The commits that rows were measured at, each once."""
+    return ", ".join(dict.fromkeys(row["commit"] for row in rows))
+
+
 def activations() -> str:
     """Peaks and times of training steps whose activations are packed; of each job the rows of its last commit with a packed step."""
     found = newest("session", ("job", "way", "size", "commit"))
     rows = [row for row in found.values() if "largest" not in row["job"] and not row["error"]]
     last = {row["job"]: row["commit"] for row in rows if row["way"] == "int8/64@bf16"}
-    cells = [
-        (row["job"], WORDS.get(row["way"], row["way"]), f"{row['peak_bytes'] / GIB:.2f}",
-         f"{row['predicted_peak_bytes'] / GIB:.2f}" if row["predicted_peak_bytes"] else "", f"{row['peak_ratio']:.2f}x",
-         f"{1e3 * row['median_seconds']:.1f}", f"{row['time_ratio']:.2f}x", f"{row['kernel_ratio']:.2f}x", row["commit"])
-        for row in sorted(rows, key=lambda row: row["job"])
-        if row["commit"] == last.get(row["job"])
-    ]  # fmt: skip
-    head = ("step", "storage", "peak, GiB", "predicted", "x baseline", "ms", "x baseline", "kernels, x baseline", "commit")
+    cells: list[tuple[str, ...]] = []
+    for job, commit in sorted(last.items()):
+        ways = {row["way"]: row for row in rows if (row["job"], row["commit"]) == (job, commit)}
+        chosen = [ways.get(way) for way in ("baseline", "int8/64@bf16", "int4/64@bf16")]
+        kernels = ", ".join(f"{row['kernel_ratio']:.2f}x" for row in chosen[1:] if row)
+        errors = [row["predicted_peak_bytes"] / row["peak_bytes"] - 1 for row in chosen if row and row["predicted_peak_bytes"]]
+        worst = f"{max(errors, key=abs):+.1%}" if errors else ""
+        cells.append((job, *(step(row, chosen[0]) if row else "" for row in chosen), kernels, worst, commit))
+    head = ("step", "baseline", "`int8/64@bf16`", "`int4/64@bf16`", "kernels", "predicted peak", "commit")
     return markdown(head, cells)
 
 
@@ -107,16 +123,16 @@ def titled(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> st
 
 
 def compiled() -> str:
-    """Peaks and times of compiled steps, relative to plain torch.compile."""
+    """Peaks and times of compiled steps, relative to plain torch.compile, and seconds to compile."""
     cells: list[tuple[str, ...]] = []
-    for row, beside in compiled_rows("steps"):
-        plain = beside.get("compiled")
-        time = (f"{1e3 * row['median_seconds']:.1f}", relative(row, plain, "median_seconds"))
-        predicted = f"{row['predicted_bytes'] / GIB:.2f}" if row.get("predicted_bytes") else ""
-        peak = (f"{row['peak_bytes'] / GIB:.2f}", predicted, relative(row, plain, "peak_bytes"))
-        seconds = "" if row["way"].startswith("eager") else f"{row['compile_seconds']:.0f}"
-        cells.append((row["job"], str(WORDS.get(row["way"], row["way"])), *peak, *time, seconds, row["commit"]))
-    head = ("step", "way", "peak, GiB", "predicted", "x compiled", "ms", "x compiled", "compile, s", "commit")
+    rows = compiled_rows("steps")
+    for job in dict.fromkeys(row["job"] for row, _ in rows):
+        ways = {row["way"].split("=")[0]: (row, beside) for row, beside in rows if row["job"] == job and row["way"] not in LOWER}
+        chosen = [ways.get(way) for way in ("compiled", "int8", "int4", "budget", "fit")]
+        steps = ("" if pair is None else step(pair[0], pair[1].get("compiled")) for pair in chosen)
+        seconds = ", ".join(f"{pair[0]['compile_seconds']:.0f}" for pair in chosen[:3] if pair)
+        cells.append((job, *steps, seconds, commits(pair[0] for pair in chosen if pair)))
+    head = ("step", "`torch.compile`", "`int8`", "`int4`", "torch's budget of 0.8", "plan for that peak", "compile, s", "commit")
     return titled("Training steps, with ratios to plain `torch.compile` at the same commit:", head, cells)
 
 
@@ -246,19 +262,21 @@ def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def language() -> str:
-    """Peaks, stored bytes, times and largest lengths of steps of language models."""
+    """Peaks, stored bytes, times and largest lengths of steps of language models on a GPU."""
     cells: list[tuple[str, ...]] = []
-    rows = language_rows(has_seed=False)
+    rows = {key: row for key, row in language_rows(has_seed=False).items() if row["device"].startswith("NVIDIA")}
     lengths = newest("language", ("job", "way", "device"), having="largest_length") if rows else {}
     for (job, _, _), row in rows.items():
-        names = ("peak_bytes", "predicted_bytes", "base_bytes", "model_bytes")
-        sizes = (f"{row[name] / GIB:.2f}" if row[name] else "" for name in names)
-        time = f"{1e3 * row['median_seconds']:.1f}" if row["median_seconds"] else ""
+        if not row["median_seconds"]:
+            continue
+        sizes = (f"{row[name] / GIB:.2f}" if row[name] else "" for name in ("peak_bytes", "predicted_bytes", "model_bytes"))
         other = row if row["largest_length"] else lengths.get((row["job"], row["way"], row["device"]), row)
         largest = str(other["largest_length"] or "") + (f" ({other['commit']})" if other is not row else "")
-        cells.append((job, row["way"], *sizes, time, largest, row["commit"]))
-    head = ("step", "way", "peak, GiB", "predicted", "base", "model", "ms", "largest length in 24 GiB", "commit")
-    return titled("Training steps of language models, ours and those of other libraries:", head, cells)
+        cells.append((job, row["way"], *sizes, f"{1e3 * row['median_seconds']:.1f}", largest, row["commit"]))
+    head = ("step", "way", "peak, GiB", "predicted", "model", "ms", "largest length in 24 GiB", "commit")
+    return titled(
+        "Training steps of language models, ours and those of other libraries:", head, sorted(cells, key=lambda cell: cell[0])
+    )
 
 
 def language_losses() -> str:
@@ -284,24 +302,33 @@ def mean_with_error(values: list[float], sign: str) -> str:
 def optimizers() -> str:
     """Bytes per parameter and time of one optimizer step over GPT-2 medium's 292 tensors."""
     rows = {way: row for (job, way), row in newest("optim", ("job", "way")).items() if job == "355M" and not row.get("error")}
-    cells = [
-        (way, f"{row['bytes_per_parameter']:.2f}", f"{1e3 * row['median_seconds']:.2f}" if row.get("median_seconds") else "in backward",
-         row["commit"])
-        for way, row in rows.items()
-    ]  # fmt: skip
-    return markdown(("355 M parameters", "bytes per parameter", "ms", "commit"), cells)
+    names = ("SGDM", "AdamW", "Lion")
+    cells: list[tuple[str, ...]] = []
+    for way in dict.fromkeys(name.partition(" ")[2] for name in rows):
+        chosen = [rows.get(f"{name} {way}") for name in names]
+        cells.append((way, *map(bytes_and_time, chosen), commits(row for row in chosen if row)))
+    return markdown(("bytes per parameter, ms", *names, "commit"), cells)
+
+
+def bytes_and_time(row: dict[str, Any] | None) -> str:
+    """Bytes per parameter and milliseconds of an optimizer's step; no time if the update runs in backward."""
+    if row is None:
+        return ""
+    time = f", {1e3 * row['median_seconds']:.2f}" if row.get("median_seconds") else ""
+    return f"{row['bytes_per_parameter']:.2f}{time}"
 
 
 def footprints() -> str:
-    """Predicted peaks against measured ones: the largest errors over all plans."""
-    by_job: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for (job, _, size), row in newest("footprint", ("job", "way", "size")).items():
-        by_job.setdefault((job, size), []).append(row)
+    """Predicted peaks against measured ones: the largest errors over all plans and sizes of a network."""
+    by_job: dict[str, list[dict[str, Any]]] = {}
+    for (job, _, _), row in newest("footprint", ("job", "way", "size")).items():
+        by_job.setdefault(job, []).append(row)
     cells: list[tuple[str, ...]] = []
-    for (job, size), rows in sorted(by_job.items()):
+    for job, rows in sorted(by_job.items()):
         worst = max((row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1 for row in rows), key=abs)
-        cells.append((job, str(size), str(len(rows)), f"{worst:+.1%}", rows[0]["commit"]))
-    return markdown(("network", "batch", "plans", "predicted against measured, at worst", "commit"), cells)
+        batches = ", ".join(str(size) for size in sorted({row["size"] for row in rows}))
+        cells.append((job, batches, f"{worst:+.1%}", commits(rows)))
+    return markdown(("network", "batches", "predicted against measured, at worst", "commit"), cells)
 
 
 def sweeps() -> str:
@@ -322,9 +349,13 @@ def sweeps() -> str:
 
 
 def planning() -> str:
-    """Seconds of tracing, planning and probing, and of the store."""
+    """Seconds of tracing, planning and probing, and of the store; all other rows are in plan.json and store.json."""
     rows = [*newest("plan", ("job", "who")).values(), *newest("store", ("job", "who")).values()]
-    cells = [(row["job"], row["who"], row["device"], f"{row['median_seconds']:.4f}", row["commit"]) for row in rows]
+    on_gpu = {row["job"] for row in rows if row["device"].startswith("NVIDIA")}
+    shown = [
+        row for row in rows if row["job"].startswith(PLANNED) and (row["device"].startswith("NVIDIA") or row["job"] not in on_gpu)
+    ]
+    cells = [(row["job"], row["who"], row["device"], f"{row['median_seconds']:.4f}", row["commit"]) for row in shown]
     return markdown(("job", "of", "on", "seconds", "commit"), cells)
 
 
