@@ -241,14 +241,16 @@ def compiled_largest() -> str:
 
 
 def sizes() -> str:
-    """Predicted peaks of common models under plans, and the cards whose memory they are within."""
+    """Predicted peaks of common models under plans, and the smallest card whose memory they are within; a step is named once."""
     (run,) = json.loads((RESULTS / "sizes.json").read_text())
     cells: list[tuple[str, ...]] = []
+    titles: set[str] = set()
     for row in run["rows"]:
-        fits = ("yes" if row["peak_bytes"] <= nbytes else "" for nbytes in run["cards"].values())
-        cells.append((row["title"], f"`{row['plan']}`", f"{row['peak_bytes'] / GIB:.1f}", *fits))
+        card = next((card for card, nbytes in run["cards"].items() if row["peak_bytes"] <= nbytes), "none")
+        cells.append(("" if row["title"] in titles else row["title"], f"`{row['plan']}`", f"{row['peak_bytes'] / GIB:.1f}", card))
+        titles.add(row["title"])
     said = f"Predicted at {run['commit']} with torch {run['versions']['torch']}, Transformers {run['versions']['transformers']}:"
-    return titled(said, ("step", "plan", "peak, GiB", *run["cards"]), cells)
+    return titled(said, ("step", "plan", "peak, GiB", "smallest card"), cells)
 
 
 def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
