@@ -31,7 +31,7 @@ WORDS = {
 }  # names in results: names on the page
 TRIED = ("fp8@notranspose", "fp8@loops")  # ways of bench_products.py without a part of the code, which only the log speaks of
 LOWER = ("budget=0.5", "budget=0.3")  # torch's budgets that take longer, for about the same memory
-PLANNED = ("trace_step", "assign 90%", "assign 65%", "a step", "probe, 16", "write", "64", "a process", "a heartbeat among 1024")
+PLANNED = ("trace_step", "assign 90%", "assign 65%", "a step", "probe, 16", "write", "64")
 # Rows of the README: name, file, field of its jobs, job, way, the way that it is compared with.
 HEADLINE = (
     ("ResNet-50, batch 256, 8 bits", "compile", "job", "resnet50", "int8", "compiled"),
@@ -215,17 +215,6 @@ def products() -> str:
     return markdown(("case", "way", "peak, time", "memory", "time", "commit"), cells)
 
 
-def compiled_losses() -> str:
-    """Losses after short trainings with compiled steps: mean and standard deviation over seeds."""
-    cells = [
-        (row["job"].removesuffix("-losses"), row["way"], str(row["num_steps"]), str(len(row["losses"])),
-         f"{statistics.mean(row['losses']):.4f}", f"{statistics.stdev(row['losses']):.4f}", row["commit"])
-        for row, _ in compiled_rows("losses")
-    ]  # fmt: skip
-    head = ("network", "way", "steps", "seeds", "mean loss", "standard deviation", "commit")
-    return titled("Losses after short trainings, over seeds:", head, cells)
-
-
 def compiled_largest() -> str:
     """Examples per second of the largest batch below a limit of peak memory."""
     cells: list[tuple[str, ...]] = []
@@ -402,7 +391,6 @@ TABLES: dict[str, Callable[[], str]] = {
     for made in (
         activations,
         compiled,
-        compiled_losses,
         compiled_largest,
         zoo,
         products,
