@@ -15,8 +15,8 @@ paredown.errors.PlanError: seed of a trial is a whole number of at most 64 bits,
 
 `dump_dataclass` and `read_dataclass` convert dataclasses to JSON and back by the types of their fields: str, int from 0 to 2^53 (the
 integers that JavaScript represents exactly), finite float, bool, enumerations by value, Any, `X | None`, `Annotated[X, Check]`, tuples and
-NamedTuples as lists, mappings and dataclasses as objects. A field with a default can be missing; an unknown field is an error. Errors name
-the path of the value:
+NamedTuples as lists, mappings and dataclasses as objects; inside of another value, classes with `to_json` and `from_json` by these. A field
+with a default can be missing; an unknown field is an error. Errors name the path of the value:
 
 >>> read_dataclass(tuple[int, ...], [1, -2], "sizes")
 Traceback (most recent call last):
@@ -293,9 +293,16 @@ def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportErro
     value.
     """
     try:
-        return _reader(kind)(value, where)
+        return _read_object(kind, value, where) if is_dataclass(kind) else _reader(kind)(value, where)
     except _Refused as reason:
         raise error(str(reason)) from None
+
+
+def read_versioned(kind: Any, value: Any, what: str, version: int, error: Raises, *, oldest: int = 1) -> Any:
+    """Return the dataclass whose JSON is `value`, an object of a version from `oldest` to `version`; errors call the object `what`."""
+    needed = {row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING}
+    parts = object_parts(value, what, [row.name for row in fields(kind)], needed, version, error, oldest=oldest)
+    return read_dataclass(kind, parts, what, error)
 
 
 Reader = Callable[[Any, str], Any]  # (value, path) -> the value converted, or _Refused
@@ -314,6 +321,8 @@ def _reader(kind: Any) -> Reader:
         return partial(_read_list, _reader(inner[0])) if inner[-1] is Ellipsis else partial(_read_tuple, [*map(_reader, inner)], "")
     if origin is Mapping:
         return partial(_read_mapping, _reader(inner[1]))
+    if hasattr(kind, "from_json"):
+        return partial(_read_by_method, kind)
     if is_dataclass(kind):
         return partial(_read_object, kind)
     if issubclass(kind, Enum):
@@ -344,6 +353,13 @@ def _read_mapping(read: Reader, value: Any, where: str) -> dict[str, Any]:
     return {key: read(part, f"{where}.{brief(key)}") for key, part in value.items()}
 
 
+def _read_by_method(kind: Any, value: Any, where: str) -> Any:
+    try:
+        return kind.from_json(value)
+    except ParedownError as reason:
+        raise _Refused(f"{where}: {reason}") from None
+
+
 def _read_object(kind: Any, value: Any, where: str) -> Any:
     _need(isinstance(value, dict), where, "an object", value)
     readers = _field_readers(kind)
@@ -369,14 +385,17 @@ def _need(holds: bool, where: str, needed: str, value: Any) -> None:
 
 def dump_dataclass(value: Any, *, skips_defaults: bool = False) -> Any:
     """Return the JSON value that `read_dataclass` reads back; with `skips_defaults`, fields that have their default are left out."""
+
+    def dump(part: Any) -> Any:
+        return part.to_json() if hasattr(part, "from_json") else dump_dataclass(part, skips_defaults=skips_defaults)
+
     if type(value) in PLAIN or value is None:
         return value
     if isinstance(value, tuple | list):
-        return [dump_dataclass(part, skips_defaults=skips_defaults) for part in value]
+        return [dump(part) for part in value]
     if is_dataclass(value):
         parts = [(row.name, getattr(value, row.name), row.default) for row in fields(value)]
-        kept = [(name, part) for name, part, default in parts if not skips_defaults or part != default]
-        return {name: dump_dataclass(part, skips_defaults=skips_defaults) for name, part in kept}
+        return {name: dump(part) for name, part, default in parts if not skips_defaults or part != default}
     if isinstance(value, Mapping):
-        return {str(key): dump_dataclass(part, skips_defaults=skips_defaults) for key, part in value.items()}
+        return {str(key): dump(part) for key, part in value.items()}
     return value.value if isinstance(value, Enum) else value

@@ -32,7 +32,7 @@ POINTS = (
     Point("full", pare.Plan(), 1000, 0.1, 0.01, on_front=True),
 )
 FRONTIER = Frontier(POINTS, "error", full_bytes=1000)
-PICKED = Picked("digits", PLAN, FRONTIER, "why", 500, 1000, (TRIAL,), ("full",), 1.0, "made", (("a", 0.5),), "lpmm", ("note",))
+PICKED = Picked("digits", PLAN, FRONTIER, "why", 500, 1000, (TRIAL,), ("full",), 1.0, "made", "lpmm", ("note",))
 
 
 @lru_cache(maxsize=1)

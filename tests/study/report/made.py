@@ -69,7 +69,6 @@ def picked(task: str = "blobs", share: float = 0.5) -> Picked:
         trials=tuple(replace(one, task=task) for one in trials),
         ties=("lpmm",),
         prior="stored",
-        used=(("fashion", 0.6),),
         label=best.label,
     )
 

@@ -17,24 +17,30 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
 from paredown.plan.plan import Plan
-from paredown.serial import COUNT, SUMMED, TEXT, Check, brief, check_fields, is_count, object_parts, or_none
+from paredown.serial import SUMMED, Check, dump_dataclass, or_none, read_versioned
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
-from paredown.study.pick.pareto import at_least_exact, quickest_of_ties
+from paredown.study.pick.pareto import at_least_exact, cautious, quickest_of_ties
 from paredown.study.tasks.trial import Trial
 
 Array = NDArray[np.float64]
-VERSION = 2  # of the JSON: 1 has one excess over prediction for all points, 2 the bytes that each point needs
-SOURCES = ("measured", "prior", "features")
-TIME_SOURCES = ("", "measured", "predicted", "prior")
+VERSION = 3  # of the JSON
+FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite number from 0 up")
+FromZero = Annotated[float, FROM_0]
+FromZeroOrNone = Annotated[float | None, or_none(FROM_0)]
+
+
+def one_of(*names: str) -> Check:
+    """Return a check that allows these texts."""
+    return Check(names.__contains__, f"one of {', '.join(map(repr, names))}")
 
 
 class TrialTime(NamedTuple):
@@ -65,42 +71,28 @@ class Point:
     plan: Plan
     predicted_bytes: int
     mean: float
-    deviation: float
+    deviation: FromZero
     measured: float | None = None
     measured_bytes: int | None = None
     on_front: bool = False
     fits: bool | None = None
-    source: str = "prior"
+    source: Annotated[str, one_of("measured", "prior", "features")] = "prior"
     trains: bool = True
     num_trials: int = 0
     needed_bytes: int | None = None
-    step_seconds: float | None = None
-    step_ratio: float | None = None
-    step_source: str = ""
+    step_seconds: FromZeroOrNone = None
+    step_ratio: FromZeroOrNone = None
+    step_source: Annotated[str, one_of("", "measured", "predicted", "prior")] = ""
 
     @property
     def step_time(self) -> TrialTime:
         """The step time of this plan, made of the three fields `step_seconds`, `step_ratio` and `step_source`."""
         return TrialTime(self.step_seconds, self.step_ratio, self.step_source)
 
-    def __post_init__(self) -> None:
-        check_fields(self, POINT_CHECKS, "point", PlanError)
-
     @property
     def needs(self) -> int:
         """The peak bytes that a budget has to allow for this plan."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: all fields by name."""
-        return {row.name: getattr(self, row.name) for row in fields(self)} | {"plan": self.plan.to_json()}
-
-    @staticmethod
-    def from_json(value: Any) -> Point:
-        """Return the point whose `to_json` is `value`; if there is none, PlanError names what is wrong."""
-        parts = _parts(value, Point, "point")
-        parts["plan"] = Plan.from_json(parts["plan"])
-        return Point(**parts)
 
 
 @dataclass(frozen=True)
@@ -114,11 +106,10 @@ class Frontier:
     points: tuple[Point, ...]
     metric: str = "error"
     full_bytes: int | None = None
-    tie_error: float = 0.0
+    tie_error: FromZero = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
-        check_fields(self, FRONTIER_CHECKS, "frontier", PlanError)
 
     def front(self) -> tuple[Point, ...]:
         """Return the Pareto front: points that no other point is expected to beat in both bytes and error.
@@ -167,19 +158,13 @@ class Frontier:
         return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
-        points = [point.to_json() for point in self.points]
-        about = {"metric": self.metric, "full_bytes": self.full_bytes, "tie_error": self.tie_error}
-        return {"version": VERSION, **about, "points": points}
+        """Return the JSON value: version and all fields by name."""
+        return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod
     def from_json(value: Any) -> Frontier:
         """Return the frontier whose `to_json` is `value`; if there is none, PlanError names what is wrong."""
-        value, excess = _without_excess(value)
-        parts = _parts(value, Frontier, "frontier")
-        points = (Point.from_json(point) for point in _list(parts["points"], "points"))
-        parts["points"] = tuple(_with_excess(point, excess) if excess else point for point in points)
-        return Frontier(**parts)
+        return read_versioned(Frontier, value, "frontier", VERSION, PlanError, oldest=VERSION)
 
 
 def cautious_errors(points: Sequence[Point]) -> Array:
@@ -188,9 +173,9 @@ def cautious_errors(points: Sequence[Point]) -> Array:
     If some points have trials, the standard deviation is added to the mean error of those that have none. If a plan quantizes nothing,
     no error is below that plan's mean (`at_least_exact`).
     """
-    has_trials, means = any(point.num_trials for point in points), np.array([point.mean for point in points])
-    added = np.array([point.deviation * (has_trials and not point.num_trials) for point in points])
-    return at_least_exact(means + added, means, np.array([point.plan.quantizes_nothing for point in points], dtype=bool))
+    means, deviations = (np.array([getattr(point, name) for point in points]) for name in ("mean", "deviation"))
+    errors = cautious(means, deviations, np.array([point.num_trials > 0 for point in points]))
+    return at_least_exact(errors, means, np.array([point.plan.quantizes_nothing for point in points], dtype=bool))
 
 
 def comparable_times(times: Iterable[TrialTime]) -> Array:
@@ -207,8 +192,8 @@ class Picked:
     """The plan to train a task with within a budget, and why.
 
     `plan` is None if nothing fits; `reason` then names what would fit. `label` is the label of the picked plan, `ties` are labels of other
-    plans that fit and may be as good. `trials` are those that `pick` ran, in `seconds`. `prior` is the name of the prior. `used` has the
-    prior tasks of most weight as (name, weight); the weights of all tasks add up to 1. `notes` has further facts, such as failed trials.
+    plans that fit and may be as good. `trials` are those that `pick` ran, in `seconds`. `prior` is the name of the prior. `notes` has
+    further facts, such as failed trials.
     """
 
     task: str
@@ -221,12 +206,8 @@ class Picked:
     ties: tuple[str, ...] = ()
     seconds: float = 0.0
     prior: str = ""
-    used: tuple[tuple[str, float], ...] = ()
     label: str = ""
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self, PICKED_CHECKS, "pick", PlanError)
 
     @property
     def point(self) -> Point | None:
@@ -240,102 +221,9 @@ class Picked:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value: version and all fields by name."""
-        value: dict[str, Any] = {"version": VERSION} | {row.name: getattr(self, row.name) for row in fields(self)}
-        value |= {"plan": None if self.plan is None else self.plan.to_json(), "frontier": self.frontier.to_json()}
-        value |= {"trials": [trial.to_json() for trial in self.trials], "used": [list(pair) for pair in self.used]}
-        return value | {"ties": list(self.ties), "notes": list(self.notes)}
+        return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod
     def from_json(value: Any) -> Picked:
         """Return the pick whose `to_json` is `value`; if there is none, PlanError names what is wrong."""
-        parts = _parts(value, Picked, "pick")
-        parts["plan"] = None if parts["plan"] is None else Plan.from_json(parts["plan"])
-        parts["frontier"] = Frontier.from_json(parts["frontier"])
-        parts["trials"] = tuple(Trial.from_json(trial) for trial in _list(parts.get("trials", []), "trials"))
-        parts["used"] = tuple(tuple(_list(pair, "used")) for pair in _list(parts.get("used", []), "used"))
-        parts |= {name: tuple(_list(parts.get(name, []), name)) for name in ("ties", "notes")}
-        return Picked(**parts)
-
-
-# --- checks of the fields and of JSON -----------------------------------------------------------------------------------------------
-
-
-def _is_tuple_of(kind: type, value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
-
-
-def _is_used(value: Any) -> bool:
-    return _is_tuple_of(tuple, value) and all(
-        len(pair) == 2 and isinstance(pair[0], str) and SUMMED.holds(pair[1]) for pair in value
-    )
-
-
-PLAN = Check(lambda value: isinstance(value, Plan), "a Plan")
-TEXTS = Check(lambda value: _is_tuple_of(str, value), "texts")
-FLAG = Check(lambda value: isinstance(value, bool), "true or false")
-FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite number from 0 up")
-Checks = Mapping[str, Check]
-POINT_CHECKS: Checks = {
-    "label": TEXT,
-    "plan": PLAN,
-    "predicted_bytes": COUNT,
-    "mean": SUMMED,
-    "deviation": FROM_0,
-    "measured": or_none(SUMMED),
-    "measured_bytes": or_none(COUNT),
-    "needed_bytes": or_none(COUNT),
-    **dict.fromkeys(("step_seconds", "step_ratio"), or_none(FROM_0)),
-    "step_source": Check(lambda value: value in TIME_SOURCES, "measured, predicted, prior or empty"),
-    "num_trials": COUNT,
-    **dict.fromkeys(("on_front", "trains"), FLAG),
-    "fits": or_none(FLAG),
-    "source": Check(lambda value: value in SOURCES, f"one of {', '.join(SOURCES)}"),
-}
-FRONTIER_CHECKS: Checks = {
-    "points": Check(lambda value: _is_tuple_of(Point, value), "points"),
-    "metric": TEXT,
-    "full_bytes": or_none(COUNT),
-    "tie_error": FROM_0,
-}
-PICKED_CHECKS: Checks = {
-    **dict.fromkeys(("task", "reason", "prior", "label"), TEXT),
-    **dict.fromkeys(("budget_bytes", "full_bytes"), COUNT),
-    **dict.fromkeys(("ties", "notes"), TEXTS),
-    "plan": or_none(PLAN),
-    "frontier": Check(lambda value: isinstance(value, Frontier), "a Frontier"),
-    "trials": Check(lambda value: _is_tuple_of(Trial, value), "trials"),
-    "seconds": SUMMED,
-    "used": Check(_is_used, "pairs of a name and a weight"),
-}
-
-
-def _without_excess(value: Any) -> tuple[Any, int]:
-    """Return the JSON of a frontier without the field `excess_bytes`, and the value of that field.
-
-    Files of version 1 have it: the bytes that every plan is expected to take beyond its prediction.
-    """
-    if not isinstance(value, dict) or value.get("version") != 1 or "excess_bytes" not in value:
-        return value, 0
-    excess = value["excess_bytes"]
-    if not is_count(excess):
-        raise PlanError(f"excess_bytes of a frontier is {COUNT.expected}, not {brief(excess)}.")
-    return {name: part for name, part in value.items() if name != "excess_bytes"}, excess
-
-
-def _with_excess(point: Point, excess_bytes: int) -> Point:
-    """Return a point of a version 1 file with its needed bytes: the measured peak, or else the prediction plus `excess_bytes`."""
-    needs = point.measured_bytes or point.predicted_bytes + excess_bytes
-    return replace(point, needed_bytes=needs if needs > point.predicted_bytes else None)
-
-
-def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
-    """Return the fields of a JSON object after checking and removing its version; `kind` and `what` name the object in errors."""
-    names = [row.name for row in fields(kind)]
-    needed = {row.name for row in fields(kind) if row.default is MISSING}
-    return object_parts(value, what, names, needed, VERSION, PlanError)
-
-
-def _list(value: Any, name: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise PlanError(f"{name} is a list, not {brief(value)}.")
-    return value
+        return read_versioned(Picked, value, "pick", VERSION, PlanError, oldest=VERSION)

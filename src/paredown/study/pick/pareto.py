@@ -50,6 +50,11 @@ def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
     return np.asarray(~(is_at_most & is_below & is_as_quick).any(axis=0))
 
 
+def cautious(means: Array, deviations: Array, is_tried: Mask) -> Array:
+    """Return the mean errors with caution about plans without a run: if some plans have runs, the others get a standard deviation more."""
+    return means + (~is_tried & is_tried.any()) * deviations
+
+
 def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
     """Return the errors by which a plan is chosen: none is below that of the plans that quantize nothing (`is_exact`).
 

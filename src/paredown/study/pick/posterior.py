@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
-from paredown.study.pick.pareto import at_least_exact, quickest_of_ties
+from paredown.study.pick.pareto import at_least_exact, cautious, quickest_of_ties
 
 Array = NDArray[np.float64]
 Levels = NDArray[np.intp]
@@ -343,8 +343,7 @@ class Estimate:
         If some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
         """
         plans = np.arange(len(self.means)) if plans is None else plans
-        is_tried = np.isin(plans, list(self.tried))
-        return self.means[plans] + (~is_tried & is_tried.any()) * self.deviations[plans]
+        return cautious(self.means[plans], self.deviations[plans], np.isin(plans, list(self.tried)))
 
     def chance_below(self, plan: int, increase: float = 0.0) -> Array:
         """Return the probability that each plan's mean error is below that of `plan` plus `increase`.

@@ -27,7 +27,7 @@ import getpass
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
 from os import PathLike
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from paredown.errors import ReportError
 from paredown.plan.plan import Plan
 from paredown.plan.trace import Trace
-from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
+from paredown.serial import dump_dataclass, load_json, read_versioned, save_json
 from paredown.session.changes import Action, Change
 from paredown.study.pick.answer import Picked
 from paredown.study.report.studies import (
@@ -248,10 +248,7 @@ class Record:
     @staticmethod
     def from_json(value: Any) -> Record:
         """Return the record whose `to_json` is `value`; ReportError if it is not one."""
-        names = [row.name for row in fields(Record)]
-        return read_dataclass(
-            Record, object_parts(value, "record", names, ("version", "title"), VERSION, ReportError, oldest=2), "record"
-        )
+        return read_versioned(Record, value, "record", VERSION, ReportError, oldest=VERSION)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON to a file."""

@@ -323,7 +323,7 @@ def study_of_pick(picked: Picked) -> Study:
         band=NINE_OF_TEN,
         marks=with_front(marks, kept, label),
         picks=kept,
-        notes=(*picked.notes, *_prior_note(picked)),
+        notes=(*picked.notes, *([f"Fitted to the tasks of the prior {picked.prior}."] if picked.prior else [])),
     )
 
 
@@ -351,13 +351,6 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
         step_ratio=point.step_ratio,
         step_source=point.step_source,
     )
-
-
-def _prior_note(picked: Picked) -> list[str]:
-    if not picked.prior:
-        return []
-    most = ", ".join(f"{name} ({weight:.0%})" for name, weight in picked.used[:3])
-    return [f"Fitted to the tasks of the prior {picked.prior}{f'; the largest weights: {most}' if most else ''}."]
 
 
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
