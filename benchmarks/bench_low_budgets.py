@@ -30,7 +30,7 @@ from bench_pick import SEED_DRAWS, Case, assigned, best_on_average, cases, cover
 from measure import RESULTS, machine
 
 from paredown.study.pick.candidates import BASELINE
-from paredown.study.pick.prior_collection import read_rows, row_of, template_row
+from paredown.study.pick.prior_collection import read_rows, row_of
 from paredown.study.pick.prior_data import PriorData, join_priors
 from paredown.study.pick.priors import load
 from paredown.study.pick.task_prior import random_guess_error
@@ -70,9 +70,9 @@ def without_high_losses(prior_data: PriorData) -> PriorData:
     if not (prior_data.runs > most[:, None, None]).any():
         return prior_data
     runs = np.minimum(prior_data.runs, most[:, None, None])
-    words = ("memory", "measured", "diverged", "propensity", "step_ratio", "provenance", "has_seeds")
+    words = ("memory", "measured", "diverged", "propensity", "step_ratio", "provenance")
     fields = {word: getattr(prior_data, word) for word in words}
-    return PriorData.of_runs(prior_data.name, prior_data.mode, prior_data.tasks, prior_data.plans, runs, **fields)
+    return PriorData(prior_data.name, prior_data.mode, prior_data.tasks, prior_data.plans, runs, **fields)
 
 
 def that_train(low: PriorData) -> PriorData:
@@ -165,7 +165,7 @@ def trial_row(row: dict[str, Any]) -> dict[str, Any]:
     """A trial of rows.json in few words."""
     trial = Trial.from_json(row["trial"])
     name = str(trial.plan.made_for.get("recipe", "")) or row_of(trial.plan).label
-    head = {"task": row["task"], "plan": template_row(name).label, "seed": trial.seed, "status": trial.status.value}
+    head = {"task": row["task"], "plan": name, "seed": trial.seed, "status": trial.status.value}
     bytes_of = {"predicted_bytes": trial.predicted_peak_bytes, "measured_bytes": trial.measured_peak_bytes}
     origin = {"device": trial.device, "torch": dict(trial.versions).get("torch"), "commit": trial.commit}
     return {**head, "error": trial.error, "loss": trial.loss, "step_ratio": trial.step_ratio, **bytes_of, **origin}

@@ -72,13 +72,7 @@ class Case:
     budget_bytes: int
     before: PriorData
     truths: dict[str, np.ndarray]  # (plans,)
-
-    @property
-    def noise(self) -> float:
-        """Of one run of this task."""
-        known = self.earlier.noise[np.isfinite(self.earlier.noise)]
-        own = float(self.earlier.noise[self.row])
-        return own if np.isfinite(own) else float(np.median(known))
+    noise: float  # of one run of this task
 
     @property
     def runs(self) -> Row:
@@ -90,7 +84,7 @@ class Case:
     @property
     def columns(self) -> np.ndarray:
         """Plans that ran on this task, and whose bytes are known."""
-        return np.flatnonzero(np.isfinite(self.earlier.errors[self.row]) & np.isfinite(self.earlier.memory[self.row]))
+        return np.flatnonzero(np.isfinite(next(iter(self.truths.values()))) & np.isfinite(self.earlier.memory[self.row]))
 
     @property
     def fits(self) -> np.ndarray:
@@ -197,7 +191,7 @@ WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
 
 def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
     """Each task; all rows of its data are left out. Runs of twins are those of each other."""
-    whole = TaskPrior.of(earlier)
+    whole, errors, noise = TaskPrior.of(earlier), earlier.errors, noise_of(earlier)
     earlier = replace(earlier, runs=with_twins(earlier.runs, twins_of(earlier)))
     runs = scaled(earlier)
     for row, task in enumerate(earlier.tasks):
@@ -208,8 +202,16 @@ def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
         unit = task.blind or random_guess_error(task.metric, task.answers) or 1.0
         means = seed_means(earlier.runs[row], is_calm(earlier)[row])
         smooth = level_means(earlier, means) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
-        truths = {"matrix": earlier.errors[row], "seeds": means, "smoothed": smooth}
-        yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths)
+        truths = {"matrix": errors[row], "seeds": means, "smoothed": smooth}
+        yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths, float(noise[row]))
+
+
+def noise_of(earlier: PriorData) -> np.ndarray:
+    """Of one run of each task, (tasks,): the median of the others where it is not known; of PEPPP's tasks from plans of a level."""
+    if earlier.name != "released":
+        return np.where(np.isfinite(earlier.noise), earlier.noise, np.nanmedian(earlier.noise))
+    groups = earlier.errors.reshape(len(earlier.tasks), len(LOW_FORMATS), len(HIGH_FORMATS))
+    return np.sqrt(groups.var(axis=2, ddof=1).mean(axis=1))
 
 
 def twins_of(earlier: PriorData) -> np.ndarray:
@@ -280,9 +282,8 @@ def hidden_seeds(case: Case) -> Iterator[Case]:
             truth = level_means(case.earlier, truth)
         left = np.array(case.earlier.runs)
         left[case.row, several, seed] = np.nan
-        errors = np.array(case.earlier.errors)
-        errors[case.row, ~np.isfinite(truth)] = np.nan
-        hidden = replace(case, earlier=replace(case.earlier, runs=left, errors=errors), truths={"unseen": truth})
+        truth = np.where(np.isfinite(case.truths["matrix"]), truth, np.nan)
+        hidden = replace(case, earlier=replace(case.earlier, runs=left), truths={"unseen": truth})
         hidden.__dict__["task_prior"] = case.task_prior  # fitted once: this task is not in it
         if len(hidden.fits) > 1:
             yield hidden
@@ -479,9 +480,7 @@ def released() -> PriorData:
     per_bit = np.linalg.lstsq(words, data.memory.T * 2**23, rcond=None)[0].T  # numbers in low and in high words, (tasks, 2)
     tasks = [_released_task(i, *row) for i, row in enumerate(per_bit)]
     plans = [PlanRow(f"{low} {high}", peppp_plan(parse_peppp(low), parse_peppp(high)).to_json(), "", low) for low, high in pairs]
-    found = PriorData.of_runs("released", "simulate", tasks, plans, data.errors[..., None], memory=data.memory * 2**20)
-    groups = data.errors.reshape(len(tasks), len(LOW_FORMATS), len(HIGH_FORMATS))
-    return replace(found, noise=np.sqrt(groups.var(axis=2, ddof=1).mean(axis=1)))
+    return PriorData("released", "simulate", tasks, plans, data.errors[..., None], memory=data.memory * 2**20)
 
 
 def _released_task(number: int, low: float, high: float) -> TaskRow:

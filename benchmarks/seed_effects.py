@@ -139,8 +139,8 @@ def runs_of_task(runs: Array) -> list[SeedRun]:
 
 
 def is_calm(prior_data: PriorData) -> NDArray[np.bool_]:
-    """Which (tasks, plans) show noise and seed effects: seeds are known, and no run diverged or was as bad as random guessing."""
+    """Which (tasks, plans) show noise and seed effects: no run diverged or was as bad as random guessing."""
     # in a metric without an error of random guessing, WORST is only the worst run
     guesses = [task.blind or random_guess_error(task.metric, task.answers) for task in prior_data.tasks]
     is_guessing = (scaled(prior_data) >= WORST).any(axis=2) & np.array([bool(guess) for guess in guesses])[:, None]
-    return ~is_guessing & (prior_data.diverged == 0) & prior_data.has_seeds[:, None]
+    return ~is_guessing & (prior_data.diverged == 0)

@@ -300,7 +300,7 @@ def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportErro
 
 def read_versioned(kind: Any, value: Any, what: str, version: int, error: Raises, *, oldest: int = 1) -> Any:
     """Return the dataclass whose JSON is `value`, an object of a version from `oldest` to `version`; errors call the object `what`."""
-    needed = {row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING}
+    needed = {"version", *(row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING)}
     parts = object_parts(value, what, [row.name for row in fields(kind)], needed, version, error, oldest=oldest)
     return read_dataclass(kind, parts, what, error)
 

@@ -90,7 +90,7 @@ def test_broken_points_are_a_sentence(change: dict[str, Any], said: str) -> None
         ({"version": 9}, "the pick is of version 9; this paredown reads 3 to 3"),
         ({"extra": 1}, "field 'extra' is unknown in a pick"),
         ({"ties": "half"}, "pick.ties: a list is needed here"),
-        ({"frontier": {"points": 3, "metric": ""}}, "pick.frontier: frontier.points: a list is needed here"),
+        ({"frontier": {"version": 3, "points": 3}}, "pick.frontier: frontier.points: a list is needed here"),
         ({"trials": [{}]}, r"pick\.trials\[0\]: the JSON of a trial is an object"),
     ],
 )

@@ -266,7 +266,7 @@ def with_baseline() -> PriorData:
     """The made-up prior, with the baseline as a plan of its own: the most accurate one."""
     columns = [PRIOR.errors.min(axis=1), *PRIOR.errors.T]
     plans = (replace(PRIOR.plans[0], label="baseline", plan=Plan().to_json(), level="baseline"), *PRIOR.plans)
-    return PriorData.of_runs("with baseline", "store", PRIOR.tasks, plans, np.stack(columns, axis=1)[..., None])
+    return PriorData("with baseline", "store", PRIOR.tasks, plans, np.stack(columns, axis=1)[..., None])
 
 
 def test_where_checkpointing_alone_fits_it_is_taken_after_one_trial(tried: Any) -> None:

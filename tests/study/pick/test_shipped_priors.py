@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paredown.errors import PriorError
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS
 from paredown.study.pick import priors
@@ -95,12 +94,6 @@ def test_exponents_of_high_formats_change_no_bit(simulated: PriorData) -> None:
     for low, mantissa in product(LOW_FORMATS, ("m7", "m9", "m11")):
         first, *others = (simulated.runs[:COMPLETE, at(f"{low} e{bits}{mantissa}"), 0] for bits in (6, 7, 8))
         assert all(np.array_equal(first, other) for other in others)
-
-
-def test_a_prior_that_is_not_there_yet_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(priors, "_shipped", lambda name: tmp_path / f"{name}.json")
-    with pytest.raises(PriorError, match=r"the simulated prior is not in this version of paredown yet\."):
-        load("simulated")
 
 
 def test_rates_are_the_chosen_ones() -> None:

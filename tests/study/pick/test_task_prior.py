@@ -11,18 +11,17 @@ import pytest
 from paredown import Plan
 from paredown.errors import PriorError
 from paredown.study.pick.candidates import features_of
-from paredown.study.pick.prior_data import PlanRow, PriorData, TaskRow
+from paredown.study.pick.prior_data import MATRICES, PlanRow, PriorData, TaskRow
 from paredown.study.pick.priors import made_up_prior
 from paredown.study.pick.task_prior import TaskPrior, data_set_weights, random_guess_error, scaled
 from tests.study.pick.test_posterior import estimated
 
-MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "step_ratio", "runs")
 NINE_OF_TEN = 1.645
 
 
 def columns_of(earlier: PriorData, keep: Sequence[int]) -> PriorData:
     """These plans alone; one that is there twice is called otherwise, and has no level."""
-    arrays = {name: getattr(earlier, name)[:, list(keep)] for name in MATRICES}
+    arrays = {name: getattr(earlier, name)[:, list(keep)] for name in ("runs", *MATRICES)}
     plans = [
         replace(earlier.plans[i], label=f"again {n}", level="") if i in keep[:n] else earlier.plans[i] for n, i in enumerate(keep)
     ]
@@ -39,8 +38,7 @@ def small(runs: np.ndarray, **rows: object) -> PriorData:
     runs = runs[..., None] if runs.ndim == 2 else runs
     plans = [PlanRow(f"plan {i}", Plan.uniform(activation=f"int{8 - i}/64@bf16").to_json()) for i in range(runs.shape[1])]
     tasks = [TaskRow(f"task {i}", "cnn", "x", **{"answers": 10, **rows}) for i in range(len(runs))]  # type: ignore[arg-type]
-    found = PriorData.of_runs("small", "store", tasks, plans, np.where(np.isinf(runs), 0.5, runs))
-    return replace(found, runs=runs, errors=runs.mean(axis=2))
+    return PriorData("small", "store", tuple(tasks), tuple(plans), runs)
 
 
 # --- units --------------------------------------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ def small(runs: np.ndarray, **rows: object) -> PriorData:
 def test_errors_are_in_parts_of_a_blind_guess() -> None:
     tasks = [TaskRow("a", "cnn", "x", "error", 10), TaskRow("b", "gpt", "y", "loss", 256), TaskRow("c", "cnn", "z", "mine", None)]
     runs = np.array([[0.45, 0.9], [np.log(256) / 2, 7.0], [3.0, 12.0]])[..., None]
-    found = scaled(PriorData.of_runs("units", "store", tasks, [PlanRow("p"), PlanRow("q")], runs))
+    found = scaled(PriorData("units", "store", tasks, [PlanRow("p"), PlanRow("q")], runs))
     assert found[..., 0] == pytest.approx(np.array([[0.5, 1.0], [0.5, 1.0], [0.25, 1.0]])), "worse than a guess is a guess"
 
 
@@ -69,7 +67,7 @@ def test_superclasses_of_one_data_set_count_as_one() -> None:
     plans = [PlanRow(f"plan {i}", Plan.uniform(activation=f"int{8 - i}/64@bf16").to_json()) for i in range(3)]
     single = [TaskRow(f"task {i}", "cnn", f"data {i}", answers=10) for i in range(10)]
     parts = [TaskRow(f"part {i}", "cnn", f"pictures/{i}", answers=10) for i in range(20)]
-    prior = PriorData.of_runs("parts", "store", [*single, *parts], plans, errors)
+    prior = PriorData("parts", "store", [*single, *parts], plans, errors)
     assert data_set_weights(prior) == pytest.approx([1.0] * 10 + [0.05] * 20)
     many, one = (
         estimated(TaskPrior.of(data).prior, np.ones(3)) for data in (prior, prior.without(f"part {i}" for i in range(1, 20)))

@@ -12,12 +12,11 @@ else about a machine.
 TaskRow(name='digits mlp', family='mlp', data='digits', metric='error', answers=10, blind=0.9, full_bytes=None, steps=5, source='', \
 text='digits#model=mlp,steps=5')
 
-The column of a plan has a label, a level and features: bits per value by role, 32 for a role without a rule; for PEPPP's
-configurations also exponent and mantissa bits of both formats. Rules for single slots do not count.
+The column of a plan has a label and, for PEPPP's configurations, a level.
 
 >>> row = row_of(Plan.uniform(activation="int4/64@bf16", weight="bf16"))
->>> row_of(Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm"])).label, row.label, row.features["activation"]
-('int4/64@bf16, lpmm', '2 rules, 02432e', 4.25)
+>>> row_of(Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm"])).label, row.label
+('int4/64@bf16, lpmm', '2 rules, 02432e')
 >>> row_of(Plan.uniform(activation="int4/64@bf16", **STATE_FORMATS["lpmm4 weight4"])).label
 'int4/64@bf16, lpmm4 weight4'
 >>> row_of(Plan()).label
@@ -31,10 +30,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,16 +41,14 @@ from paredown.assignment.assign import templates_of
 from paredown.errors import ParedownError, PriorError
 from paredown.formats.catalog import TIERS
 from paredown.plan.plan import Plan
-from paredown.roles import Role
 from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
-from paredown.simulate.peppp import parse_peppp
-from paredown.study.pick.prior_data import Array, PlanRow, PriorData, TaskRow
+from paredown.study.pick.prior_data import Array, PlanRow, PriorData, TaskRow, mean_of_seeds
 from paredown.study.pick.task_prior import random_guess_error
 from paredown.study.tasks.lookup import cached_task, parse_options, portable_text
 from paredown.study.tasks.task import Task
 from paredown.study.tasks.task_family import task_family
 from paredown.study.tasks.task_trace import peppp_bytes
-from paredown.study.tasks.trial import Status, Trial
+from paredown.study.tasks.trial import Status, Trial, with_baseline_steps
 
 # family by model name, for tasks that cannot be loaded here
 FAMILIES = {"mlp": "mlp", "vit": "vit", "gpt": "gpt", "lstm": "lstm"}
@@ -65,8 +61,6 @@ STATE_FORMATS: Mapping[str, Mapping[str, str]] = {
     "lpmm weight4 gradient4": {**TIERS["lpmm"], **WEIGHT4, **GRADIENT4},
 }  # tiers, and what labels call their variants with weights or gradients in 4 bits
 OWN = "own"  # family of other models, and metric that is a function
-PLAIN_BITS = 32.0
-ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
 PEPPP_FORMAT = re.compile(r"(e\d+m\d+)b\d+fns")
 COUNTED = (Status.DONE, Status.STOPPED, Status.DIVERGED)
 REQUIRED = ("sweep", "task", "mode", "trial")
@@ -85,16 +79,6 @@ class CollectedTrial(NamedTuple):
     trial: Trial
     propensity: float
     sweep: str
-
-
-@dataclass(frozen=True)
-class CollectedTrials:
-    """The trials of a prior, with its tasks by text and its columns (plans) by key."""
-
-    mode: str
-    entries: list[CollectedTrial]
-    tasks: dict[str, TaskRow]
-    plans: dict[str, PlanRow]
 
 
 def read_rows(source: str | Path) -> Rows:
@@ -143,7 +127,7 @@ def collect(
         mixed = "the sweeps have both modes, store and simulate; name sweeps of one mode"
         raise PriorError(f"no prior can be made: {mixed if modes else 'no trial is finished'}.")
     folder = None if folder is None else folder.resolve()
-    return _prior_data(name, _table(selected, modes.pop(), folder), folder)
+    return _prior_data(name, modes.pop(), *_table(selected), folder)
 
 
 def _mode(row: Mapping[str, Any]) -> str:
@@ -154,15 +138,15 @@ def _names(rows: Rows) -> list[str]:
     return sorted({str(row["sweep"]) for row in rows})
 
 
-def _table(rows: Rows, mode: str, folder: Path | None) -> CollectedTrials:
-    """Return the trials that count, once for each task, plan and seed; columns are in the order of their first trial."""
+def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
+    """Return the trials that count, once for each task, plan and seed, and the columns by key, in the order of their first trial."""
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
         trial = _trial(row)
         if trial.status not in COUNTED:
             continue
-        for column in [template_row(text) for text in templates_of(trial.plan)] or [
+        for column in [PlanRow(text, None, text) for text in templates_of(trial.plan)] or [
             row_of(replace(trial.plan, made_for={}, reason=""))
         ]:
             plans.setdefault(column.key, column)
@@ -173,8 +157,7 @@ def _table(rows: Rows, mode: str, folder: Path | None) -> CollectedTrials:
             entries[entry_key] = kept._replace(propensity=max(propensity, kept.propensity))
     if not entries:
         raise PriorError(f"no prior can be made: of {len(rows)} trials none has an error and none diverged.")
-    texts = dict.fromkeys(entry_key[0] for entry_key in entries)
-    return CollectedTrials(mode, list(entries.values()), {text: row_of_task(text, folder) for text in texts}, plans)
+    return list(entries.values()), plans
 
 
 def _trial(row: Mapping[str, Any]) -> Trial:
@@ -184,31 +167,37 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
 
 
-def _prior_data(name: str, table: CollectedTrials, folder: Path | None) -> PriorData:
-    """Return the prior of a table of trials, with its matrices."""
-    row_of_task_text, column_of = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
-    shape, seed_index = (len(row_of_task_text), len(column_of)), _seed_indices(table.entries)
+def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict[str, PlanRow], folder: Path | None) -> PriorData:
+    """Return the prior of trials, with its matrices; `plans` are its columns by key."""
+    texts = dict.fromkeys(entry.task for entry in entries)
+    row_of_text, column_of = ({key: i for i, key in enumerate(part)} for part in (texts, plans))
+    shape, seed_index = (len(row_of_text), len(column_of)), _seed_indices(entries)
     depth = 1 + max(seed_index.values())
     by_seed = {word: np.full((*shape, depth), np.nan) for word in ("runs", "memory", "measured", "step_ratio")}
-    baselines = _baseline_step_seconds(table.entries)
     diverged, propensity = np.zeros(shape), np.zeros(shape)
-    for entry in table.entries:
-        pair, trial = (row_of_task_text[entry.task], column_of[entry.column]), entry.trial
+    trials = with_baseline_steps((entry.task, entry.trial) for entry in entries)
+    for entry, trial in zip(entries, trials, strict=True):
+        pair = row_of_text[entry.task], column_of[entry.column]
         index = (*pair, seed_index[entry.task, trial.seed])
         by_seed["runs"][index] = np.inf if trial.status is Status.DIVERGED else trial.error
-        by_seed["memory"][index] = _bytes(entry, table.mode, folder)
+        by_seed["memory"][index] = _bytes(entry, mode, folder)
         by_seed["measured"][index] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
-        by_seed["step_ratio"][index] = _step_ratio(trial, baselines.get((entry.task, trial.device)))
+        by_seed["step_ratio"][index] = np.nan if trial.step_ratio is None else trial.step_ratio
         diverged[pair] += trial.status is Status.DIVERGED
         propensity[pair] = max(propensity[pair], entry.propensity)
-    memory, measured, step_ratio = (_mean(by_seed[word]) for word in ("memory", "measured", "step_ratio"))
+    memory, measured, step_ratio = (mean_of_seeds(by_seed[word]) for word in ("memory", "measured", "step_ratio"))
     baseline = row_of(Plan()).key
     full = memory[:, column_of[baseline]] if baseline in column_of else np.full(shape[0], np.nan)
-    rows = zip(_distinct_task_rows(table, name), full, strict=True)
+    rows = zip(_distinct_task_rows([row_of_task(text, folder) for text in texts], name), full, strict=True)
     tasks = [replace(row, full_bytes=None if np.isnan(nbytes) else float(nbytes)) for row, nbytes in rows]
-    fields = {"diverged": diverged, "propensity": propensity, "step_ratio": step_ratio, "provenance": provenance_of(table.entries)}
+    fields: dict[str, Any] = {
+        "diverged": diverged,
+        "propensity": propensity,
+        "step_ratio": step_ratio,
+        "provenance": provenance_of(entries),
+    }
     runs = _with_diverged(by_seed["runs"], [row.blind for row in tasks])
-    return PriorData.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **fields)
+    return PriorData(name, mode, tuple(tasks), tuple(plans.values()), runs, memory=memory, measured=measured, **fields)
 
 
 def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
@@ -229,31 +218,6 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
     return np.nan if predicted is None else float(predicted)
 
 
-def _baseline_step_seconds(entries: Iterable[CollectedTrial]) -> dict[tuple[str, str], float]:
-    """Return the median step time of the trials of the baseline, by task and device."""
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for entry in entries:
-        if entry.trial.plan.changes_nothing and entry.trial.step_seconds:
-            seconds.setdefault((entry.task, entry.trial.device), []).append(entry.trial.step_seconds)
-    return {key: median(values) for key, values in seconds.items()}
-
-
-def _step_ratio(trial: Trial, baseline_seconds: float | None) -> float:
-    """Return the step time of a trial divided by the baseline's; NaN if one of them is unknown.
-
-    The baseline's step time was measured in the trial itself, or in another trial of its task on the same device.
-    """
-    if trial.step_ratio is not None:
-        return trial.step_ratio
-    return trial.step_seconds / baseline_seconds if trial.step_seconds and baseline_seconds else np.nan
-
-
-def _mean(sheet: Array) -> Array:
-    """Return the mean over seeds; NaN if there is no run."""
-    counts = np.isfinite(sheet).sum(axis=2)
-    return np.where(counts > 0, np.nansum(sheet, axis=2) / np.maximum(counts, 1), np.nan)
-
-
 def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
     """Return the runs, with the error of random guessing (`blind`) for those that diverged (infinite).
 
@@ -265,11 +229,11 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
     return np.where(np.isinf(runs), replacement[:, None, None], runs)
 
 
-def _distinct_task_rows(table: CollectedTrials, source: str) -> list[TaskRow]:
+def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
     """Return the rows of tasks with distinct names: if two short names are equal, the whole text, then a number."""
-    count, used = Counter(row.name for row in table.tasks.values()), Counter[str]()
+    count, used = Counter(row.name for row in tasks), Counter[str]()
     rows: list[TaskRow] = []
-    for row in table.tasks.values():
+    for row in tasks:
         name = row.name if count[row.name] == 1 else row.text
         used[name] += 1
         rows.append(replace(row, source=source, name=name if used[name] == 1 else f"{name} ({used[name]})"))
@@ -332,18 +296,12 @@ def _task(text: str, folder: Path | None) -> Task | None:
 
 
 def row_of(plan: Plan) -> PlanRow:
-    """Return the column of a plan: its label, level and features."""
+    """Return the column of a plan: its label and level."""
     formats = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
     low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
     if low and high:
-        return PlanRow(f"{low[1]} {high[1]}", plan.to_json(), "", low[1], _peppp_features(low[1], high[1]))
-    return PlanRow(_label(plan, formats), plan.to_json(), "", "", _features(plan))
-
-
-def template_row(template: str) -> PlanRow:
-    """Return the column of a template, from which a plan is made for each task; its feature is the budget's share of the baseline."""
-    share = re.search(r"([\d.]+)%", template)
-    return PlanRow(template, None, template, "", {"budget": float(share[1]) / 100} if share else {})
+        return PlanRow(f"{low[1]} {high[1]}", plan.to_json(), "", low[1])
+    return PlanRow(_label(plan, formats), plan.to_json())
 
 
 def _label(plan: Plan, formats: dict[str, str]) -> str:
@@ -356,17 +314,3 @@ def _label(plan: Plan, formats: dict[str, str]) -> str:
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:6]
         return f"{len(plan.rules)} rules, {digest}"
     return f"{formats.get('activation', 'unmodified')}, {tier}"
-
-
-def _features(plan: Plan) -> dict[str, float]:
-    of_role = {key: assignment.format for key, assignment in plan.rules}
-    formats = {role.value: of_role.get(role.value) for role in ROLES}
-    return {role: PLAIN_BITS if format is None else format.bits_per_value for role, format in formats.items() if role != "master"}
-
-
-def _peppp_features(low: str, high: str) -> dict[str, float]:
-    narrow, wide = parse_peppp(low), parse_peppp(high)
-    lows = dict.fromkeys(("activation", "error", "weight", "gradient"), 1.0 + sum(narrow))
-    highs = dict.fromkeys(("master", "moment1"), 1.0 + sum(wide))
-    element_bits = {"exponent": float(narrow[0]), "mantissa": float(narrow[1])}
-    return {**lows, **highs, **element_bits, "wide_exponent": float(wide[0]), "wide_mantissa": float(wide[1])}

@@ -12,7 +12,7 @@ Plans with a run that diverged are left out of the noise: divergence says nothin
 
 >>> tasks = [TaskRow("digits", "cnn", "digits"), TaskRow("clothes", "cnn", "fashion_mnist")]
 >>> runs = np.array([[[0.02, 0.04], [0.05, 0.05]], [[0.11, 0.13], [np.nan, np.nan]]])
->>> data = PriorData.of_runs("two", "store", tasks, [PlanRow("8 bits"), PlanRow("4 bits", template="assign 40% role")], runs)
+>>> data = PriorData("two", "store", tasks, [PlanRow("8 bits"), PlanRow("4 bits", template="assign 40% role")], runs)
 >>> data
 PriorData(two: 2 tasks x 2 plans, store mode, 3 of 4 entries, 6 runs, noise 0.010 to 0.014)
 >>> data.without(["digits"]).errors.round(3).tolist()
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,13 @@ from paredown.plan.plan import Plan
 from paredown.plan.selectors import closest
 
 Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
-MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "step_ratio")
-TASK_VECTORS = ("noise", "has_seeds")
+MATRICES = {
+    "memory": np.nan,
+    "measured": np.nan,
+    "diverged": 0.0,
+    "propensity": 1.0,
+    "step_ratio": np.nan,
+}  # and what they have unless given
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,13 @@ class TaskRow:
 class PlanRow:
     """A plan of a prior: `plan` is its JSON, or None if a plan is made for each task from `template` ("assign 40% role").
 
-    `level`: plans with the same level are known to differ by noise alone; "" means unknown. `features`: bits per value by role, and other
-    numbers by which plans are compared. In files the field `template` has the name of version 0.1, FILE_FIELDS of study/pick/priors.py.
+    `level`: plans with the same level are known to differ by noise alone; "" means unknown.
     """
 
     label: str
     plan: Mapping[str, Any] | None = field(default=None, hash=False)
     template: str = ""
     level: str = ""
-    features: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     @property
     def key(self) -> str:
@@ -91,28 +94,22 @@ class PriorData:
     mode: str  # "simulate" or "store"
     tasks: tuple[TaskRow, ...]
     plans: tuple[PlanRow, ...]
-    errors: Array
-    counts: Array
-    memory: Array
-    measured: Array
-    noise: Array  # (tasks,), NaN where no plan ran twice
+    runs: Array
+    memory: Array = field(default=None)  # type: ignore[assignment]
+    measured: Array = field(default=None)  # type: ignore[assignment]
+    diverged: Array = field(default=None)  # type: ignore[assignment]  # number of runs that diverged
+    propensity: Array = field(default=None)  # type: ignore[assignment]  # probability that the pair was drawn
+    step_ratio: Array = field(default=None)  # type: ignore[assignment]
     provenance: tuple[Mapping[str, Any], ...] = ()
-    diverged: Array = field(default=None)  # type: ignore[assignment]  # number of runs that diverged, (tasks, plans); 0 unless given
-    propensity: Array = field(default=None)  # type: ignore[assignment]  # probability that the pair was drawn; 1 unless given
-    runs: Array = field(default=None)  # type: ignore[assignment]  # the means unless given
-    step_ratio: Array = field(default=None)  # type: ignore[assignment]  # NaN unless given
-    has_seeds: Mask = field(default=None)  # type: ignore[assignment]  # (tasks,) whether column s of `runs` is seed s; all unless given
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        object.__setattr__(self, "plans", tuple(self.plans))
         shape = len(self.tasks), len(self.plans)
-        defaults = {"diverged": np.zeros(shape), "propensity": np.ones(shape), "runs": np.asarray(self.errors)[..., None]}
-        defaults |= {"has_seeds": np.ones(shape[0], dtype=bool), "step_ratio": np.full(shape, np.nan)}
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for name in (*MATRICES, "runs", *TASK_VECTORS):
-            array = np.asarray(getattr(self, name), dtype=bool if name == "has_seeds" else np.float64)
-            expected = shape if name in MATRICES else (*shape, *array.shape[2:]) if name == "runs" else shape[:1]
+        for name in ("runs", *MATRICES):
+            value = getattr(self, name)
+            array = np.full(shape, MATRICES[name]) if value is None else np.asarray(value, dtype=np.float64)
+            expected = (*shape, *array.shape[2:]) if name == "runs" else shape
             if array.shape != expected:
                 raise PriorError(
                     f"{name} of prior {self.name!r} is {array.shape}; {shape[0]} tasks and {shape[1]} plans need {expected}."
@@ -124,27 +121,20 @@ class PriorData:
                 twice = next(row for row in rows if rows.count(row) > 1)
                 raise PriorError(f"prior {self.name!r} has one of its {what} twice: {twice!r}. Names and labels must differ.")
 
-    @staticmethod
-    def of_runs(name: str, mode: str, tasks: Sequence[TaskRow], plans: Sequence[PlanRow], runs: Array, **fields: Any) -> PriorData:
-        """Return a prior from single runs (tasks, plans, seeds), NaN where there is none.
+    @cached_property
+    def counts(self) -> Array:
+        """The number of runs, (tasks, plans)."""
+        return np.isfinite(self.runs).sum(axis=2)
 
-        `fields` are the other fields, unknown unless given.
-        """
-        runs, shape = np.asarray(runs, dtype=np.float64), (len(tasks), len(plans))
-        counts = np.isfinite(runs).sum(axis=2)
-        errors = np.where(counts > 0, np.nansum(runs, axis=2) / np.maximum(counts, 1), np.nan)
-        diverged = fields.get("diverged", np.zeros(shape))
-        missing: dict[str, Any] = {word: np.full(shape, np.nan) for word in ("memory", "measured") if word not in fields}
-        noise = pooled_noise(np.where((diverged > 0)[..., None], np.nan, runs))
-        return PriorData(name, mode, tuple(tasks), tuple(plans), errors, counts, noise=noise, runs=runs, **{**missing, **fields})
+    @cached_property
+    def errors(self) -> Array:
+        """The mean errors, (tasks, plans)."""
+        return mean_of_seeds(self.runs)
 
-    @property
-    def levels(self) -> NDArray[np.intp] | None:
-        """The level of each plan as a number, (plans,); None if a plan has no level."""
-        if not all(plan.level for plan in self.plans):
-            return None
-        names = list(dict.fromkeys(plan.level for plan in self.plans))
-        return np.array([names.index(plan.level) for plan in self.plans])
+    @cached_property
+    def noise(self) -> Array:
+        """The noise of each task, (tasks,), NaN where no plan ran twice."""
+        return pooled_noise(np.where((self.diverged > 0)[..., None], np.nan, self.runs))
 
     def row(self, name: str) -> int:
         """Return the index of the task with this name."""
@@ -163,7 +153,7 @@ class PriorData:
         return self._selected([i for i in range(len(self.tasks)) if i not in left_out])
 
     def _selected(self, indices: Sequence[int]) -> PriorData:
-        arrays = {name: getattr(self, name)[list(indices)] for name in (*MATRICES, "runs", *TASK_VECTORS)}
+        arrays = {name: getattr(self, name)[list(indices)] for name in ("runs", *MATRICES)}
         return replace(self, tasks=tuple(self.tasks[i] for i in indices), **arrays)
 
     def __repr__(self) -> str:
@@ -173,12 +163,16 @@ class PriorData:
         return f"PriorData({self.name}: {size}, {is_observed.sum()} of {is_observed.size} entries, {int(self.counts.sum())} runs{noise})"
 
 
+def mean_of_seeds(values: Array) -> Array:
+    """Return the means (tasks, plans) of values (tasks, plans, seeds), NaN where there is none."""
+    counts = np.isfinite(values).sum(axis=2)
+    return np.where(counts > 0, np.nansum(values, axis=2) / np.maximum(counts, 1), np.nan)
+
+
 def pooled_noise(runs: Array) -> Array:
     """Return the standard deviation of one run about its plan's mean, (tasks,); NaN if no plan of the task ran twice."""
-    counts = np.isfinite(runs).sum(axis=2)
-    means = np.nansum(runs, axis=2) / np.maximum(counts, 1)
-    squares = np.nansum((runs - means[..., None]) ** 2, axis=(1, 2))
-    degrees_of_freedom = np.maximum(counts - 1, 0).sum(axis=1)
+    squares = np.nansum((runs - mean_of_seeds(runs)[..., None]) ** 2, axis=(1, 2))
+    degrees_of_freedom = np.maximum(np.isfinite(runs).sum(axis=2) - 1, 0).sum(axis=1)
     return np.where(degrees_of_freedom > 0, np.sqrt(squares / np.maximum(degrees_of_freedom, 1)), np.nan)
 
 
@@ -199,29 +193,23 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
     plans = [replace(columns[key], label=label) for key, label in zip(keys, labels, strict=True)]
     part_columns = [np.array([column_of[plan.key] for plan in part.plans], dtype=np.intp) for part in parts]
     depth = max(part.runs.shape[2] for part in parts)
-    matrices = {
-        word: [_spread(part, word, at, len(keys)) for part, at in zip(parts, part_columns, strict=True)] for word in MATRICES
+    arrays: dict[str, Any] = {
+        word: np.concatenate([_spread(part, word, at, len(keys), depth) for part, at in zip(parts, part_columns, strict=True)])
+        for word in ("runs", *MATRICES)
     }
-    runs = [_spread(part, "runs", at, len(keys), depth) for part, at in zip(parts, part_columns, strict=True)]
-    arrays = {word: np.concatenate(parts_of_matrix) for word, parts_of_matrix in matrices.items()} | {"runs": np.concatenate(runs)}
-    of_tasks: dict[str, Any] = {word: np.concatenate([getattr(part, word) for part in parts]) for word in TASK_VECTORS}
     provenance = tuple(record for part in parts for record in part.provenance)
-    return PriorData(name, modes[0], tuple(tasks), tuple(plans), provenance=provenance, **arrays, **of_tasks)
+    return PriorData(name, modes[0], tuple(tasks), tuple(plans), provenance=provenance, **arrays)
 
 
-def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int = 0) -> Array:
-    """Return the matrix `name` of `part`, with its columns moved to `columns` of a matrix that has `num_columns` columns.
+def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
+    """Return the matrix `name` of `part`, or its runs with `depth` seeds, with its columns moved to `columns` of `num_columns` columns.
 
-    Other entries are empty. `depth`: the number of seeds, for the matrix of runs.
+    Other entries are empty.
     """
     array = getattr(part, name)
-    tail = (depth,) if depth else ()
-    empty = 0.0 if name in ("counts", "diverged", "propensity") else np.nan
-    matrix = np.full((len(part.tasks), num_columns, *tail), empty)
-    if depth:
-        matrix[:, columns, : array.shape[2]] = array
-    else:
-        matrix[:, columns] = array
+    empty = 0.0 if name in ("diverged", "propensity") else np.nan
+    matrix = np.full((len(part.tasks), num_columns, *([depth] if name == "runs" else [])), empty)
+    matrix[(slice(None), columns, *(slice(size) for size in array.shape[2:]))] = array
     return matrix
 
 

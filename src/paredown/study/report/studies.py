@@ -23,7 +23,7 @@ from paredown.plan.trace import Trace
 from paredown.sizes import say_bytes
 from paredown.study.pick.answer import Picked, Point
 from paredown.study.sweeps.plan_labels import BASELINE, Labels
-from paredown.study.tasks.trial import Status, Trial, standard_error
+from paredown.study.tasks.trial import Status, Trial, standard_error, with_baseline_steps
 
 NINE_OF_TEN = "Intervals: the mean error is inside with a probability of 90 %."
 SEEDS = (
@@ -356,7 +356,7 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
     """Return the study that shows measured trials: a mark for each plan with known bytes, and means over seeds."""
     by_label: dict[str, list[Trial]] = {}
-    for trial in with_baseline_steps(trials):
+    for trial in with_baseline_steps((task, trial) for trial in trials):
         by_label.setdefault(labels.of(trial.plan, task), []).append(trial)
     metric = (
         "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"
@@ -393,24 +393,6 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
         predicted_bytes=max(sizes) if sizes and max(sizes) != nbytes else None,
         **_step_time(trials),
     )
-
-
-def with_baseline_steps(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials of a task, each with a step time of the baseline if one is known.
-
-    A trial that lacks it gets the median of the baseline's trials on its device.
-    """
-    by_device: dict[str, list[float]] = {}
-    for trial in trials:
-        if trial.plan.changes_nothing and trial.step_seconds is not None:
-            by_device.setdefault(trial.device, []).append(trial.step_seconds)
-    known = {device: median(seconds) for device, seconds in by_device.items()}
-    return [
-        trial
-        if trial.baseline_step_seconds is not None or trial.device not in known
-        else replace(trial, baseline_step_seconds=known[trial.device])
-        for trial in trials
-    ]
 
 
 def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ Trial(digits, seed 1, no rules: diverged: the loss is nan at step 12 of 400)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from statistics import stdev
+from statistics import median, stdev
 from typing import Any
 
 from paredown.errors import PlanError
@@ -165,3 +165,20 @@ def standard_error(values: Sequence[float]) -> float | None:
     (1.0, None)
     """
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def with_baseline_steps(trials: Iterable[tuple[str, Trial]]) -> list[Trial]:
+    """Return the trials, given with the text of their task, each with a step time of the baseline if one is known.
+
+    A trial that lacks it gets the median of the baseline's trials of its task on its device.
+    """
+    pairs = list(trials)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for task, trial in pairs:
+        if trial.plan.changes_nothing and trial.step_seconds is not None:
+            seconds.setdefault((task, trial.device), []).append(trial.step_seconds)
+    known = {key: median(values) for key, values in seconds.items()}
+    return [
+        trial if trial.baseline_step_seconds is not None else replace(trial, baseline_step_seconds=known.get((task, trial.device)))
+        for task, trial in pairs
+    ]
