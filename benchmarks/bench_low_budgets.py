@@ -79,7 +79,7 @@ def that_train(low: PriorData) -> PriorData:
     """The prior with the tasks alone whose baseline trains."""
     errors = without_high_losses(low).errors[:, [plan.label for plan in low.plans].index(BASELINE)]
     rows = zip(low.tasks, errors, strict=True)
-    return low.rows([task.name for task, error in rows if error <= TRAINED * (task.blind or np.inf)])
+    return low.without([task.name for task, error in rows if not error <= TRAINED * (task.blind or np.inf)])
 
 
 def regret_rows(earlier: PriorData, names: set[str], budget: str) -> Iterator[dict[str, Any]]:

@@ -9,9 +9,8 @@ import torch
 from paredown.models.resnet import SumLastResNet
 from paredown.simulate.outline import outline
 from paredown.simulate.peppp import memory_bytes, peppp_element
-from paredown.study.papers.peppp_cross_validation import judge
+from paredown.study.papers.peppp_cross_validation import judge, released_front
 from paredown.study.papers.peppp_experiment_design import PICKERS
-from paredown.study.pick.pareto import undominated
 from tests.study.papers.released import FOLDER, LEVELS, needs_matrices, released, released_trials
 
 pytestmark = needs_matrices
@@ -81,9 +80,7 @@ def test_without_a_measurement() -> None:
 
 def test_true_fronts_have_725_points() -> None:
     matrices = released()
-    fronts = [
-        undominated(memory, errors, keeps_equals=False) for memory, errors in zip(matrices.memory, matrices.errors, strict=True)
-    ]
+    fronts = [released_front(memory, errors) for memory, errors in zip(matrices.memory, matrices.errors, strict=True)]
     assert sum(int(front.sum()) for front in fronts) == 725
     bits = [1 + sum(LOWS[level]) for level in LEVELS]
     counts = [sum(int(front[np.array(bits) == width].sum()) for front in fronts) for width in (5, 6, 7, 8, 9)]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paredown.study.papers.peppp_cross_validation import Truth, hypervolume, regret, released_hypervolume
-from paredown.study.pick.pareto import quickest_of_ties, undominated, undominated_with_times
+from paredown.study.papers.peppp_cross_validation import Truth, hypervolume, regret, released_front, released_hypervolume
+from paredown.study.pick.pareto import quickest_of_ties, undominated
 
 POINTS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12)
 
@@ -22,7 +22,7 @@ def test_the_front_by_all_pairs(points: list[tuple[int, int]]) -> None:
     beats = [[a[0] <= b[0] and a[1] <= b[1] and a != b for a in points] for b in points]
     assert undominated(*arrays(points)).tolist() == [not any(row) for row in beats]
     others = [[i != j and a[0] <= b[0] and a[1] <= b[1] for i, a in enumerate(points)] for j, b in enumerate(points)]
-    assert undominated(*arrays(points), keeps_equals=False).tolist() == [not any(row) for row in others]
+    assert released_front(*arrays(points)).tolist() == [not any(row) for row in others]
 
 
 @given(POINTS)
@@ -78,9 +78,9 @@ def test_fronts_with_times_by_all_pairs(rows: list[tuple[int, int, float]]) -> N
         return smaller and memory[a] <= memory[b] and errors[a] <= errors[b] and is_as_quick(times[a], times[b])
 
     expected = [not any(beats(a, b) for a in range(len(rows))) for b in range(len(rows))]
-    assert undominated_with_times(memory, errors, times).tolist() == expected
+    assert undominated(memory, errors, times).tolist() == expected
     unknown = np.full(len(rows), np.nan)
-    np.testing.assert_array_equal(undominated_with_times(memory, errors, unknown), undominated(memory, errors))
+    np.testing.assert_array_equal(undominated(memory, errors, unknown), undominated(memory, errors))
 
 
 @given(TIMED, st.sampled_from([0.0, 0.5, 1.0]))

@@ -22,8 +22,8 @@ __all__ = ["tried"]
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured peaks count, though this is a CPU."""
-    monkeypatch.setattr(pick_module, "PickLoop", lambda **given: PickLoop(**{**given, "is_strict": True, "excess_differs": False}))
+    """The excess of a trial counts as on a GPU, though this is a CPU."""
+    monkeypatch.setattr(pick_module, "PickLoop", lambda **given: PickLoop(**{**given, "excess_differs": False}))
 
 
 def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any) -> None:
@@ -106,7 +106,7 @@ def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeyp
     monkeypatch.setattr(
         pick_module,
         "PickLoop",
-        lambda **found: given.setdefault("it", PickLoop(**{**found, "is_strict": True, "excess_differs": False})),
+        lambda **found: given.setdefault("it", PickLoop(**{**found, "excess_differs": False})),
     )
     pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
     picking = given["it"]

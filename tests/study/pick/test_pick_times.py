@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from paredown.plan.calibration import REFERENCE
 from paredown.plan.step_time import predict_step
 from paredown.study.pick.answer import Point
 from paredown.study.pick.prior_collection import collect
-from paredown.study.pick.priors import prior_from_text, prior_to_text
+from paredown.study.pick.priors import prior_from_json, prior_to_text
 from paredown.study.pick.reasons import say_time
 from paredown.study.report.studies import study_of_pick
 from paredown.study.tasks.task_trace import trace_task
@@ -137,7 +138,7 @@ def test_times_of_a_calibrated_device(tried: Any, monkeypatch: pytest.MonkeyPatc
 def test_ratios_of_prior_tasks(tried: Any) -> None:
     """Means of other tasks stand in where nothing was measured or predicted, and are named as such; files keep them."""
     ratios = np.tile(np.linspace(1.0, 2.0, len(PRIOR.plans)), (len(PRIOR.tasks), 1))
-    prior = prior_from_text(prior_to_text(replace(PRIOR, step_ratio=ratios)))
+    prior = prior_from_json(json.loads(prior_to_text(replace(PRIOR, step_ratio=ratios))))
     np.testing.assert_allclose(prior.step_ratio, ratios, atol=1e-6)
     points = picked_by(tried, 0, prior=prior).frontier.points
     known = {one.label: one.step_ratio for one in points if one.step_source == "prior"}

@@ -111,8 +111,8 @@ def test_poor_matrices_get_an_answer_with_bands(earlier: np.ndarray, levels: np.
     memory = np.array([0.1, 0.1, 0.5, 1.0])
     found = Pooled()(TaskKnowledge(earlier, earlier, memory, levels), lambda plan: 0.5, (3,))[3]
     assert np.isfinite(found.predicted).all() and found.deviations is not None and np.all(found.deviations > 0)
-    choice = estimated(Prior.of(earlier, levels), memory, {2: 0.5}).best(1.0)
-    assert np.isfinite(choice.error)
+    estimate = estimated(Prior.of(earlier, levels), memory, {2: 0.5})
+    assert np.isfinite(estimate.means[estimate.best(1.0).plan])
 
 
 def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
@@ -140,11 +140,12 @@ def test_plans_of_a_given_level_have_one_mean() -> None:
 def test_ties_are_ties_and_luck_is_not_believed() -> None:
     made = synthetic(noise=0.05)
     prior, memory = Prior.of(made.errors, made.levels), made.memory[0]
-    before = estimated(prior, memory).best(1.0)
+    unmeasured = estimated(prior, memory)
+    before = unmeasured.best(1.0)
     assert before.plan in {9, 10, 11} and set(before.ties) >= {9, 10, 11} - {before.plan}, "plans of one level differ by noise"
     lucky = estimated(prior, memory, {0: 0.6, 4: 0.45, 11: 0.01})
     assert lucky.means[11] > 0.1, "one run of 0.01 is not a mean of 0.01"
-    assert lucky.best(1.0).deviation < before.deviation
+    assert lucky.deviations[lucky.best(1.0).plan] < unmeasured.deviations[before.plan]
     low, high = lucky.mean_band()
     assert np.all(low < lucky.means) and np.all(lucky.means < high)
     assert lucky.chance_below(9)[10] == pytest.approx(0.5, abs=0.45)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from paredown.errors import PlanError, PriorError
 from paredown.plan.plan import Plan
+from paredown.serial import parse_json
 from paredown.study.pick import priors
 from paredown.study.pick.prior_collection import row_of
 from paredown.study.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors, pooled_noise
@@ -27,10 +28,15 @@ from paredown.study.pick.priors import (
     load,
     made_up_prior,
     own_priors,
-    prior_from_text,
+    prior_from_json,
     prior_to_text,
     remove,
 )
+
+
+def prior_from_text(text: str) -> PriorData:
+    return prior_from_json(parse_json(text, "prior", PriorError))
+
 
 MATRICES = ("errors", "counts", "memory", "measured", "noise", "diverged", "propensity", "step_ratio", "runs")
 
@@ -271,15 +277,12 @@ def test_known_joins_own_priors_of_the_mode(folder: Path) -> None:
 # --- joining and taking apart -----------------------------------------------------------------------------------------
 
 
-def test_rows_are_taken_by_name() -> None:
+def test_tasks_are_left_out_by_name() -> None:
     whole = gaps()
-    taken = whole.rows(["task 3", "task 0"])
-    for name in ("errors", "memory", "noise", "propensity", "diverged"):
-        np.testing.assert_array_equal(getattr(taken, name), getattr(whole, name)[[3, 0]])
     left = whole.without(["task 3", "task 0"])
     assert [task.name for task in left.tasks] == ["task 1", "task 2", "task 4"]
-    with pytest.raises(PriorError, match=r"has no task 'task 9'\. Closest: 'task "):
-        whole.rows(["task 9"])
+    for name in ("errors", "memory", "noise", "propensity", "diverged"):
+        np.testing.assert_array_equal(getattr(left, name), getattr(whole, name)[[1, 2, 4]])
 
 
 def test_joined_has_every_number_in_its_place() -> None:

@@ -203,7 +203,7 @@ def test_measured_bytes_stand_beside_predicted_ones(stored: PriorData) -> None:
     ratio = stored.measured / stored.memory
     assert ((ratio > 0.85) & (ratio < 1.25)).all()
     assert np.median(abs(ratio - 1)) < 0.1
-    plain = stored.row("cifar10 resnet18"), [plan.label for plan in stored.plans].index("baseline")
+    plain = [task.name for task in stored.tasks].index("cifar10 resnet18"), [plan.label for plan in stored.plans].index("baseline")
     assert abs(ratio[plain] - 1) < 0.02
 
 

@@ -152,7 +152,7 @@ def test_bands_hold_from_few_tasks_without_a_measurement(num_tasks: int) -> None
         earlier = made_up_prior(num_tasks + 1, 24, seed=seed)
         task = earlier.tasks[seed % (num_tasks + 1)]
         estimate = estimated(TaskPrior.of(earlier.without([task.name])).prior, np.ones(24))
-        truth = scaled(earlier)[earlier.row(task.name)].mean(axis=1)
+        truth = scaled(earlier)[earlier.tasks.index(task)].mean(axis=1)
         inside.append(float(np.mean(np.abs(estimate.means - truth) <= NINE_OF_TEN * estimate.deviations)))
     assert np.mean(inside) >= 0.9 - 2 * np.sqrt(0.9 * 0.1 / 40)
 

@@ -231,6 +231,12 @@ def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
     return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
 
 
+def released_front(memory: Array, errors: Array) -> NDArray[np.bool_]:
+    """Return the Pareto front as PEPPP's released code computes it: plans that are equal in memory and error remove each other."""
+    is_equal = (memory[:, None] == memory) & (errors[:, None] == errors)
+    return undominated(memory, errors) & (is_equal.sum(axis=0) == 1)
+
+
 @dataclass(frozen=True)
 class Scores:
     """The five scores of one prediction, which the docstring of this file defines."""
@@ -260,8 +266,8 @@ class Truth:
         The front is taken from the errors `drawn`, recommendations from `expected`, the root mean squared error from `predicted`.
         """
         memory, errors = self.memory[self.feasible], self.errors[self.feasible]
-        front = undominated(memory, drawn, keeps_equals=not is_released)
-        true_front = undominated(self.memory, self.errors, keeps_equals=not is_released)
+        front_of = released_front if is_released else undominated
+        front, true_front = front_of(memory, drawn), front_of(self.memory, self.errors)
         top = max(1.0, float(drawn[front].max()))
         area = released_hypervolume if is_released else hypervolume
         areas = area(memory[front], drawn[front], top), area(self.memory[true_front], self.errors[true_front], top)

@@ -127,7 +127,7 @@ class Frontier:
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
         fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
         if not fitting:
-            raise BudgetError(self._infeasible(budget_bytes))
+            raise BudgetError(self.explain_nothing_fits(budget_bytes))
         nbytes = np.array([point.predicted_bytes for point in fitting], dtype=float)
         return fitting[
             quickest_of_ties(
@@ -150,7 +150,8 @@ class Frontier:
                 return point
         raise PlanError(f"no point has the label {label!r}. Labels: {', '.join(point.label for point in self.points)}.")
 
-    def _infeasible(self, budget_bytes: int) -> str:
+    def explain_nothing_fits(self, budget_bytes: int) -> str:
+        """Return the sentence that no plan fits, with the plan of the smallest peak."""
         if not self.points:
             return f"no plan fits {say_bytes_twice(budget_bytes)}: the frontier is empty."
         least = min(self.points, key=lambda point: (not point.trains, point.needs))

@@ -23,7 +23,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ from paredown.plan.trace import Trace
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
 from paredown.study.pick.prior_data import PlanRow, PriorData
+from paredown.study.sweeps.plan_labels import BASELINE, distinct
 
 Array = NDArray[np.float64]
 ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
@@ -51,7 +52,6 @@ NAMES = (*(role.value for role in ROLES), "range")
 FP32_BITS = 24.0  # significant bits of float32
 PIVOT_BITS = 8.0  # more significant bits than these hardly matter
 ENOUGH_EXPONENT_BITS = 5
-BASELINE = "baseline"  # label of the step without a plan
 UNPROPOSED = {
     Role.FROZEN.value,
     "product",
@@ -194,7 +194,9 @@ def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others:
         candidate = _candidate(step, label, make, -1)
         if candidate is not None:
             by_key.setdefault(candidate.plan.key, candidate)
-    return Candidates(tuple(_with_distinct_labels(by_key.values())), points, num_left_out)
+    labels = distinct(candidate.label for candidate in by_key.values())
+    rows = tuple(replace(candidate, label=label) for candidate, label in zip(by_key.values(), labels, strict=True))
+    return Candidates(rows, points, num_left_out)
 
 
 def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
@@ -218,18 +220,6 @@ def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int
         return CandidatePlan(label, plan, step.bytes_of(plan), column, step.features(plan))
     except (BudgetError, PlanError):
         return None
-
-
-def _with_distinct_labels(rows: Iterable[CandidatePlan]) -> Iterator[CandidatePlan]:
-    """Yield the candidates with distinct labels: the second of two equal labels gets a number."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.label] = number = counts.get(row.label, 0) + 1
-        yield (
-            row
-            if number == 1
-            else CandidatePlan(f"{row.label} ({number})", row.plan, row.predicted_bytes, row.column, row.features)
-        )
 
 
 # --- features ----------------------------------------------------------------------------------------------------------

@@ -15,35 +15,16 @@ SMALL = 1e-9  # by which an exact plan is better than another one with the same 
 SAME_TIME = 0.02  # step times that differ by this share at most are equal
 
 
-def undominated(memory: Array, errors: Array, *, keeps_equals: bool = True) -> Mask:
-    """Return which plans are on the Pareto front of memory and error, as booleans.
-
-    A plan is on it if no other plan is at most as large in both and smaller in one. Without `keeps_equals`, as in PEPPP's released code,
-    plans that are equal in memory and error remove each other.
-    """
-    order = np.lexsort((errors, memory))
-    sizes, heights = memory[order], errors[order]
-    lowest = np.minimum.accumulate(heights)
-    lowest_before = np.concatenate([[np.inf], lowest[:-1]])
-    is_same = np.concatenate([[False], (sizes[1:] == sizes[:-1]) & (heights[1:] == heights[:-1])])
-    first_of_equals = np.maximum.accumulate(np.where(is_same, 0, np.arange(len(order))))
-    kept_in_order = heights < lowest_before[first_of_equals]
-    if not keeps_equals:
-        kept_in_order &= np.bincount(first_of_equals, minlength=len(order))[first_of_equals] == 1
-    is_on_front = np.zeros(len(order), dtype=bool)
-    is_on_front[order] = kept_in_order
-    return is_on_front
-
-
-def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
+def undominated(memory: Array, errors: Array, times: Array | None = None) -> Mask:
     """Return which plans are on the Pareto front of memory, error and step time, as booleans; NaN is an unknown time.
 
-    If the time of a plan is known, only plans with known times can dominate it, which are longer by SAME_TIME at most. If its time is
-    unknown, memory and error decide.
+    A plan is on it if no other plan is at most as large in all and smaller in memory or error. If the time of a plan is known, only plans
+    with known times can dominate it, which are longer by SAME_TIME at most. If its time is unknown, memory and error decide.
 
-    >>> undominated_with_times(np.array([1.0, 1, 1]), np.array([0.1, 0.2, 0.2]), np.array([1.3, 1.1, np.nan])).tolist()
+    >>> undominated(np.array([1.0, 1, 1]), np.array([0.1, 0.2, 0.2]), np.array([1.3, 1.1, np.nan])).tolist()
     [True, True, False]
     """
+    times = np.full(len(memory), np.nan) if times is None else times
     is_at_most = (memory[:, None] <= memory) & (errors[:, None] <= errors)  # (a, b): a is at most as large as b
     is_below = (memory[:, None] < memory) | (errors[:, None] < errors)
     is_as_quick = np.isnan(times) | (times[:, None] <= (1 + SAME_TIME) * times)  # False where only the time of a is unknown

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paredown.errors import CalibrationError, PlanError, TaskError
 from paredown.plan.calibration import find_calibration
 from paredown.plan.footprint import peak_of
@@ -35,7 +33,7 @@ from paredown.simulate.peppp import plan_bytes
 from paredown.sizes import parse_bytes
 from paredown.study.pick import priors
 from paredown.study.pick.answer import Picked
-from paredown.study.pick.candidates import Candidates, TaskStep, candidates
+from paredown.study.pick.candidates import TaskStep, candidates
 from paredown.study.pick.pick_loop import PickLoop
 from paredown.study.pick.prior_data import PriorData
 from paredown.study.pick.task_prior import TaskPrior, random_guess_error
@@ -85,16 +83,29 @@ def pick(
     step = task_step(task, torch_device.type, mode, prior_data)
     limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
     budget_bytes = parse_bytes(limit, whole=step.full_bytes)
-    sweep = _sweep_name(budget_bytes, max_error_increase, confidence)
+    margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
+    sweep = f"pick {budget_bytes} bytes{margin}"  # an interrupted pick continues under this name
     source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, sweep)
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
         rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
-        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data), torch_device)
-        loop.max_error_increase, loop.confidence = max_error_increase, confidence
-        is_given = step_seconds is not None
-        loop.predict_seconds = _predictor(step_seconds if is_given else _calibrated_seconds(task, torch_device.type, mode))
+        loop = PickLoop(
+            task=task.name,
+            metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
+            unit=_random_guess_error(task),
+            budget_bytes=budget_bytes,
+            step=step,
+            candidates=rows,
+            task_prior=TaskPrior.of(prior_data),
+            excess_differs=torch_device.type == "cpu",
+            device=device_name(torch_device),
+            max_error_increase=max_error_increase,
+            confidence=confidence,
+            predict_seconds=_predictor(
+                _calibrated_seconds(task, torch_device.type, mode) if step_seconds is None else step_seconds
+            ),
+        )
         loop.learn(own_trials, other_trials)
         loop.search(source, evaluations, seed=seed, progress=progress)
     finally:
@@ -136,30 +147,6 @@ def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float 
         return known[plan.key]
 
     return predict
-
-
-def _sweep_name(budget_bytes: int, max_error_increase: float | None, confidence: float) -> str:
-    """Return the name of the trials in a store: an interrupted pick continues under it."""
-    margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
-    return f"pick {budget_bytes} bytes{margin}"
-
-
-def _pick_loop(
-    task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, task_prior: TaskPrior, device: torch.device
-) -> PickLoop:
-    """Return the loop of a pick before its first trial."""
-    return PickLoop(
-        task=task.name,
-        metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
-        unit=_random_guess_error(task),
-        budget_bytes=budget_bytes,
-        step=step,
-        candidates=rows,
-        task_prior=task_prior,
-        is_strict=True,
-        excess_differs=device.type == "cpu",
-        device=device_name(device),
-    )
 
 
 def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:

@@ -21,13 +21,12 @@ from paredown.plan.plan import Plan
 from paredown.study.pick.acquisition import expected_gains, is_settled, propose, propose_for_margin
 from paredown.study.pick.answer import Frontier, Picked, Point, TrialTime, comparable_times
 from paredown.study.pick.candidates import Candidates, TaskStep
-from paredown.study.pick.pareto import at_least_exact, undominated_with_times
+from paredown.study.pick.pareto import undominated
 from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior, Run
 from paredown.study.pick.reasons import (
     DECIDED,
     UNFINISHED,
     AnswerText,
-    explain_nothing_fits,
     explain_nothing_trains,
     say_ties,
     say_time,
@@ -49,11 +48,11 @@ class PickLoop:
     """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
 
     `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
-    prior's mean for its plan. `is_strict`: measured peaks count: the bytes that a trial took beyond its prediction (its excess) are
-    expected of other plans too. `excess_differs`: the excess is taken from trials that quantize the same roles, if there are any.
-    `device`: name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
-    `max_error_increase`: if given, the pick is the smallest plan whose error is, with the probability `confidence`, at most this much
-    above the baseline's, instead of the plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
+    prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too;
+    `excess_differs`: the excess is taken from trials that quantize the same roles, if there are any. `device`: name of the device that
+    the plan is for, as trials record it. `others`: trials of the same task that a store already had. `max_error_increase`: if given, the
+    pick is the smallest plan whose error is, with the probability `confidence`, at most this much above the baseline's, instead of the
+    plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
     """
 
     task: str
@@ -63,7 +62,6 @@ class PickLoop:
     step: TaskStep
     candidates: Candidates
     task_prior: TaskPrior
-    is_strict: bool = False
     excess_differs: bool = False
     device: str = ""
     max_error_increase: float | None = None
@@ -75,11 +73,13 @@ class PickLoop:
     others: list[Trial] = field(default_factory=list[Trial])
     is_settled: bool = False
     _index_of: dict[object, int] = field(init=False, repr=False)
+    _exact: frozenset[int] = field(init=False, repr=False)  # the candidates that quantize nothing: their errors are the baseline's
 
     def __post_init__(self) -> None:
         rows = self.candidates
         self.prior = self.task_prior.covering(rows.error_columns, rows.features, rows.points)
         self._index_of = {row.plan.key: i for i, row in enumerate(rows.rows)}
+        self._exact = frozenset(i for i, row in enumerate(rows.rows) if row.plan.quantizes_nothing)
 
     # --- the posterior ------------------------------------------------------------------------------------------------
 
@@ -102,11 +102,6 @@ class PickLoop:
     def known(self) -> list[tuple[int, Trial]]:
         """All trials of candidates, each with the index of its plan."""
         return self._indexed((*self.trials, *self.others))
-
-    @property
-    def _exact(self) -> list[int]:
-        """The candidates that quantize nothing: their errors are those of the baseline."""
-        return [i for i, row in enumerate(self.candidates.rows) if row.plan.quantizes_nothing]
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
@@ -137,12 +132,12 @@ class PickLoop:
     def blocked(self) -> set[int]:
         """Return the plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
 
-        Failures in other sweeps do not count, since they may have another cause than the plan. If measured peaks count, a plan that has not
-        run is blocked too if its predicted peak is at least that of a plan that ran out of memory.
+        Failures in other sweeps do not count, since they may have another cause than the plan. A plan that has not run is blocked too if
+        its predicted peak is at least that of a plan that ran out of memory.
         """
         failed = {plan for plan, trial in self._indexed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
         out_of_memory = {plan for plan, trial in self._on_this_device if trial.status is Status.OUT_OF_MEMORY}
-        if out_of_memory and self.is_strict:
+        if out_of_memory:
             least, ran = self.candidates.memory[list(out_of_memory)].min(), {plan for plan, _ in self._peaks}
             out_of_memory |= set(np.flatnonzero(self.candidates.memory >= least).tolist()) - ran
         return failed | out_of_memory
@@ -159,17 +154,13 @@ class PickLoop:
     def expected(self) -> Array:
         """Return the expected peak bytes of each plan, (plans,): its prediction plus the excess of trials (`expected_peaks`).
 
-        It is the prediction alone if no peak was measured, or if measured peaks do not count. On a CPU most of the excess is copies of
-        convolutions' operands, which depend on the roles that are quantized; `excess_differs` is for that.
+        It is the prediction alone if no peak was measured. On a CPU most of the excess is copies of convolutions' operands, which depend
+        on the roles that are quantized; `excess_differs` is for that.
         """
         memory, peaks = self.candidates.memory, self._peaks
-        if not (peaks and self.is_strict):
-            return memory.copy()
+        if not peaks:
+            return memory
         return expected_peaks(memory, peaks, self.candidates.roles if self.excess_differs else None)
-
-    def _ratios(self) -> list[float]:
-        """Return the measured peak of each trial divided by the predicted one."""
-        return [nbytes / self.candidates.memory[plan] for plan, nbytes in self._peaks if self.is_strict]
 
     def needed(self) -> Array:
         """Return the expected peak bytes of each plan, (plans,); infinite if it cannot be trained, or needs more than the baseline."""
@@ -212,9 +203,6 @@ class PickLoop:
                 times.append(TrialTime())
         return times
 
-    def _comparable_times(self) -> Array:
-        return comparable_times(self.step_times())
-
     # --- trials ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
@@ -248,37 +236,31 @@ class PickLoop:
 
         `num_left`: how many trials may still run.
         """
-        fits, runs = self.fits(), self.runs()
+        fits, runs, estimate = self.fits(), self.runs(), self.estimate()
         if not len(fits):
             return self._smallest_untried()
         if (margin := self.margin()) is not None:
-            return self._next_for_margin(margin, is_last=num_left == 1)
-        estimate = self.estimate()
+            num_runs = Counter(run.plan for run in runs)
+            plan = propose_for_margin(estimate, margin, self.budget_bytes, num_runs, is_last=num_left == 1)
+            self.is_settled = plan is None
+            return plan
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
         fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
-        times = self._comparable_times()
-        # it may be one that is picked only after a trial
-        best = estimate.best(self.budget_bytes, is_cautious=False, times=times, exact=self._exact).plan
-        tried = {run.plan for run in runs}
+        best = estimate.best(self.budget_bytes, is_cautious=False).plan  # it may be one that is picked only after a trial
+        times = comparable_times(self.step_times())
         is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
-        if best in tried and (is_least or is_settled(estimate, fits)):
+        if best in estimate.tried and (is_least or is_settled(estimate, fits)):
             self.is_settled = True
             return None
-        if best not in tried and num_left == 1:
+        if best not in estimate.tried and num_left == 1:
             return best
         return propose(estimate, fits)
-
-    def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
-        num_runs = Counter(run.plan for run in self.runs())
-        plan = propose_for_margin(self.estimate(), margin, self.budget_bytes, num_runs, is_last=is_last)
-        self.is_settled = plan is None
-        return plan
 
     def _smallest_untried(self) -> int | None:
         """Return the untried plan of least expected peak, which is measured before the answer is that nothing fits."""
         needed = self.needed()
         within = np.flatnonzero((self.candidates.memory <= self.budget_bytes) & np.isfinite(needed))
-        if not (len(within) and self.is_strict and self._peaks):
+        if not (len(within) and self._peaks):
             return None
         tried = {plan for plan, _ in self._peaks}
         least = min(within.tolist(), key=lambda plan: (needed[plan], plan not in tried))
@@ -288,7 +270,8 @@ class PickLoop:
 
     def estimate(self) -> Estimate:
         """Return the posterior of every plan's error, relative to random guessing."""
-        return Estimate.after(self.prior, self.needed(), self.runs())
+        estimate = Estimate.after(self.prior, self.needed(), self.runs())
+        return replace(estimate, exact=self._exact, times=comparable_times(self.step_times()))
 
     def margin(self) -> ErrorMargin | None:
         """Return the margin above the baseline's error, relative to random guessing; None if the pick is the plan of least error."""
@@ -301,13 +284,8 @@ class PickLoop:
 
         BudgetError if nothing fits.
         """
-        return self._choice(self.estimate())
-
-    def _choice(self, estimate: Estimate) -> BudgetChoice:
-        margin = self.margin()
-        if margin is None:
-            return estimate.best(self.budget_bytes, times=self._comparable_times(), exact=self._exact)
-        return estimate.smallest(self.budget_bytes, margin)
+        estimate, margin = self.estimate(), self.margin()
+        return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 
     def answer(self, seconds: float) -> Picked:
         """Return the answer after the trials so far; `seconds` is the time that the pick took."""
@@ -316,7 +294,7 @@ class PickLoop:
         answer = Picked(
             task=self.task,
             plan=None,
-            frontier=self._frontier(points, estimate),
+            frontier=Frontier(tuple(points), self.metric, self.step.full_bytes, estimate.tie_error * self._unit),
             reason="",
             budget_bytes=self.budget_bytes,
             full_bytes=self.step.full_bytes,
@@ -325,58 +303,55 @@ class PickLoop:
             prior=self.task_prior.prior_data.name,
         )
         try:
-            choice = self._choice(estimate)
+            choice = self.choice()
         except BudgetError:
-            if len(self.fits()):
-                return replace(
-                    answer, reason=f"no plan that fits has an error {self._said_margin()}. Raise the budget or the margin."
-                )
-            smallest, reason = self._infeasible(points)
-            return replace(answer, frontier=self._frontier([*points, *smallest], estimate), reason=reason)
-        ties = tuple(points[plan].label for plan in choice.ties)
-        margin, num_fits = self.margin(), len(self.fits())
-        if margin is None:
-            certainty = say_ties(ties, num_fits)
-            if not self.known:
-                gain = float(expected_gains(estimate, self.fits(), has_noise=False).max())
-                certainty += " " + say_use_of_trials(gain, is_settled(estimate, self.fits()))
-        else:
-            chance = float(estimate.within_margin(margin)[choice.plan])
-            certainty = self._of_margin(points[margin.baseline], points[choice.plan], chance)
-        return self._with_choice(answer, points[choice.plan], ties, certainty)
+            return self._nothing_picked(answer, points)
+        is_by_error = self.max_error_increase is None
+        point = replace(points[choice.plan], on_front=True)  # nothing that fits was preferred to it
+        others = (other for other in answer.frontier.points if other.label != point.label)
+        frontier = replace(answer.frontier, points=(*others, point))
+        certainty = (
+            f"{self._certainty(estimate, choice, points)} {say_time(frontier, point, self.budget_bytes, is_by_error=is_by_error)}"
+        )
+        early = "" if not self.is_settled else stopped_early(point) if is_by_error else DECIDED
+        text = AnswerText(answer, point, tuple(self.others), len(self.task_prior.prior_data.tasks))
+        return replace(
+            answer,
+            plan=point.plan,
+            label=point.label,
+            frontier=frontier,
+            ties=tuple(points[plan].label for plan in choice.ties),
+            reason=text.reason(certainty, early, [nbytes / self.candidates.memory[plan] for plan, nbytes in self._peaks]),
+            notes=text.notes(self.candidates.num_left_out, has_unit=self.unit is not None),
+        )
 
+    def _certainty(self, estimate: Estimate, choice: BudgetChoice, points: Sequence[Point]) -> str:
+        """Return a sentence on how certain the choice is: plans that may be as good, or the probability that it is within the margin."""
+        if (margin := self.margin()) is not None:
+            return self._say_margin(points[margin.baseline], choice.plan, float(estimate.within_margin(margin)[choice.plan]))
+        certainty = say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
+        if self.known:
+            return certainty
+        gain = float(expected_gains(estimate, self.fits(), has_noise=False).max())
+        return f"{certainty} {say_use_of_trials(gain, is_settled(estimate, self.fits()))}"
+
+    @property
     def _said_margin(self) -> str:
         return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
 
-    def _of_margin(self, baseline: Point, point: Point, chance: float) -> str:
-        """Return a sentence on why this plan is picked as the smallest one within the error margin.
-
-        `chance`: the probability that it is within the margin.
-        """
-        if point is baseline:
-            return f"No smaller plan has an error {self._said_margin()}."
+    def _say_margin(self, baseline: Point, plan: int, chance: float) -> str:
+        """Return a sentence on why this plan is picked: it is within the margin with the probability `chance`, and no smaller one is."""
+        if plan == self._index_of[Plan().key]:
+            return f"No smaller plan has an error {self._said_margin}."
         known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
-        return f"It is the smallest plan that fits with an error {self._said_margin()}: {100 * chance:.0f} %; {known}."
-
-    def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...], certainty: str) -> Picked:
-        point = replace(point, on_front=True)  # nothing that fits was preferred to it
-        others = [other for other in answer.frontier.points if other.label != point.label]
-        answer = replace(answer, frontier=replace(answer.frontier, points=(*others, point)))
-        text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
-        early = "" if not self.is_settled else stopped_early(point) if self.max_error_increase is None else DECIDED
-        time = say_time(answer.frontier, point, self.budget_bytes, is_by_error=self.max_error_increase is None)
-        reason = text.reason(point, f"{certainty} {time}", early, self._ratios())
-        notes = text.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
-        return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
+        return f"It is the smallest plan that fits with an error {self._said_margin}: {100 * chance:.0f} %; {known}."
 
     def _points(self, estimate: Estimate) -> list[Point]:
         """Return a point (a plan with its bytes and error) for each candidate, in their order."""
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
-        times = self.step_times()
-        comparable = comparable_times(times)
-        is_exact = np.isin(np.arange(len(rows)), self._exact)
-        errors, means = (at_least_exact(part, estimate.means, is_exact) for part in (estimate.cautious(), estimate.means))
-        front = undominated_with_times(estimate.memory, errors, comparable) & np.isfinite(estimate.memory)
+        times, every = self.step_times(), np.arange(len(rows))
+        means = estimate.errors(every, is_cautious=False)
+        front = undominated(estimate.memory, estimate.errors(every), estimate.times) & np.isfinite(estimate.memory)
         return [
             Point(
                 label=row.label,
@@ -399,34 +374,30 @@ class PickLoop:
             for i, row in enumerate(rows)
         ]
 
-    def _frontier(self, points: Sequence[Point], estimate: Estimate) -> Frontier:
-        return Frontier(tuple(points), self.metric, self.step.full_bytes, estimate.tie_error * self._unit)
-
-    def _infeasible(self, points: Sequence[Point]) -> tuple[list[Point], str]:
-        """Return the smallest possible plan as a point, unless it is in `points`, and sentences on why nothing fits."""
-        within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
-        if within:
-            return [], explain_nothing_trains(within, self.trials)
-        least = min(points, key=lambda point: point.predicted_bytes)
-        if self.step.trace_of is None:
-            return [], explain_nothing_fits(least, self.budget_bytes)
+    def _nothing_picked(self, answer: Picked, points: Sequence[Point]) -> Picked:
+        """Return the answer that nothing fits, with the reason, and with the smallest possible plan if it is none of `points`."""
+        if len(self.fits()):
+            return replace(answer, reason=f"no plan that fits has an error {self._said_margin}. Raise the budget or the margin.")
+        if within := [point for point in points if point.predicted_bytes <= self.budget_bytes]:
+            return replace(answer, reason=explain_nothing_trains(within, self.trials))
         try:
-            self.step.assigned(self.budget_bytes)
+            if self.step.trace_of is not None:
+                self.step.assigned(self.budget_bytes)
         except BudgetError as error:
-            smallest = error.smallest_bytes
-            if smallest is None or smallest >= least.predicted_bytes:
-                return [], f"{error} The smallest plan is {least.label}."
-            return self._smallest(smallest), f"{error} It is the plan {SMALLEST!r} of the Pareto front."
-        return [], explain_nothing_fits(least, self.budget_bytes)
+            least = min(points, key=lambda point: point.predicted_bytes)
+            if error.smallest_bytes is None or error.smallest_bytes >= least.predicted_bytes:
+                return replace(answer, reason=f"{error} The smallest plan is {least.label}.")
+            frontier = replace(answer.frontier, points=(*answer.frontier.points, self._smallest(error.smallest_bytes)))
+            return replace(answer, frontier=frontier, reason=f"{error} It is the plan {SMALLEST!r} of the Pareto front.")
+        return replace(answer, reason=answer.frontier.explain_nothing_fits(self.budget_bytes))
 
-    def _smallest(self, nbytes: int) -> list[Point]:
+    def _smallest(self, nbytes: int) -> Point:
         """Return a point for the plan of the smallest peak, `nbytes`, with an error predicted from its features."""
         plan = self.step.assigned(nbytes)
-        rows = self.candidates
-        prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
+        prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], self.candidates.points)
         estimate = Estimate.after(prior, np.array([float(nbytes)]), [])
         mean, deviation = float(estimate.means[0]) * self._unit, float(estimate.deviations[0]) * self._unit
-        return [Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")]
+        return Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")
 
 
 def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArray[np.bool_] | None) -> Array:

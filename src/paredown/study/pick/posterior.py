@@ -29,7 +29,7 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -227,15 +227,10 @@ class Prior:
 
 
 class BudgetChoice(NamedTuple):
-    """The plan of least mean error within a budget, with that error and its standard deviation.
-
-    `ties`: other plans within the budget that may be as good.
-    """
+    """The plan to take within a budget, and other plans within it that may be as good."""
 
     plan: int
-    error: float
-    deviation: float
-    ties: tuple[int, ...]
+    ties: tuple[int, ...] = ()
 
 
 class ErrorMargin(NamedTuple):
@@ -250,7 +245,7 @@ class ErrorMargin(NamedTuple):
 class Estimate:
     """The means of the errors of all plans, (plans,), their covariance, and the variance `noise` of one run.
 
-    `tried`: plans that have runs.
+    `tried`: plans that have runs. `exact`: plans that quantize nothing (`at_least_exact`). `times`: step times, NaN where unknown.
     """
 
     memory: Array
@@ -258,6 +253,8 @@ class Estimate:
     covariance: Array
     noise: Array
     tried: frozenset[int] = frozenset()
+    exact: frozenset[int] = frozenset()
+    times: Array | None = None
 
     @staticmethod
     def after(prior: Prior, memory: Array, runs: Sequence[Run]) -> Estimate:
@@ -294,14 +291,19 @@ class Estimate:
         """
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
-    def best(
-        self, budget: float, *, is_cautious: bool = True, times: Array | None = None, exact: Collection[int] = ()
-    ) -> BudgetChoice:
-        """Return the plan with the least mean error within the budget; of equal plans the one with the least memory.
+    def errors(self, plans: NDArray[np.intp], *, is_cautious: bool = True) -> Array:
+        """Return the errors by which `plans` are compared: at least that of exact plans among them, and, if `is_cautious`, with caution.
 
-        With `is_cautious`, once some plans within the budget are measured, a plan that is not measured is taken only if its mean plus its
-        standard deviation is less than their errors. With `times` (plans,), NaN where unknown, the quickest of the plans that are equally
-        accurate is taken. `exact`: plans that quantize nothing (`at_least_exact`).
+        Caution: if some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
+        """
+        is_tried = np.isin(plans, list(self.tried))
+        means, is_exact = self.means[plans], np.isin(plans, list(self.exact))
+        return at_least_exact(cautious(means, self.deviations[plans], is_tried) if is_cautious else means, means, is_exact)
+
+    def best(self, budget: float, *, is_cautious: bool = True) -> BudgetChoice:
+        """Return the plan with the least of `errors` within the budget; of equal plans the one with the least memory.
+
+        The quickest of the plans that are equally accurate is taken.
         """
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
@@ -309,13 +311,10 @@ class Estimate:
             error = f"{self.means[least]:.2f} +- {self.deviations[least]:.2f}"
             smallest = f"{self.memory[least]:.6g} (plan {least}, error {error}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
-        errors = self.cautious(fits) if is_cautious else self.means[fits]
-        errors = at_least_exact(errors, self.means[fits], np.isin(fits, list(exact)))
-        known_times = np.full(len(fits), np.nan) if times is None else times[fits]
-        plan = int(fits[quickest_of_ties(self.memory[fits], errors, known_times, self.tie_error)])
+        times = np.full(len(fits), np.nan) if self.times is None else self.times[fits]
+        plan = int(fits[quickest_of_ties(self.memory[fits], self.errors(fits, is_cautious=is_cautious), times, self.tie_error)])
         chances = self.chance_below(plan)
-        ties = tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY)
-        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties)
+        return BudgetChoice(plan, tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY))
 
     def smallest(self, budget: float, margin: ErrorMargin) -> BudgetChoice:
         """Return the plan of least memory whose bytes are within the budget and whose error is within the margin.
@@ -328,22 +327,13 @@ class Estimate:
             sure = f"with a probability of {100 * margin.confidence:g} % or more"
             said = f"at most {margin.increase:.4g} above that of plan {margin.baseline} {sure}"
             raise BudgetError(f"no plan that fits {budget:.6g} has an error {said}.")
-        plan = int(allowed[np.lexsort((self.means[allowed], self.memory[allowed]))[0]])
-        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ())
+        return BudgetChoice(int(allowed[np.lexsort((self.means[allowed], self.memory[allowed]))[0]]))
 
     def within_margin(self, margin: ErrorMargin) -> Array:
         """Return the probability that each plan's mean error is within the margin above the baseline's; 1 for the baseline, (plans,)."""
         chances = self.chance_below(margin.baseline, margin.increase)
         chances[margin.baseline] = 1.0
         return chances
-
-    def cautious(self, plans: NDArray[np.intp] | None = None) -> Array:
-        """Return the mean errors of `plans`, or of all plans, with caution about plans without a run.
-
-        If some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
-        """
-        plans = np.arange(len(self.means)) if plans is None else plans
-        return cautious(self.means[plans], self.deviations[plans], np.isin(plans, list(self.tried)))
 
     def chance_below(self, plan: int, increase: float = 0.0) -> Array:
         """Return the probability that each plan's mean error is below that of `plan` plus `increase`.

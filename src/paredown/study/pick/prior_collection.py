@@ -30,6 +30,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -44,14 +45,14 @@ from paredown.plan.plan import Plan
 from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
 from paredown.study.pick.prior_data import Array, PlanRow, PriorData, TaskRow, mean_of_seeds
 from paredown.study.pick.task_prior import random_guess_error
+from paredown.study.sweeps.plan_labels import distinct
 from paredown.study.tasks.lookup import cached_task, parse_options, portable_text
 from paredown.study.tasks.task import Task
 from paredown.study.tasks.task_family import task_family
 from paredown.study.tasks.task_trace import peppp_bytes
 from paredown.study.tasks.trial import Status, Trial, with_baseline_steps
 
-# family by model name, for tasks that cannot be loaded here
-FAMILIES = {"mlp": "mlp", "vit": "vit", "gpt": "gpt", "lstm": "lstm"}
+NO_CNN = ("mlp", "vit", "gpt", "lstm")  # models that are families, for tasks that cannot be loaded here
 WEIGHT4, GRADIENT4 = {"weight": "int4/64@e8m0"}, {"gradient": "int4/64@bf16"}
 STATE_FORMATS: Mapping[str, Mapping[str, str]] = {
     **TIERS,
@@ -115,27 +116,18 @@ def collect(
     finished = [row for row in rows if row["trial"] is not None and not (is_finished and row["task"] in open_tasks)]
     unknown = sorted(sweeps - {str(row["sweep"]) for row in finished})
     if unknown:
-        raise PriorError(
-            f"sweep {unknown[0]!r} has no finished trial here. Sweeps with some: {', '.join(_names(finished)) or 'none'}."
-        )
+        names = ", ".join(sorted({str(row["sweep"]) for row in finished}))
+        raise PriorError(f"sweep {unknown[0]!r} has no finished trial here. Sweeps with some: {names or 'none'}.")
     texts = {row["task"] for row in finished if not sweeps or row["sweep"] in sweeps}
     selected = sorted(
         (row for row in finished if row["task"] in texts), key=lambda row: bool(sweeps) and row["sweep"] not in sweeps
     )
-    modes = {_mode(row) for row in selected}
+    modes = {"store" if row["mode"] == "store" else "simulate" for row in selected}
     if len(modes) != 1:
         mixed = "the sweeps have both modes, store and simulate; name sweeps of one mode"
         raise PriorError(f"no prior can be made: {mixed if modes else 'no trial is finished'}.")
     folder = None if folder is None else folder.resolve()
     return _prior_data(name, modes.pop(), *_table(selected), folder)
-
-
-def _mode(row: Mapping[str, Any]) -> str:
-    return "store" if row["mode"] == "store" else "simulate"
-
-
-def _names(rows: Rows) -> list[str]:
-    return sorted({str(row["sweep"]) for row in rows})
 
 
 def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
@@ -231,13 +223,9 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
 
 def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
     """Return the rows of tasks with distinct names: if two short names are equal, the whole text, then a number."""
-    count, used = Counter(row.name for row in tasks), Counter[str]()
-    rows: list[TaskRow] = []
-    for row in tasks:
-        name = row.name if count[row.name] == 1 else row.text
-        used[name] += 1
-        rows.append(replace(row, source=source, name=name if used[name] == 1 else f"{name} ({used[name]})"))
-    return rows
+    count = Counter(row.name for row in tasks)
+    names = distinct(row.name if count[row.name] == 1 else row.text for row in tasks)
+    return [replace(row, source=source, name=name) for row, name in zip(tasks, names, strict=True)]
 
 
 def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
@@ -266,33 +254,24 @@ def row_of_task(text: str, folder: Path | None) -> TaskRow:
     head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name
     data = data.removesuffix(".gz").rpartition(".")[0] or data
-    options, task = _options(tail), _task(text, folder)
+    options: dict[str, Any] = {}
+    task: Task | None = None
+    with suppress(ParedownError):
+        options = parse_options(tail)
+    with suppress(ParedownError):
+        task = cached_task(text, folder)
     if "superclass" in options:
         data = f"{data}/{options['superclass']}"
     is_text = head.startswith("text:")
     model = options.get("model", "gpt" if is_text else "resnet18") if ".py:" not in head else ""
     name = f"{data} {model}".strip() + (", fine-tuned" if "start" in options else "")
     if task is None:
-        family = FAMILIES.get(model, "cnn" if model else OWN)
+        family = model if model in NO_CNN else "cnn" if model else OWN
         return TaskRow(name, family, data, "loss" if is_text else "error", text=portable)
     metric, answers = task.metric if isinstance(task.metric, str) else OWN, task.data.num_answers
     return TaskRow(
         name, task_family(task), data, metric, answers, random_guess_error(metric, answers), steps=task.steps, text=portable
     )
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        return parse_options(text)
-    except ParedownError:
-        return {}
-
-
-def _task(text: str, folder: Path | None) -> Task | None:
-    try:
-        return cached_task(text, folder)
-    except ParedownError:
-        return None
 
 
 def row_of(plan: Plan) -> PlanRow:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from paredown.errors import PriorError
 from paredown.plan.plan import Plan
-from paredown.plan.selectors import closest
+from paredown.study.sweeps.plan_labels import distinct
 
 Array = NDArray[np.float64]
 MATRICES = {
@@ -136,25 +136,13 @@ class PriorData:
         """The noise of each task, (tasks,), NaN where no plan ran twice."""
         return pooled_noise(np.where((self.diverged > 0)[..., None], np.nan, self.runs))
 
-    def row(self, name: str) -> int:
-        """Return the index of the task with this name."""
-        names = [task.name for task in self.tasks]
-        if name not in names:
-            raise PriorError(f"prior {self.name!r} has no task {name!r}. Closest: {closest(name, names)}.")
-        return names.index(name)
-
-    def rows(self, names: Iterable[str]) -> PriorData:
-        """Return the prior with these tasks alone, in this order."""
-        return self._selected([self.row(name) for name in names])
-
     def without(self, tasks: Iterable[str]) -> PriorData:
-        """Return the prior without these tasks."""
-        left_out = {self.row(name) for name in tasks}
-        return self._selected([i for i in range(len(self.tasks)) if i not in left_out])
-
-    def _selected(self, indices: Sequence[int]) -> PriorData:
-        arrays = {name: getattr(self, name)[list(indices)] for name in ("runs", *MATRICES)}
-        return replace(self, tasks=tuple(self.tasks[i] for i in indices), **arrays)
+        """Return the prior without the tasks of these names."""
+        left_out = set(tasks)
+        kept = [i for i, task in enumerate(self.tasks) if task.name not in left_out]
+        return replace(
+            self, tasks=tuple(self.tasks[i] for i in kept), **{name: getattr(self, name)[kept] for name in ("runs", *MATRICES)}
+        )
 
     def __repr__(self) -> str:
         is_observed, known = np.isfinite(self.errors), self.noise[np.isfinite(self.noise)]
@@ -215,10 +203,5 @@ def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: 
 
 def _distinct_names(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Return distinct names for (name, origin): the second of two equal names gets its origin in parentheses."""
-    names: list[str] = []
-    for name, origin in pairs:
-        distinct, number = name, 2
-        while distinct in names:
-            distinct, number = (f"{name} ({origin})", number) if distinct == name else (f"{name} ({origin}, {number})", number + 1)
-        names.append(distinct)
-    return names
+    firsts = {name: i for i, (name, _) in reversed(list(enumerate(pairs)))}
+    return distinct(name if firsts[name] == i else f"{name} ({origin})" for i, (name, origin) in enumerate(pairs))

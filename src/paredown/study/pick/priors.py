@@ -37,7 +37,7 @@ from paredown.errors import PriorError
 from paredown.formats.catalog import TIERS
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import closest
-from paredown.serial import SUMMED, Check, dump_dataclass, load_json, or_none, parse_json, read_versioned, save_text
+from paredown.serial import SUMMED, Check, dump_dataclass, load_json, or_none, read_versioned, save_text
 from paredown.study.pick.prior_data import MATRICES, Array, PlanRow, PriorData, TaskRow, join_priors
 
 VERSION = 3  # of the file format
@@ -166,7 +166,7 @@ def write_prior(prior_data: PriorData, path: Path, *, name: str | None = None) -
     try:
         if len(text.encode()) > MOST_BYTES:
             raise PriorError(f"it has {len(text.encode())} bytes; a prior has at most {MOST_BYTES}.")
-        prior_from_text(text)
+        prior_from_json(json.loads(text))
     except PriorError as error:
         raise PriorError(f"{path.name} is not written, since it could not be read back: {error}") from None
     save_text(path, text, PriorError)
@@ -206,11 +206,6 @@ def _numbers(row: Array) -> list[float | None]:
 def read_prior(path: Path) -> PriorData:
     """Return the prior in a file; PriorError names what is wrong if the file holds none."""
     return load_json(path, "prior", PriorError, prior_from_json, name=path.name, most_bytes=MOST_BYTES)
-
-
-def prior_from_text(text: str) -> PriorData:
-    """Return the prior of a JSON text; PriorError names what is wrong if the text is none."""
-    return prior_from_json(parse_json(text, "prior", PriorError))
 
 
 def prior_from_json(value: Any) -> PriorData:

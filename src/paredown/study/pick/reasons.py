@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paredown.sizes import say_bytes, say_bytes_twice
+from paredown.sizes import say_bytes
 from paredown.study.pick.acquisition import ENOUGH
-from paredown.study.pick.answer import Frontier, Point, comparable_times
+from paredown.study.pick.answer import Frontier, Picked, Point, comparable_times
 from paredown.study.pick.pareto import SAME_TIME
 from paredown.study.pick.posterior import AS_ACCURATE
-from paredown.study.pick.task_prior import TaskPrior
 from paredown.study.tasks.trial import Status, Trial, say_step
 
 NUM_NAMED_TIES = 3  # labels in a reason
@@ -22,40 +21,39 @@ TIMED = {"measured": "measured", "predicted": "predicted", "prior": "the mean of
 
 @dataclass(frozen=True)
 class AnswerText:
-    """The sentences of an answer.
+    """The sentences of an answer, about the picked point; `others` are further known trials of the task."""
 
-    They are made from the budget, the baseline's bytes, the trials of this pick, the prior, and `others`: further known trials.
-    """
+    answer: Picked
+    point: Point
+    others: tuple[Trial, ...]
+    num_tasks: int  # of the prior
 
-    budget_bytes: int
-    full_bytes: int
-    trials: tuple[Trial, ...]
-    task_prior: TaskPrior
-    others: tuple[Trial, ...] = ()
-
-    def reason(self, point: Point, certainty: str, early: str, ratios: Sequence[float] = ()) -> str:
+    def reason(self, certainty: str, early: str, ratios: Sequence[float]) -> str:
         """Return why this plan is picked: its peak, its expected error, how certain the choice is, and why trials ended early, if so.
 
         `ratios`: measured over predicted peaks of the trials.
         """
-        share = f"{100 * point.predicted_bytes / max(self.full_bytes, 1):.0f} % of the baseline"
-        peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(self.budget_bytes)} ({share})"
-        error = f"error {point.mean:.4f} +- {point.deviation:.4f} (standard deviation), {self._evidence(point)}"
+        answer, point = self.answer, self.point
+        share = f"{100 * point.predicted_bytes / max(answer.full_bytes, 1):.0f} % of the baseline"
+        peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(answer.budget_bytes)} ({share})"
+        error = f"error {point.mean:.4f} +- {point.deviation:.4f} (standard deviation), {self._evidence()}"
         more = f", {_corrected(point, ratios)}" if point.needs > point.predicted_bytes else ""
         parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", certainty, early]
         return " ".join(part for part in parts if part)
 
-    def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
+    def notes(self, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
         """Return further facts: the cost, failed trials, a measured peak above the budget, plans that were left out.
 
         `has_unit`: whether the error of random guessing is known.
         """
-        notes: list[str] = []
-        if self.trials:
-            notes.append(self._cost())
-        bad = [trial for trial in self.trials if trial.status in (Status.DIVERGED, Status.OUT_OF_MEMORY, Status.FAILED)]
+        point, trials, notes = self.point, self.answer.trials, list[str]()
+        if trials:
+            seconds = sum(trial.seconds or 0.0 for trial in trials)
+            peak = max(trial.measured_peak_bytes or trial.predicted_peak_bytes or 0 for trial in trials)
+            notes.append(f"{len(trials)} trial{'s' * (len(trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}")
+        bad = [trial for trial in trials if trial.status in (Status.DIVERGED, Status.OUT_OF_MEMORY, Status.FAILED)]
         notes += [f"seed {trial.seed}, {trial.status.value}: {trial.reason}" for trial in bad]
-        if point.measured_bytes is not None and point.measured_bytes > self.budget_bytes:
+        if point.measured_bytes is not None and point.measured_bytes > self.answer.budget_bytes:
             notes.append(
                 f"its measured peak, {say_bytes(point.measured_bytes)}, is above the budget: it includes the workspace of operators"
             )
@@ -63,22 +61,17 @@ class AnswerText:
             notes.append("no prior task was trained under it: its error is predicted from similar plans")
         if num_left_out:
             notes.append(f"{num_left_out} plans of the prior cannot be made for this step")
-        if not has_unit and all(trial.error is None for trial in (*self.trials, *self.others)):
+        if not has_unit and all(trial.error is None for trial in (*trials, *self.others)):
             notes.append("the error of random guessing is not known in this metric: errors are relative to it")
         return tuple(notes)
 
-    def _evidence(self, point: Point) -> str:
-        num_own, num_others = (sum(trial.status not in UNFINISHED for trial in trials) for trials in (self.trials, self.others))
-        num_tasks = len(self.task_prior.prior_data.tasks)
+    def _evidence(self) -> str:
+        point, num_tasks, counted = self.point, self.num_tasks, (self.answer.trials, self.others)
+        num_own, num_others = (sum(trial.status not in UNFINISHED for trial in trials) for trials in counted)
         after = f"after {num_own} trial{'s' * (num_own != 1)}"
         trials = f"{after} of its own and {num_others} known before" if num_others else after if num_own else "without a trial"
         measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
-        return f"{trials}{measured} and from {num_tasks} prior task{'s' * (num_tasks != 1)} ({self.task_prior.prior_data.name})"
-
-    def _cost(self) -> str:
-        seconds = sum(trial.seconds or 0.0 for trial in self.trials)
-        peak = max((trial.measured_peak_bytes or trial.predicted_peak_bytes or 0 for trial in self.trials), default=0)
-        return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
+        return f"{trials}{measured} and from {num_tasks} prior task{'s' * (num_tasks != 1)} ({self.answer.prior})"
 
 
 def _corrected(point: Point, ratios: Sequence[float]) -> str:
@@ -127,12 +120,6 @@ def _least(points: Sequence[Point]) -> str:
     if least.measured_bytes is not None:
         return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
     return f"with that the smallest, {least.label}, needs {say_bytes(least.needs)}."
-
-
-def explain_nothing_fits(least: Point, budget_bytes: int) -> str:
-    """Return why no plan is picked: the smallest predicted peak is above the budget."""
-    smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
-    return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
 
 def say_ties(ties: Sequence[str], num_fits: int) -> str:

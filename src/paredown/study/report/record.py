@@ -29,7 +29,6 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,7 @@ from paredown.study.report.studies import (
     study_of_trials,
     thin,
 )
-from paredown.study.sweeps.plan_labels import Labels
+from paredown.study.sweeps.plan_labels import Labels, distinct
 from paredown.study.tasks.trial import Trial
 
 if TYPE_CHECKING:
@@ -103,12 +102,8 @@ def scrub_names(names: Iterable[str]) -> dict[str, str]:
     >>> scrub_names(["/home/ann/plan.json", "/home/bob/plan.json", "lpmm"])
     {'/home/ann/plan.json': 'plan.json', '/home/bob/plan.json': 'plan.json (2)', 'lpmm': 'lpmm'}
     """
-    scrubbed, taken = dict[str, str](), set[str]()
-    for name in dict.fromkeys(names):
-        new = scrub(name)
-        scrubbed[name] = next(text for i in count(1) if (text := new if i == 1 else f"{new} ({i})") not in taken)
-        taken.add(scrubbed[name])
-    return scrubbed
+    known = list(dict.fromkeys(names))
+    return dict(zip(known, distinct(map(scrub, known)), strict=True))
 
 
 @lru_cache(maxsize=1)

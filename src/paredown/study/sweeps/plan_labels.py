@@ -65,6 +65,18 @@ def distinct_labels(requests: Iterable[tuple[str, Plan, str]]) -> dict[TaskPlan,
     return labels
 
 
+def distinct(names: Iterable[str]) -> list[str]:
+    """Return the names, with a number after each that an earlier one has.
+
+    >>> distinct(["a", "b", "a", "a (2)"])
+    ['a', 'b', 'a (2)', 'a (2) (2)']
+    """
+    taken: dict[str, None] = {}
+    for name in names:
+        taken[next(text for text in _numbered(name) if text not in taken)] = None
+    return list(taken)
+
+
 def _numbered(text: str) -> Iterator[str]:
     """Yield `text`, `text (2)`, `text (3)` and so on."""
     return (f"{text} ({i})" if i > 1 else text for i in count(1))
