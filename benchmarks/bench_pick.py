@@ -45,7 +45,7 @@ from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
 from paredown.sizes import parse_bytes
 from paredown.study.pick import priors
-from paredown.study.pick.candidates import BASELINE, NAMES, Candidate, Candidates, TaskStep, features_of
+from paredown.study.pick.candidates import BASELINE, NAMES, CandidatePlan, Candidates, TaskStep, features_of
 from paredown.study.pick.pick_loop import PickLoop
 from paredown.study.pick.posterior import Run
 from paredown.study.pick.prior_data import PlanRow, PriorData, TaskRow
@@ -118,7 +118,7 @@ class Case:
         task, memory = self.earlier.tasks[self.row], self.earlier.memory[self.row]
         plans = {c: self.plan(c) for c in range(len(self.earlier.plans))}
         points = np.array([features_of(plan) if not plan.recompute else np.full(len(NAMES), np.nan) for plan in plans.values()])
-        rows = tuple(Candidate(self.earlier.plans[c].label, plans[c], int(memory[c]), c, points[c]) for c in self.columns)
+        rows = tuple(CandidatePlan(self.earlier.plans[c].label, plans[c], int(memory[c]), c, points[c]) for c in self.columns)
         step = TaskStep(lambda plan: 0, None, int(task.full_bytes or 0))
         unit = task.blind or random_guess_error(task.metric, task.answers)
         return PickLoop(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), self.task_prior)
