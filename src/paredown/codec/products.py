@@ -86,7 +86,9 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
     `scales_b` None stands for ones.
     """
-    scales_b = torch.ones_like(b[:, :1], dtype=torch.float32) if scales_b is None else scales_b
+    scales_b = (
+        b.new_ones((b.shape[0], 1), dtype=torch.float32) if scales_b is None else scales_b
+    )  # a graph has it once for each size
     if a.device.type != "cuda":
         return ((a.float() @ b.float().t()) * scales_a * scales_b.t()).to(dtype)
     if a.dtype is torch.int8 and isinstance(a.shape[1], int) and a.shape[1] > MAX_TERMS:

@@ -10,7 +10,7 @@ from paredown.codec.kernels.flat import (  # noqa: F401
 )
 from paredown.codec.kernels.launch import empty_strided  # noqa: F401
 from paredown.codec.kernels.masks import apply_mask, pack_mask, unpack_mask  # noqa: F401
-from paredown.codec.kernels.products import quantize_columns, quantize_rows, transposed  # noqa: F401
+from paredown.codec.kernels.products import column_quantizer, quantize_columns, quantize_rows, transposed, transposer  # noqa: F401
 from paredown.codec.kernels.rows import (  # noqa: F401
     covers,
     decode_rows,

@@ -17,15 +17,20 @@ last place of the quotient, so that a code may differ from the reference's where
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import final
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paredown.codec import products
+from paredown.codec.kernels.launch import Direct, Launch
 from paredown.codec.products import ELEMENTS, LARGEST, MIN_MAGNITUDE, MULTIPLE
 
-TILE_ROWS, TILE_COLS, NUM_WARPS = 128, 64, 4
+TILE_ROWS, TILE_COLS = 128, 64
+TILES = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS}
 PARTS = 8  # programs that share the columns of a tile in the first pass, at least
 MAX_ROW = 32768  # values of a row that one program holds
 
@@ -68,11 +73,14 @@ def rows_kernel(
 
 
 @triton.jit
-def largest_kernel(g_ptr, s_ptr, bits_ptr, rows, cols, stride, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
+def largest_kernel(
+    g_ptr, s_ptr, bits_ptr, _codes_ptr, _scales_ptr, rows, cols, stride, num_tiles, num_parts,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+):  # fmt: skip
     """The bits of the largest magnitude of each column of g * s, joined with those that `bits_ptr` has."""
-    at_col = tl.program_id(0) * TILE_COLS + tl.arange(0, TILE_COLS)
+    at_col = (tl.program_id(0) // num_parts) * TILE_COLS + tl.arange(0, TILE_COLS)
     largest = tl.zeros([TILE_COLS], tl.int32)
-    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+    for tile in range(tl.program_id(0) % num_parts, num_tiles, num_parts):
         at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
         g = tl.load(g_ptr + at_row.to(tl.int64)[:, None] * stride + at_col[None, :], inside, other=0.0).to(tl.float32)
@@ -83,12 +91,13 @@ def largest_kernel(g_ptr, s_ptr, bits_ptr, rows, cols, stride, num_tiles, TILE_R
 
 @triton.jit
 def columns_kernel(
-    g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded,
+    g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded, num_tiles,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of the columns of g * s, transposed: the second pass, drawn above."""
-    at_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    at_col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    tile = tl.program_id(0) % num_tiles
+    at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
     g = tl.load(g_ptr + at_row.to(tl.int64)[:, None] * stride + at_col[None, :], inside, other=0.0).to(tl.float32)
     s = tl.load(s_ptr + at_row, at_row < rows, other=0.0)
@@ -96,15 +105,15 @@ def columns_kernel(
     codes = tl.trans(coded(g * s[:, None], scale[None, :], LARGEST, INTEGER))
     place = codes_ptr + at_col.to(tl.int64)[:, None] * padded + at_row[None, :]
     tl.store(place, codes, (at_col < cols)[:, None] & (at_row < padded)[None, :])
-    if tl.program_id(0) == 0:
+    if tile == 0:
         tl.store(scales_ptr + at_col, scale, at_col < cols)
 
 
 @triton.jit
-def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
+def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
     """Bytes, transposed, with zeros behind the rows."""
-    at_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    at_col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    at_row = (tl.program_id(0) % num_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
     codes = tl.load(codes_ptr + at_row.to(tl.int64)[:, None] * cols + at_col[None, :], inside, other=0)
     place = out_ptr + at_col.to(tl.int64)[:, None] * padded + at_row[None, :]
@@ -122,34 +131,81 @@ def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
         return products.quantize_rows(x, element)
     codes = torch.empty((rows, cols), dtype=ELEMENTS[element], device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    tile = triton.next_power_of_2(cols)
-    rows_kernel[rows,](x, codes, scales, cols, **_constants(element), TILE=tile, num_warps=min(16, max(1, tile // 512)))
+    _rows_launch(rows, cols, element)((x, codes, scales))
     return codes, scales
+
+
+@lru_cache(maxsize=4096)
+def _rows_launch(rows: int, cols: int, element: str) -> Launch:
+    tile = triton.next_power_of_2(cols)
+    constants = {**_constants(element), "TILE": tile, "num_warps": min(16, max(1, tile // 512))}
+    return Launch(rows_kernel, rows, (cols,), constants)
 
 
 def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor]:
     """(codes, scales) of the columns of g * s, transposed: (columns, rows up to a multiple of 16), and (columns, 1)."""
     g = g if g.stride(1) == 1 else g.contiguous()
     rows, cols = g.shape
-    padded = -(-rows // MULTIPLE) * MULTIPLE
-    codes = torch.empty((cols, padded), dtype=ELEMENTS[element], device=g.device)
+    codes = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=ELEMENTS[element], device=g.device)
     scales = torch.empty((cols, 1), dtype=torch.float32, device=g.device)
-    bits = torch.zeros(cols, dtype=torch.int32, device=g.device)
-    num_tiles, num_cols = triton.cdiv(rows, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
-    tiles = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS, "num_warps": NUM_WARPS}
-    parts = min(num_tiles, max(PARTS, 2048 // num_cols))
-    largest_kernel[num_cols, parts](g, s, bits, rows, cols, g.stride(0), num_tiles, **tiles)
-    grid = triton.cdiv(padded, TILE_ROWS), num_cols
-    columns_kernel[grid](g, s, bits, codes, scales, rows, cols, g.stride(0), padded, **_constants(element), **tiles)
+    column_quantizer(rows, cols, g.stride(0), element)(g, s, codes, scales)
     return codes, scales
+
+
+@final
+class ColumnQuantizer:
+    """Quantizes the columns of matrices of one size: `self(g, s, codes, scales)` writes the last two."""
+
+    def __init__(self, rows: int, cols: int, stride: int, element: str) -> None:
+        num_tiles, num_cols = triton.cdiv(rows, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
+        padded, num_parts = -(-rows // MULTIPLE) * MULTIPLE, min(num_tiles, max(PARTS, 2048 // num_cols))
+        first = Launch(largest_kernel, num_cols * num_parts, (rows, cols, stride, num_tiles, num_parts), {**TILES, "num_warps": 2})
+        num_tiles = triton.cdiv(padded, TILE_ROWS)
+        second = Launch(
+            columns_kernel,
+            num_cols * num_tiles,
+            (rows, cols, stride, padded, num_tiles),
+            {**_constants(element), **TILES, "num_warps": 4},
+        )
+        self._cols, self._direct = cols, Direct([first, second])
+
+    def __call__(self, g: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Launch both passes."""
+        bits = torch.zeros(self._cols, dtype=torch.int32, device=g.device)
+        key, pointers = (g.get_device(), g.dtype, s.dtype), (g, s, bits, codes, scales)
+        addresses = tuple(tensor.data_ptr() for tensor in pointers)
+        if not self._direct.run(key, addresses[0] | addresses[1], addresses):
+            self._direct.launch(key, pointers)
+
+
+column_quantizer = lru_cache(maxsize=4096)(ColumnQuantizer)
 
 
 def transposed(codes: Tensor) -> Tensor:
     """The transpose of codes, with zeros up to a multiple of 16 columns."""
     codes, (rows, cols) = codes.contiguous(), codes.shape
-    padded = -(-rows // MULTIPLE) * MULTIPLE
-    out = torch.empty((cols, padded), dtype=codes.dtype, device=codes.device)
-    grid = triton.cdiv(padded, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
-    tiles = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS, "num_warps": NUM_WARPS}
-    transpose_kernel[grid](codes.view(torch.int8), out.view(torch.int8), rows, cols, padded, **tiles)
+    out = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=codes.dtype, device=codes.device)
+    transposer(rows, cols)(codes, out)
     return out
+
+
+@final
+class Transposer:
+    """Transposes the bytes of matrices of one size: `self(codes, out)` writes `out`."""
+
+    def __init__(self, rows: int, cols: int) -> None:
+        padded = -(-rows // MULTIPLE) * MULTIPLE
+        num_tiles = triton.cdiv(padded, TILE_ROWS)
+        sizes = (rows, cols, padded, num_tiles)
+        self._direct = Direct(
+            [Launch(transpose_kernel, triton.cdiv(cols, TILE_COLS) * num_tiles, sizes, {**TILES, "num_warps": 4})]
+        )
+
+    def __call__(self, codes: Tensor, out: Tensor) -> None:
+        """Launch the kernel."""
+        key, addresses = (codes.get_device(), torch.int8, torch.int8), (codes.data_ptr(), out.data_ptr())
+        if not self._direct.run(key, addresses[0] | addresses[1], addresses):
+            self._direct.launch(key, (codes.view(torch.int8), out.view(torch.int8)))
+
+
+transposer = lru_cache(maxsize=4096)(Transposer)

@@ -23,7 +23,7 @@ import gc
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from zlib import crc32
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch.compile_utils import fx_graph_cse
@@ -38,6 +39,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
 
 from paredown.autograd.graph import tensors_in
 from paredown.autograd.operations import Use
@@ -75,6 +77,7 @@ from paredown.session.compiled.graph_slots import (
     slot_of,
 )
 from paredown.session.compiled.kernel_order import ByLastOperation
+from paredown.session.compiled.kernel_shapes import RowsInRegisters
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.session.compiled.recomputed_tensors import (
@@ -355,8 +358,13 @@ def collection_paused() -> Generator[None]:
 
 def compile_kernels(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
     """Return a forward or backward graph compiled by Inductor; AOTAutograd calls it for backward when backward first runs."""
-    with collection_paused():
+    with collection_paused(), _row_choices():
         return compile_fx_inner(gm, inputs, **options)
+
+
+def _row_choices() -> AbstractContextManager[Any]:
+    """Return a context in which Inductor holds rows in registers; if the user has chosen a class of choices, one that changes nothing."""
+    return nullcontext() if inductor_config.inductor_choices_class is not None else V.set_choices_handler(RowsInRegisters())
 
 
 @contextmanager

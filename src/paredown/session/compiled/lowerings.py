@@ -40,15 +40,18 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from paredown.codec import graph_ops
+from paredown.codec import backend, graph_ops
 from paredown.codec.graph_codec import lanes_per_block
+from paredown.codec.products import ELEMENTS, MULTIPLE
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 
 SCALES = ("fp32", "bf16")  # of formats that `paredown::decode` stands for
 OPERATOR = torch.ops.paredown.encode.default
-TRANSPOSED = torch.ops.paredown.transposed_codes.default
-_through_dispatcher, _transposed = (fallback_handler(operation, add_to_fallback_set=False) for operation in (OPERATOR, TRANSPOSED))
+COLUMNS, TRANSPOSED = torch.ops.paredown.quantize_columns.default, torch.ops.paredown.transposed_codes.default
+_through_dispatcher = {
+    operation: fallback_handler(operation, add_to_fallback_set=False) for operation in (OPERATOR, COLUMNS, TRANSPOSED)
+}
 
 
 # --- decode ---------------------------------------------------------------------------------------------------------------------------
@@ -150,32 +153,92 @@ def encoder(*arguments: Any) -> Callable[..., None]:
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def encode(x: Any, step: Any, *options: Any) -> Any:
     """Return the lowering of `paredown::encode`: [codes, scales] or [codes, scales, minimums]."""
-    numel = x.get_size()[0]
-    if V.graph.cpp_wrapper or not getattr(numel, "is_Integer", isinstance(numel, int)):
-        return _through_dispatcher(x, step, *options)
-    device, kinds = x.get_device(), graph_ops.part_kinds(int(numel), *options[:3])
-    parts = [empty_strided([count], [1], dtype=dtype, device=device) for count, dtype in kinds]
+    if not _is_known(x.get_size()[:1]):
+        return _through_dispatcher[OPERATOR](x, step, *options)
+    numel, device = int(x.get_size()[0]), x.get_device()
+    parts = [_empty(device, dtype, count) for count, dtype in graph_ops.part_kinds(numel, *options[:3])]
     source = ExternKernel.require_stride1(ExternKernel.realize_input(x))
-    EncodeCall((int(numel), device.type == "cuda", *options), [source, step, *parts])
+    KernelCall("encoder", (numel, device.type == "cuda", *options), [source, step], parts)
     return parts
 
 
-@final
-class EncodeCall(ExternKernel):
-    """The node of Inductor that calls an `encoder` on [x, step, codes, scales, (minimums)] and writes all but the first two."""
+# --- products of 8-bit codes ----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, arguments: tuple[Any, ...], tensors: list[Any]) -> None:
-        self.arguments, self.device = arguments, tensors[0].get_device()
-        inputs = self.unwrap_storage([self.realize_input(tensor) for tensor in tensors])
-        super().__init__(None, NoneLayout(device=self.device), inputs)
-        self.mutation_outputs = [MutationOutput(NoneLayout(device=self.device), part, self) for part in tensors[2:]]
+
+def column_quantizer(*sizes: Any) -> Callable[..., None]:
+    """Return a function f(g, factors, codes, scales) that writes the last two; `sizes`: rows, columns, stride of rows, element."""
+    kernels = backend.find_kernels()
+    assert kernels is not None
+    return kernels.column_quantizer(*sizes)
+
+
+def transposer(rows: int, columns: int) -> Callable[..., None]:
+    """Return a function f(codes, out) that writes the transpose to `out`."""
+    kernels = backend.find_kernels()
+    assert kernels is not None
+    return kernels.transposer(rows, columns)
+
+
+def _has_kernels(x: Any) -> bool:
+    return _is_known(x.get_size()) and x.get_device().type == "cuda" and backend.find_kernels() is not None
+
+
+@register_lowering(COLUMNS, type_promotion_kind=None)
+def quantize_columns(g: Any, factors: Any, element: str) -> Any:
+    """Return the lowering of `paredown::quantize_columns`: [codes, scales]. On a CPU it is decomposed before."""
+    if not _has_kernels(g):
+        return _through_dispatcher[COLUMNS](g, factors, element)
+    (rows, columns), device = map(int, g.get_size()), g.get_device()
+    padded = -(-rows // MULTIPLE) * MULTIPLE
+    parts = [_empty(device, ELEMENTS[element], columns, padded), _empty(device, torch.float32, columns, 1)]
+    inputs = [ExternKernel.require_contiguous(ExternKernel.realize_input(x)) for x in (g, factors)]
+    KernelCall("column_quantizer", (rows, columns, columns, element), inputs, parts)
+    return parts
+
+
+@register_lowering(TRANSPOSED, type_promotion_kind=None)
+def transposed_codes(codes: Any) -> Any:
+    """Return the call that `call_transposes` inserted.
+
+    Torch 2.13 would not make the call by itself, because the operation has a decomposition too.
+    """
+    source = ExternKernel.require_contiguous(ExternKernel.realize_input(codes))
+    if not _has_kernels(codes):
+        return _through_dispatcher[TRANSPOSED](source)
+    rows, columns = map(int, codes.get_size())
+    out = _empty(codes.get_device(), codes.get_dtype(), columns, -(-rows // MULTIPLE) * MULTIPLE)
+    KernelCall("transposer", (rows, columns), [source], [out])
+    return out
+
+
+# --- calls of kernels -----------------------------------------------------------------------------------------------------------------
+
+
+def _is_known(sizes: Sequence[Any]) -> bool:
+    """Return whether a kernel can be called directly: sizes are numbers, and the wrapper is Python."""
+    return not V.graph.cpp_wrapper and all(getattr(size, "is_Integer", isinstance(size, int)) for size in sizes)
+
+
+def _empty(device: Any, dtype: torch.dtype, *size: int) -> Any:
+    return empty_strided(list(size), [prod(size[i + 1 :]) for i in range(len(size))], dtype=dtype, device=device)
+
+
+@final
+class KernelCall(ExternKernel):
+    """The node of Inductor that calls `make(*arguments)`, a function of this module, on `inputs` and on `outputs`, which it writes."""
+
+    def __init__(self, make: str, arguments: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> None:
+        self.make, self.arguments, self.device = make, arguments, outputs[0].get_device()
+        tensors = self.unwrap_storage([self.realize_input(tensor) for tensor in (*inputs, *outputs)])
+        super().__init__(None, NoneLayout(device=self.device), tensors)
+        self.mutation_outputs = [MutationOutput(NoneLayout(device=self.device), out, self) for out in tensors[len(inputs) :]]
         V.graph.register_operation(self)
 
     def codegen(self, wrapper: Any) -> None:
         """Write the call into the code; for equal arguments, import and definition of the called function are written once."""
-        name = f"paredown_encode_{crc32(repr(self.arguments).encode()):08x}"
-        wrapper.add_import_once(f"from {__name__} import encoder")
-        wrapper.add_import_once(f"{name} = encoder{self.arguments!r}")
+        name = f"paredown_{self.make}_{crc32(repr(self.arguments).encode()):08x}"
+        wrapper.add_import_once(f"from {__name__} import {self.make}")
+        wrapper.add_import_once(f"{name} = {self.make}{self.arguments!r}")
         tensors = ", ".join(tensor.codegen_reference() for tensor in self.inputs)
         wrapper.writeline(f"{name}({tensors})")
 
@@ -194,15 +257,3 @@ class EncodeCall(ExternKernel):
     def get_unbacked_symbol_defs(self) -> OrderedSet[Any]:
         """Return the empty set: all sizes are known."""
         return OrderedSet()
-
-
-# --- transposed codes -----------------------------------------------------------------------------------------------------------------
-
-
-@register_lowering(TRANSPOSED, type_promotion_kind=None)
-def transposed_codes(codes: Any) -> Any:
-    """Return the call of the operation that `call_transposes` inserted.
-
-    Torch 2.13 would not make the call by itself, because the operation has a decomposition too.
-    """
-    return _transposed(ExternKernel.require_contiguous(codes))
