@@ -102,7 +102,7 @@ def test_checkpointed_layers_have_the_same_gradients(monkeypatch: pytest.MonkeyP
     names = [name for name, _ in model.named_parameters()]
     differ = {name for name, a, b in zip(names, first, second, strict=True) if not torch.equal(a, b)}
     assert differ <= {"fc.weight"}, "the input of fc is one of the smallest tensors, which stay unmodified from the second pass on"
-    for one in later:  # the last ones are replayed
+    for one in later:
         assert all(torch.equal(a, b) for a, b in zip(second, one, strict=True)), "also where the inside is passed over"
 
 

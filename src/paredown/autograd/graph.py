@@ -103,7 +103,6 @@ class Pass:
     seen: set[int] = field(default_factory=set)
     unreached: int = 0  # nodes created so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
-    called: list[str] = field(default_factory=list)  # path of the module at each call so far
     over: nn.Module | None = None  # the running module whose inside is not followed; None if there is none
     is_repeated: bool = False  # whether `over` is a checkpointed layer; its calls inside are only counted
     # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
@@ -115,9 +114,6 @@ class Pass:
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of the branch's arguments, which another thread created
     saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
-    recording: Any = None  # `repeated_passes.Recording`; None if the pass cannot be replayed
-    replay: Any = None  # `repeated_passes.Replay` of an earlier pass
-    is_unsure: bool = False  # whether some running modules are not in `calls`, so that nodes of `calls[0]` may be theirs
     parts: Any = None  # `graph_parts.KnownParts` of passes that enter through the same module
     entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
     depth: int = 0  # running calls of `entrance`

@@ -73,29 +73,6 @@ class GraphPart:
         places = {number: index for index, number in enumerate(order)}
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
-    def keeping(self, kept: Sequence[bool]) -> GraphPart:
-        """Return a part with those saved tensors for which `kept` is True; `kept` has one value for each tensor."""
-        trails = [trail for trail, is_kept in zip(self.trails, kept, strict=True) if is_kept]
-        needed = {trail.node_index for trail in trails}
-        steps: list[tuple[int, list[tuple[int, str, int]]]] = []  # the walk with the index of each node behind
-        end = len(self.roots)
-        for index, behind in self.walk:
-            steps.append((index, [(edge, name, end + i) for i, (edge, name) in enumerate(behind)]))
-            end += len(behind)
-        for index, behind in reversed(steps):
-            if any(after in needed for _, _, after in behind):
-                needed.add(index)
-        order = [index for index in range(len(self.roots)) if index in needed]
-        roots = tuple(self.roots[index] for index in order)
-        walk: list[tuple[int, tuple[tuple[int, str], ...]]] = []
-        for index, behind in steps:
-            left = [(edge, name, after) for edge, name, after in behind if after in needed]
-            if left:
-                walk.append((order.index(index), tuple((edge, name) for edge, name, _ in left)))
-                order.extend(after for _, _, after in left)
-        places = {index: place for place, index in enumerate(order)}
-        return GraphPart(roots, walk, [trail._replace(node_index=places[trail.node_index]) for trail in trails])
-
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
         """Read the same part of a later graph: return (description, node, handle, tensor) of each saved tensor, or None if a node differs.
 
@@ -302,30 +279,20 @@ class KnownParts:
         self.calls: dict[str, CallCache] = {}  # by the path of a call
         self.segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
 
-    def clear(self) -> None:
-        """Forget all parts, so that the next pass is read by searching autograd's graph."""
-        self.calls.clear()
-        self.segments.clear()
-
     def keep(
         self, current: Pass, start: tuple[tuple[int, ...], list[dict[str, int]]], found: Report, values: Any, kind: PartKind
-    ) -> GraphPart | None:
-        """Store the part that was read from `values` for later passes, and return it; None if it cannot be found there again.
+    ) -> None:
+        """Store the part that was read from `values` for later passes, unless it cannot be found there again.
 
         `start`: the moment of the pass before it was read (`point_of`), with the counts of the running calls. `kind`: whether the part is a
         call, or lies before or between calls.
         """
         innermost = current.calls[-1]
         if kind == "call":
-            if not found[0] or not isinstance(values, Tensor):
-                return None
-            cache = CallCache.of(innermost, found, values)
-            if cache is None:
+            cache = CallCache.of(innermost, found, values) if found[0] and isinstance(values, Tensor) else None
+            if cache is not None:
+                self.calls[innermost.path] = cache
+            elif found[0]:
                 self.calls.pop(innermost.path, None)
-                return None
-            self.calls[innermost.path] = cache
-            return cache.part
-        if current.hidden is not None or not is_plain(dict(found[0]), found[1]):
-            return None
-        segment = self.segments[innermost.path, kind == "before"] = Segment.of(*start, current, found, values)
-        return segment.part
+        elif current.hidden is None and is_plain(dict(found[0]), found[1]):
+            self.segments[innermost.path, kind == "before"] = Segment.of(*start, current, found, values)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -62,42 +60,15 @@ def num_running(module: nn.Module) -> int:
     return count
 
 
-class HookPlace:
-    """The position of a registered hook among those of its module, so that the hook can be removed for a time and put back."""
+def call_always(module: nn.Module, handle: Any, *, is_on: bool) -> None:
+    """Set whether a forward hook of `module` is also called after a forward that raised; its output is None then.
 
-    __slots__ = ("_before", "_hooks", "_id", "hook")
-
-    def __init__(self, handle: Any) -> None:
-        """Find the position of the hook that `handle` removes.
-
-        `register_forward_hook` or `register_forward_pre_hook` returned the handle.
-        """
-        hooks = handle.hooks_dict_ref()
-        self._hooks: OrderedDict[int, Any] = hooks
-        self._id: int = handle.id
-        self.hook: Hook = hooks[handle.id]
-        self._before: frozenset[int] = frozenset()  # hooks before it, when it was taken out
-
-    def call_always(self, module: nn.Module, *, is_on: bool) -> None:
-        """Set whether this forward hook of `module` is also called after a forward that raised; its output is None then."""
-        always: dict[int, bool] = module._forward_hooks_always_called
-        always[self._id] = True
-        if not is_on:
-            del always[self._id]
-
-    def take_out(self) -> None:
-        """Remove the hook from its module, if it is registered."""
-        if self._id in self._hooks:
-            self._before = frozenset(takewhile(lambda other: other != self._id, self._hooks))
-            del self._hooks[self._id]
-
-    def put_back(self) -> None:
-        """Register the hook again, after the hooks that were before it."""
-        if self._id not in self._hooks:
-            self._hooks[self._id] = self.hook
-            for other in list(self._hooks):
-                if other != self._id and other not in self._before:
-                    self._hooks.move_to_end(other)
+    `register_forward_hook` returned the handle.
+    """
+    always: dict[int, bool] = module._forward_hooks_always_called
+    always[handle.id] = True
+    if not is_on:
+        del always[handle.id]
 
 
 class Handle(Protocol):

@@ -35,13 +35,14 @@ from torch import Tensor, nn
 from paredown.autograd.checkpoints import HiddenLayer, running_checkpoint
 from paredown.autograd.graph import ModuleCall, Pass, Saved, is_around, is_plain_leaf, next_number, passed_over, tensors_in
 from paredown.autograd.graph_parts import KnownParts, needs_of
-from paredown.autograd.hooks import Hook, HookPlace, num_running, patched_attributes
-from paredown.autograd.pass_chains import Between, PassChain, likely_entrances
-from paredown.autograd.repeated_passes import Receiver, Replays
-from paredown.autograd.saved_reports import SavedReports
+from paredown.autograd.hooks import Hook, call_always, num_running, patched_attributes
+from paredown.autograd.pass_chains import Between, PassChain
+from paredown.autograd.saved_reports import SavedAgain, SavedReports
 from paredown.autograd.second_passes import ReentrantSaves, Store, running_backward, top_default_hooks
 
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+
+BeginInside = Callable[[list[Tensor], set[int]], None]
 
 
 @final
@@ -76,11 +77,9 @@ class Watch(SavedReports):
         self.entrance = model  # module whose call began the last pass
         self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
         self._handles: dict[nn.Module, list[Any]] = {}
-        self._hook_places: dict[nn.Module, tuple[HookPlace, HookPlace]] = {}  # hooks of modules inside of the model
-        self.replays = Replays(self._report_nodes)
         self.follows_submodules = False  # set by `follow_submodules`
         # called when a module's call begins a pass, with its arguments that earlier passes produced, and storages of these passes' outputs
-        self.on_begin_inside: Callable[[list[Tensor], set[int]], None] | None = None
+        self.on_begin_inside: BeginInside | None = None
         self._root_hook = Hook()
         self._known_entrances = set[nn.Module]()  # entrances of passes of which the first has ended
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
@@ -108,8 +107,6 @@ class Watch(SavedReports):
         before = module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root)
         after = module.register_forward_hook(hooks[1], always_call=is_root)
         self._handles[module] = [before, after]
-        if not is_root:
-            self._hook_places[module] = HookPlace(before), HookPlace(after)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -128,21 +125,26 @@ class Watch(SavedReports):
         self._remove(list(found))
         self._called = {True: set(), False: set()}
 
-    def follow_for(self, receiver: Receiver, *, passed_over: frozenset[nn.Module], on_recomputation: Callable[[], Store]) -> None:
-        """Follow passes that enter through any module, for a session's `receiver`.
+    def follow_for(
+        self,
+        on_saved_again: SavedAgain,
+        on_begin_inside: BeginInside,
+        *,
+        passed_over: frozenset[nn.Module],
+        on_recomputation: Callable[[], Store],
+    ) -> None:
+        """Follow passes that enter through any module.
 
-        Its `save_again` gets tensors in places of earlier passes. `passed_over`: modules that the session checkpoints. `on_recomputation`
-        begins the second pass of layers that the model checkpoints itself.
+        `passed_over`: modules that a session checkpoints. `on_recomputation` begins the second pass of layers that the model checkpoints
+        itself.
         """
-        self.on_saved_again, self.on_begin_inside = receiver.save_again, receiver.begin_inside
-        self.replays.report_to(receiver)
-        self.passed_over = passed_over
+        self.on_saved_again, self.on_begin_inside, self.passed_over = on_saved_again, on_begin_inside, passed_over
         self.checkpoints.store_by(on_recomputation)
         self.follow_submodules()
 
     def follow_submodules(self) -> None:
         """Also follow passes that begin with a call of a module inside of the model, such as model.encoder(x)."""
-        self.follows_submodules, self.replays.entrances = True, likely_entrances(self.model)
+        self.follows_submodules = True
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -168,12 +170,9 @@ class Watch(SavedReports):
     def _forget(self) -> None:
         """Forget how earlier passes were read, so that the next pass is read by searching autograd's graph."""
         self._parts = {self.model: KnownParts()}
-        self.replays.clear()
 
     def _remove(self, modules: list[nn.Module]) -> None:
-        self.replays.put_back()
         for module in modules:
-            self._hook_places.pop(module, None)
             for handle in self._handles.pop(module):
                 handle.remove()
 
@@ -204,11 +203,8 @@ class Watch(SavedReports):
         held = between.held if between is not None else frozenset(t.untyped_storage()._cdata for t in arguments)
         self._running.current = current = Pass(held, self._paths, [ModuleCall(self.model, path, is_plain_leaf, next_number())])
         current.parts = self._parts.setdefault(entrance, KnownParts())
-        current.checkpoints.add(checkpoint := running_checkpoint())  # a checkpoint around the model: the caller holds its inputs
-        is_plain = checkpoint is None and top_default_hooks(True) is None and not self.collects_small and self.on_saved_again
-        is_held = () if between is None else tuple([not any(t is made for made in between.arguments) for t in arguments])
-        key = self.replays.key(entrance, arguments, is_held, self._paths) if is_plain else None
-        self.replays.begin(current, key, self._passes, self._hook_places)
+        current.checkpoints.add(running_checkpoint())  # a checkpoint around the model: the caller holds its inputs
+        self._passes.append(current)
         if between is not None:
             self._begin_inside(current, between)
         return current
@@ -243,10 +239,7 @@ class Watch(SavedReports):
         try:
             if output is not None:  # None: the forward pass raised
                 del current.calls[1:]
-                if current.replay is None:
-                    self._report_again(current, output)
-                else:
-                    self.replays.read(current, module, args, output)
+                self._report_again(current, output)
         finally:
             self._end_pass(current, output)
 
@@ -255,8 +248,6 @@ class Watch(SavedReports):
         self._running.current = None
         self._passes.remove(current)
         self._on_end(output)
-        if current.recording is not None and output is not None and not (self._passes or self.passed_over or self._unfollowed):
-            self.replays.record(current, output, self._hook_places)
 
     def _end_interrupted(self, called: nn.Module) -> None:
         """End the pass of this thread if, when `called` is called, the module that the pass entered through no longer runs."""
@@ -264,14 +255,13 @@ class Watch(SavedReports):
         entrance = self.model if current is None or current.entrance is None else current.entrance
         if current is None or current.is_branch or num_running(entrance) > (entrance is called):
             return
-        if current.entrance in self._hook_places:
-            self._hook_places[entrance][1].call_always(entrance, is_on=False)
+        if current.entrance in self._handles:
+            call_always(entrance, self._handles[entrance][1], is_on=False)
         self._end_pass(current, None)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         current: Pass | None = getattr(self._running, "current", None)
-        is_usual = current is not None and current.over is None and current.saves is None and current.replay is None
-        if current is None or not is_usual or current.entrance is module:
+        if current is None or current.over is not None or current.saves is not None or current.entrance is module:
             current = self._pass_of(module, args)
             if current is None:
                 return
@@ -279,7 +269,6 @@ class Watch(SavedReports):
             self._note_call(current, module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
-        current.called.append(path)
         path = path if times == 1 else f"{path}@{times}"
         if self._on_enter is not None and current.saves is None:
             self._on_enter(path, args)
@@ -289,7 +278,6 @@ class Watch(SavedReports):
         current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
         current.is_repeated = False
         if top_default_hooks(True) is not None and current.saves is None:
-            current.recording = None
             self.checkpoints.find(current, args)
             # The inside of a checkpointed layer is reported once: hooks of torch.utils.checkpoint hold all that is saved there
             current.is_repeated = call.is_checkpointed and self._min_numel > 0 and path in self.checkpoints.reported
@@ -311,10 +299,6 @@ class Watch(SavedReports):
         if current is not None and current.entrance is module:
             current.depth += 1
         current = current or self._enter_submodule(module, args)
-        if current is not None and current.replay is not None:
-            if module in current.replay.program.called:
-                return None
-            self.replays.stop(current)
         if current is None or current.over is None:
             return current
         if current.is_repeated:  # slots of later calls keep their names
@@ -336,14 +320,13 @@ class Watch(SavedReports):
 
         In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
         """
-        if not self.follows_submodules or not is_grad_enabled() or running_backward() >= 0 or module not in self._hook_places:
+        if not self.follows_submodules or not is_grad_enabled() or running_backward() >= 0 or module not in self._handles:
             return None
         if self.was_compiled or any(is_around(other, module) for other in self._passes) or not self._on_begin():
             return None
         current = self._begin_pass(module, args)
         current.entrance, current.depth = module, 1
-        self.replays.entrances.add(module)
-        self._hook_places[module][1].call_always(module, is_on=True)
+        call_always(module, self._handles[module][1], is_on=True)
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
@@ -356,11 +339,9 @@ class Watch(SavedReports):
                 self._chain().end_pass(output, current.calls[0].first)
                 self._return(current, module, args, output)
                 del current.calls[1:]
-                if current.replay is not None:
-                    self.replays.read(current, self.model, args, output)
         finally:
-            if module in self._hook_places:
-                self._hook_places[module][1].call_always(module, is_on=False)
+            if module in self._handles:
+                call_always(module, self._handles[module][1], is_on=False)
             self._end_pass(current, output)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -372,8 +353,6 @@ class Watch(SavedReports):
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
         """Report the tensors that a call of a module saved, when it returns."""
-        if current.replay is not None:
-            return self.replays.read(current, module, args, output)
         call, over = current.calls[-1], current.over
         cache, tensors = call.cache, None
         if cache is not None and call.module is module and over is None:
@@ -382,9 +361,7 @@ class Watch(SavedReports):
             if over is None or over is module:
                 self._read_call(current, module, args, output)
             return
-        self._report_part(current, cache.part, tensors)
-        if current.recording is not None:
-            current.recording.end_call(current, output)
+        self._report_tensors(current, tensors)
         if call.checkpoint is None and current.hidden is None:
             current.calls.pop()
         else:
@@ -406,9 +383,7 @@ class Watch(SavedReports):
             elif call.cache is None or (tensors := call.cache.read_again(current, call, args, output)) is None:
                 self._report_again(current, output)
             else:
-                self._report_part(current, call.cache.part, tensors)
-            if current.recording is not None:
-                current.recording.end_call(current, output)
+                self._report_tensors(current, tensors)
             self._end_call(current, call, output)
         if current.is_branch and len(calls) == 1:
             self._running.current = None

@@ -136,16 +136,3 @@ def _has_packed_weight(node: Any, name: str) -> bool:
         return name == FROZEN_LINEAR
     raws = [getattr(node, raw_name) for _, raw_name, _ in attributes(name, type(node), False)]
     return any(is_of_weight(raw.unpack_hook) for one in raws for raw in (one if isinstance(one, tuple | list) else (one,)))
-
-
-def likely_entrances(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that code outside of a model's forward probably calls.
-
-    These are the model's children, and those in a ModuleList or ModuleDict. The forward of nn.Sequential calls all its children.
-    """
-    if type(model) is nn.Sequential:
-        return set()
-    found = set[nn.Module]()
-    for child in model.children():
-        found |= likely_entrances(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else {child}
-    return found

@@ -26,7 +26,7 @@ from paredown.autograd.graph import (
     packable_bytes,
     saved_of,
 )
-from paredown.autograd.graph_parts import FoundAgain, GraphPart, point_of
+from paredown.autograd.graph_parts import FoundAgain, point_of
 from paredown.autograd.operations import OperationRow, row_of
 
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -55,23 +55,19 @@ class SavedReports:
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
         key = current.calls[-1].path, before is not None
-        segment = current.parts.segments.get(key) if not (current.is_branch or current.is_unsure) else None
+        segment = current.parts.segments.get(key) if not current.is_branch else None
         tensors = segment.read_again(current, values, before) if segment is not None else None
         if tensors is None or segment is None:
             if current.parts is not None:
                 current.parts.segments.pop(key, None)
             self._report(current, values, before)
         else:
-            self._report_part(current, segment.part, tensors, of_args=before is not None)
-
-    def _report_part(self, current: Pass, part: GraphPart, tensors: list[FoundAgain], *, of_args: bool = False) -> None:
-        if current.recording is not None:
-            current.recording.add(part, tensors, of_args=of_args)
-        if tensors:
             self._report_tensors(current, tensors)
 
     def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
         """Report saved tensors that were found where an earlier pass found its own."""
+        if not tensors:
+            return
         is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
         set_grad_enabled(False)
         try:
@@ -96,13 +92,11 @@ class SavedReports:
         if current.is_branch:
             current.of_threads.update(node for _, node in nodes)
         reported = self._report_nodes(current, nodes) if nodes else []
-        if not self._min_numel or current.is_branch or current.of_threads or current.is_unsure:
+        if not self._min_numel or current.is_branch or current.of_threads:
             return
         is_leaf = current.calls[-1].path.partition("@")[0] in self._leaves
         kind = "before" if before is not None else "call" if is_leaf else "between"
-        part = current.parts.keep(current, (point, counts), (nodes, reported), values, kind)
-        if current.recording is not None:
-            current.recording.add_new(part, (nodes, reported), current, counts, of_args=before is not None)
+        current.parts.keep(current, (point, counts), (nodes, reported), values, kind)
 
     def _report_nodes(self, current: Pass, nodes: list[tuple[int, Any]]) -> list[tuple[int, Saved]]:
         innermost, reported = current.calls[-1], list[tuple[int, Saved]]()
@@ -111,8 +105,6 @@ class SavedReports:
         try:
             for number, node in nodes:
                 call = innermost if innermost.first <= number else next(c for c in reversed(current.calls) if c.first <= number)
-                if current.is_unsure and call is current.calls[0]:
-                    continue
                 reported += [(number, saved) for saved in self._report_node(node, current, call)]
         finally:
             torch._C._set_grad_enabled(is_enabled)

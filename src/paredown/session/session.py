@@ -123,7 +123,8 @@ class Session:
         self._checkpointed = CheckpointedModules(plan, model, lambda: self._tiles.attached())
         self._tiles = TiledModules(plan, model, self._watch, self._checkpointed)
         checkpointed = frozenset(self._checkpointed.modules)
-        self._watch.follow_for(self._activations, passed_over=checkpointed, on_recomputation=SecondPasses(self._activations).begin)
+        begin_second_pass, packed = SecondPasses(self._activations).begin, self._activations
+        self._watch.follow_for(packed.save_again, packed.begin_inside, passed_over=checkpointed, on_recomputation=begin_second_pass)
         self._guard = make_guard(self._activations, self._change) if make_guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled, checkpointed=checkpointed)
         self._unused = unused_rules(plan, model)

@@ -101,7 +101,6 @@ class Activations:
         self._slots: dict[str, SlotDecisions] = {}
         self._plan_number = 0  # of the plan and seed that slots were decided for
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
-        self._restored_left: frozenset[str] = frozenset()  # slots that share their storage with one that is unmodified
         self._local = ThreadState()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
         self._bounds, self._copies = ValueBounds(), DecodedCopies()
@@ -218,15 +217,12 @@ class Activations:
         self._running = [other for other in self._running if other is not storage]
         storage.pack_delayed(pack_mask)
         not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
-        self._local.left = left = not_packed.keys() - storage.needed - storage.produced
         outputs = {t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()}
         if storage.is_inside:
             self._local.outputs.end(storage, outputs)
         storage.unpacked.update(outputs)
         forms, (restored, alive) = storage.forms, storage.restore_held(storage.unpacked)
-        if not storage.is_replayed:
-            self._restored_left = frozenset(forms[key].name for key in restored if key[0] in left)
-        self.restored = self._restored_left.union(forms[key].name for key in restored)
+        self.restored = frozenset(forms[key].name for key in restored)
         unmodified = {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}}
         baseline = storage.baseline_bytes(unmodified)
         if baseline > self.largest.baseline:
@@ -306,18 +302,6 @@ class Activations:
         slot = None if is_input else self._slots.get(seen.name)
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
-    def replay_key(self) -> Any:
-        """Return a number that changes with plan and seed; None if all packed tensors must be reported to `on_packed`."""
-        return self._plan_number if self.on_packed is None and self._plan_number >= 0 else None
-
-    def begin_replay(self) -> None:
-        """Record that the pass in this thread repeats an earlier one, so tensors that stayed unmodified in that one are not reported."""
-        self._current_storage().is_replayed = True
-
-    def is_left(self, storage: int) -> bool:
-        """Return whether the last forward pass of this thread left tensors with this storage unmodified."""
-        return storage in self._local.left
-
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
         """Decide how the saved tensors of a slot are stored."""
         slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
@@ -375,8 +359,6 @@ class Activations:
         if use is Use.EXACT:
             self.not_packed.setdefault(saved.name, saved.reason)
         storage.left[piece.key] = slot.nbytes if use is VALUE else 0
-        if not slot.is_unmodified and slot.use is not Use.EXACT:
-            storage.needed.add(piece.address)
         storage.unpacked[piece.address] = unmodified = piece.tensor
         for form in storage.at_address.get(piece.address, ()):
             form.restore_original(unmodified)
@@ -420,7 +402,7 @@ class Activations:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
         if previous is None:
-            form = None if storage.is_replayed and slot.is_never_recomputed else self._determined(saved, piece, slot, storage)
+            form = self._determined(saved, piece, storage)
             if form is not None:
                 return form
         elif self._keeps_enough(previous, saved):
@@ -456,10 +438,9 @@ class Activations:
         mask.bits, mask.delayed = empty_mask(tensor), None
         return codec.encode(tensor, step, mask.bits)
 
-    def _determined(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm | None:
+    def _determined(self, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> StoredForm | None:
         """Return a form that recomputes the tensor from a stored one, if an operation before the tensor allows that; otherwise None."""
         recomputation = rematerialization_of(piece.tensor)
-        slot.is_never_recomputed = recomputation is None
         while recomputation is not None:
             form = self._recomputed(saved, piece, recomputation, storage)
             if form is not None:
@@ -483,7 +464,6 @@ class Activations:
         steps = decode_steps_of(rematerialization, view, signs, piece, keeps_parameters=not self.is_sharded)
         if steps is None:
             return None
-        storage.needed.update((source.weak_storage, signs.form.weak_storage if signs is not None else 0))
         return RecomputedValues(piece, source, steps)
 
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:

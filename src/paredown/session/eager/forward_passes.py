@@ -43,9 +43,6 @@ class ForwardStorage:
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
     left: dict[Any, int] = field(default_factory=dict)  # key of a piece that could be packed, but is not -> its bytes
     masks: dict[Any, tuple[StoredMask, SlotDecisions]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
-    # storage addresses that later passes report though they are in `unpacked`: values decided that, or others are recomputed from them
-    needed: set[int] = field(default_factory=set)
-    is_replayed: bool = False  # whether tensors that the plan leaves unmodified are not reported (autograd/repeated_passes.py)
     is_inside: bool = False  # whether the pass entered the model through a module inside of it
     produced: set[int] = field(default_factory=set)  # storages that earlier passes produced, and that it got or was made from
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
@@ -174,7 +171,6 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.storage: ForwardStorage | None = None  # of the pass that is running
-        self.left: Collection[int] = ()  # storages that the last pass left unmodified, and that later ones will under the same plan
         self.outputs = PassOutputs()
 
 

@@ -95,7 +95,6 @@ class SlotDecisions:
         self.decision: StorageDecision | None = None
         self.is_unmodified = False  # whether the decision has no format
         self.codec: FlatCodec | None = None
-        self.is_never_recomputed = False  # whether no operation before it was known to determine the tensor, in the last pass
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
         self.by_address = False  # whether `codec` takes the saved tensor itself
         self.is_cuda = tensor.is_cuda

@@ -302,7 +302,7 @@ class PackedModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._is_layer = module, type(module) in LAYERS
-        # finding a node creates another one, and replayed passes count nodes: found once. A graph that holds it as well changes no count
+        # finding a node creates another one, and `Watch` compares numbers of nodes: it is found once
         self.accumulators: Accumulators = {}
         self._known: list[tuple[int, Weight | None]] = []
         self._weights: list[Weight] = []
