@@ -36,7 +36,6 @@ tensor([[1, 2, 3]])
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -103,8 +102,6 @@ def _unpack(packed: Tensor, width: int, cols: int) -> Tensor:
 SMALLEST_SCALE = 2.0**-126
 OCP = "ocp"
 COVER = "cover"
-# codes_of, or a faster function of the same arguments and results
-ToCodes = Callable[[Tensor, Element, Rounding, Overflow, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -368,19 +365,16 @@ def scale_values(parts: PackedParts, format: Format) -> Tensor:
 # --- whole rows -------------------------------------------------------------------------------------------------------
 
 
-def encode_rows(
-    x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
-) -> PackedParts:
+def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None) -> PackedParts:
     """Return `x`, (rows, cols), encoded.
 
-    `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: random bits, one for each value. `to_codes`:
-    another function in place of `codes_of`.
+    `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: random bits, one for each value.
 
     Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
     """
-    format, x, to_codes = encoding.format, x.float(), to_codes or codes_of
+    format, x = encoding.format, x.float()
     if format.block is None:
-        codes, _ = to_codes(x, format.element, encoding.rounding, encoding.overflow, bits)
+        codes, _ = codes_of(x, format.element, encoding.rounding, encoding.overflow, bits)
         return PackedParts(pack_bits(codes, format.element.width))
     tensor_scale = given.tensor_scale if given else None
     if encoding.rule in (COVER, OCP):
@@ -391,7 +385,7 @@ def encode_rows(
     y = scaled(x, parts, encoding)
     if encoding.rule == COVER:  # y exceeds the largest value by rounding error alone
         y = y.clamp(-format.element.max_value if format.element.signed else None, format.element.max_value)
-    codes, unrepresentable = to_codes(y, format.element, encoding.rounding, encoding.overflow, bits)
+    codes, unrepresentable = codes_of(y, format.element, encoding.rounding, encoding.overflow, bits)
     broken = in_blocks((unrepresentable | ~x.isfinite()).float(), format.block, 0.0).amax(2) > 0
     scale = scale_values(parts, format)
     broken = broken | ~scale.isfinite() | (scale < 0)
@@ -430,14 +424,12 @@ def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtyp
     return y.to(dtype)
 
 
-def round_trip_rows(
-    x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
-) -> Tensor:
+def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None) -> Tensor:
     """Return decode(encode(x)). If there is no block, values without a code become NaN or infinite."""
     format = encoding.format
     if format.block:
-        return decode_rows(encode_rows(x, encoding, given, bits, to_codes), format, x.shape[1], x.dtype)
-    codes, unrepresentable = (to_codes or codes_of)(x.float(), format.element, encoding.rounding, encoding.overflow, bits)
+        return decode_rows(encode_rows(x, encoding, given, bits), format, x.shape[1], x.dtype)
+    codes, unrepresentable = codes_of(x.float(), format.element, encoding.rounding, encoding.overflow, bits)
     y = values_of(codes, format.element)
     y = torch.where(unrepresentable, torch.where(x.isnan(), torch.nan, torch.copysign(torch.full_like(y, torch.inf), x.float())), y)
     if x.dtype is torch.float16:

@@ -1,7 +1,7 @@
 """Edits the two graphs of a partitioned joint graph together: saved tensors become codes, comparisons become bits, numbers are measured.
 
-Encode and decode (codec/graph_codec.py) are traced into aten operations, which Inductor fuses into the operations before and after, and
-copied into the graphs; on a GPU encode is the operation `paredown::encode`. They read a tensor in its own memory order.
+Encode is the operation `paredown::encode`; decode (codec/graph_codec.py) is one of ours too, or traced into aten operations, and Inductor
+fuses it into the operations that read the values. They read a tensor in its own memory order.
 """
 
 # pyright: reportPrivateUsage=false
@@ -22,8 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
 from paredown.autograd.operations import MIN_PACKED_NUMEL
-from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
-from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph
+from paredown.codec.graph_codec import decode_in_graph
 from paredown.codec.packed import default_overflow
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
@@ -59,36 +58,23 @@ TOO_MANY_NUMBERS = (
 
 @dataclass(frozen=True)
 class GraphCodec:
-    """How one saved tensor is encoded and decoded in a graph.
+    """How one saved tensor is encoded in a graph, by `paredown::encode`.
 
-    `uses_kernel`: `paredown::encode` encodes it. Inductor would fuse the encoding of 8-bit codes into some kernels that read the same
-    values, but steps of GPT-2, Llama and ViT-B/16 in 8 bits take as long or longer then, and compiling takes 1.9 to 2.0 instead of 1.3 to
-    1.4 times as long as without packing (one H200).
+    Inductor would fuse an encoding of 8-bit codes in aten operations into some kernels that read the same values, but steps of GPT-2, Llama
+    and ViT-B/16 in 8 bits take as long or longer then, and compiling takes 1.9 to 2.0 instead of 1.3 to 1.4 times as long as without
+    packing (one H200).
     """
 
     format: Format
     rounding: Rounding
     seed: int
     tensor_id: int
-    uses_kernel: bool
 
     @property
-    def is_random(self) -> bool:
-        """Whether rounding is stochastic."""
-        return self.rounding is Rounding.STOCHASTIC
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """Format, rounding and overflow as arguments of `paredown::encode`."""
-        return str(self.format), self.rounding.value, default_overflow(self.format).value
-
-    def encode(self, x: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
-        """Return codes, scales and minimums of a flat tensor; `keys`: of stochastic rounding, None for rounding to nearest."""
-        return encode_in_graph(x, self.format, self.rounding, default_overflow(self.format), keys)
-
-    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the flat values that codes, scales and minimums stand for."""
-        return decode_in_graph(parts, self.format, numel, dtype, in_order=self.uses_kernel)
+    def arguments(self) -> tuple[str, str, str, int, int]:
+        """The arguments of `paredown::encode` after its tensors."""
+        overflow = default_overflow(self.format).value
+        return str(self.format), self.rounding.value, overflow, self.seed, self.tensor_id
 
 
 class GraphEditor:
@@ -177,7 +163,9 @@ class GraphEditor:
         if codec.format.block:
             self._scales.add(new[1])
         self._parts[node.name] = parts
-        old.replace_all_uses_with(self._decoded(new, codec, value, min(old.users, key=lambda user: self._order.get(user, 0))))
+        old.replace_all_uses_with(
+            self._decoded(new, codec.format, value, min(old.users, key=lambda user: self._order.get(user, 0)))
+        )
         self.backward.graph.erase_node(old)
         return sum(nbytes_of(part) for part in parts)
 
@@ -224,28 +212,20 @@ class GraphEditor:
     def _encoded(self, flat: fx.Node, codec: GraphCodec) -> list[fx.Node]:
         """Insert the encoding of a flat tensor into the forward graph; return the nodes of codes, scales and minimums."""
         graph = self.forward.graph
-        if codec.uses_kernel:
-            self._int_step = self._int_step or self._insert_traced(graph, "step", lambda s: (s.to(torch.int32),), [self._step])[0]
-            return _call(
-                graph, torch.ops.paredown.encode.default, [flat, self._int_step], (*codec.names, codec.seed, codec.tensor_id)
-            )
-        if not codec.is_random:
-            return self._insert_traced(graph, ("encode", *codec.names), lambda x: codec.encode(x, None), [flat])
-        traced = _trace(lambda step: (keys_in_graph(step, codec.seed, codec.tensor_id),), self._step.meta["val"])
-        keys = _insert(graph, traced, [self._step], _after([flat, self._step]))
-        return self._insert_traced(graph, ("encode", *codec.names), lambda x, keys: codec.encode(x, keys), [flat, *keys])
+        self._int_step = self._int_step or self._insert_traced(graph, "step", lambda s: (s.to(torch.int32),), [self._step])[0]
+        return _call(graph, torch.ops.paredown.encode.default, [flat, self._int_step], codec.arguments)
 
-    def _decoded(self, parts: list[fx.Node], codec: GraphCodec, value: Tensor, before: fx.Node) -> fx.Node:
+    def _decoded(self, parts: list[fx.Node], format: Format, value: Tensor, before: fx.Node) -> fx.Node:
         """Insert the decoding of a tensor with the sizes and strides of `value` into the backward graph; return its node."""
         order = memory_order(value)
         sizes, dims, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
-        if lowers(codec.format, value.numel(), dtype):
-            arguments = (parts, str(codec.format), codec.uses_kernel, dtype, sizes, dims)
+        if lowers(format, value.numel(), dtype):
+            arguments = (parts, str(format), dtype, sizes, dims)
             return _insert_call(self.backward.graph, torch.ops.paredown.decode.default, arguments, before)
         return self._insert_traced(
             self.backward.graph,
-            ("decode", *codec.names, codec.uses_kernel, value.shape, value.stride(), dtype),
-            lambda *p: (codec.decode(p, num_values(value, p[0], codec.format), dtype).reshape(sizes).permute(dims),),
+            ("decode", str(format), value.shape, value.stride(), dtype),
+            lambda *p: (decode_in_graph(p, format, num_values(value, p[0], format), dtype).reshape(sizes).permute(dims),),
             parts,
             before=before,
         )[0]

@@ -43,8 +43,6 @@ from torch._inductor.virtualized import V
 
 from paredown.autograd.graph import tensors_in
 from paredown.autograd.operations import Use
-from paredown.codec import backend
-from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
 from paredown.codec.products import DECOMPOSITIONS
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding
@@ -106,7 +104,6 @@ INLINES = {"realize_opcount_threshold": 64}
 FREES = {"allow_buffer_reuse": False}
 # Inductor reorders the loops of transposed writes so that it can fuse them into reductions along rows, where they are not coalesced.
 KEEPS_LOOPS = {"loop_ordering_after_fusion": False}
-KERNEL_DEVICES = ("cuda",)  # where codes below 8 bits are encoded by `paredown::encode`
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +151,7 @@ class PlanPartitioner(CustomPartitionerFn):
         editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
         editor.save_comparisons({node.name for node, _ in chosen}, report)
         for node, decision in chosen:
-            stored = editor.pack(node, self._codec(decision, node))
+            stored = editor.pack(node, self._codec(decision))
             report.decisions.append(replace(decision, stored_bytes=stored))
         if self.has_guard:
             editor.add_signals([(node, SlotMeasure.of(d, self.seed)) for node, d in chosen if d.format is not None], report)
@@ -228,11 +225,10 @@ class PlanPartitioner(CustomPartitionerFn):
         rounding = assignment.resolved_rounding if same else Rounding.NEAREST_EVEN
         return GraphDecision(slot, assignment.format, format, rounding, reason, numel * value.element_size(), 0)
 
-    def _codec(self, decision: GraphDecision, node: fx.Node) -> GraphCodec:
+    def _codec(self, decision: GraphDecision) -> GraphCodec:
         assert decision.format is not None
         tensor_id = crc32(decision.slot.names[0].encode()) if decision.slot.names else 0
-        has_kernel = node.meta["val"].device.type in KERNEL_DEVICES and backend.find_kernels() is not None
-        return GraphCodec(decision.format, decision.rounding, self.seed, tensor_id, has_kernel)
+        return GraphCodec(decision.format, decision.rounding, self.seed, tensor_id)
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
@@ -412,7 +408,6 @@ def holds_tensors(node: Any) -> bool:
 def _source_hash() -> str:
     folder = Path(__file__).parent
     package = folder.parent.parent
-    others = ("codec/graph_codec.py", "codec/graph_ops.py", "autograd/operations.py")
-    others = ("codec/graph_codec.py", "codec/graph_ops.py", "codec/products.py", "autograd/operations.py")
+    others = ("codec/graph_codec.py", "codec/products.py", "autograd/operations.py")
     files = (*sorted(folder.glob("*.py")), *(package / name for name in others))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

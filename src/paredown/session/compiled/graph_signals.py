@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph, largest_in_graph
+from paredown.codec.graph_codec import decode_in_graph, largest_in_graph
 from paredown.codec.packed import default_overflow
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
@@ -65,10 +65,9 @@ class SlotMeasure:
     def __call__(self, flat: Tensor, step: Tensor, *parts: Tensor) -> Tensor:
         """Return [error, largest] of a tensor that is 1-D in its memory order; `parts`: its codes and scales."""
         exact = sampled(flat, self.format)
-        keys = None
-        if self.rounding is Rounding.STOCHASTIC:
-            keys = keys_in_graph(step, self.seed, crc32(self.slot.names[0].encode()) if self.slot.names else 0)
-        encoded = encode_in_graph(exact, self.format, self.rounding, default_overflow(self.format), keys)
+        tensor_id = crc32(self.slot.names[0].encode()) if self.slot.names else 0
+        names = str(self.format), self.rounding.value, default_overflow(self.format).value
+        encoded = torch.ops.paredown.encode(exact, step.to(torch.int32), *names, self.seed, tensor_id)
         rounded = decode_in_graph(encoded, self.format, exact.shape[0], exact.dtype)
         if self.format.block is None:  # also where Inductor leaves out the cast
             rounded = torch.where(exact.abs() > self.format.element.max_value, inf, rounded)

@@ -1,7 +1,7 @@
 """How Inductor compiles `paredown::encode`, `paredown::decode`, `paredown::unpack_bits` and `paredown::transposed_codes`.
 
 Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
-codec/graph_codec.py:
+codec/reference.py:
 
     decode        code(i) * scale(i // block) + minimum(i // block)
     unpack_bits   (bits(i // 8) >> i % 8) & 1
@@ -9,7 +9,7 @@ codec/graph_codec.py:
 The same arithmetic in aten operations is some twenty nodes for each saved tensor. Inductor visits every node several times, and composes
 the indices of every view: backward of ResNet-50 in 4 bits would have 4,765 nodes, and has 3,231 (2,325 without packing).
 
-Encode is buffers for the parts, and a call of the Triton kernels from the code that Inductor writes:
+Encode is buffers for the parts, and a call of the codec from the code that Inductor writes, here of the Triton kernels:
 
     codes, scales = empty_strided_cuda(...), empty_strided_cuda(...)
     paredown_encode_1f0c(x, step, codes, scales)
@@ -18,7 +18,7 @@ The function is one of this module's `encoder`, and launches compiled kernels, a
 dispatcher the same launch takes two to three times as long on the host, and a step has one for each saved tensor. A kernel that Inductor
 itself launches (torch.library.wrap_triton) would have the same host time; Inductor parses it again for every call, though, to find out
 which tensors it writes to, and compiling takes longer. The arithmetic in aten operations would compile longer still, and its codes differ
-from the reference where Inductor fuses multiply and add (codec/graph_codec.py).
+from the reference where Inductor fuses multiply and add (docs/decisions/036-compiled-loops-on-the-cpu.md).
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
@@ -40,8 +40,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from paredown.codec import backend, graph_ops
-from paredown.codec.graph_codec import lanes_per_block
+from paredown.codec import backend, graph_codec
 from paredown.codec.products import ELEMENTS, MULTIPLE
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
@@ -66,13 +65,13 @@ def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
 
 
 @register_lowering(torch.ops.paredown.decode.default, type_promotion_kind=None)
-def decode(parts: Sequence[Any], format: str, in_order: bool, dtype: torch.dtype, *layout: Any) -> Any:
+def decode(parts: Sequence[Any], format: str, dtype: torch.dtype, *layout: Any) -> Any:
     """Return the decoded values as a pointwise operation, for formats that `lowers` accepts.
 
     `layout`: the sizes in memory order and the dimensions by which they are permuted.
     """
     how = Format.parse(format)
-    code, of_block = _code_loader(parts[0], how, in_order), [part.make_loader() for part in parts[1:]]
+    code, of_block = _code_loader(parts[0], how), [part.make_loader() for part in parts[1:]]
 
     def value(i: Any) -> Any:
         scale, *minimum = (virtualized.ops.to_dtype(load([FloorDiv(i, how.block)]), torch.float32) for load in of_block)
@@ -94,20 +93,17 @@ def unpack_bits(bits: Any, *layout: Any) -> Any:
     return _pointwise(bits, torch.bool, value, *layout)
 
 
-def _code_loader(codes: Any, format: Format, in_order: bool) -> Callable[[Any], Any]:
+def _code_loader(codes: Any, format: Format) -> Callable[[Any], Any]:
     """Return a function from the index of a value to its code, an integer of any width."""
     load, width, is_signed = codes.make_loader(), format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return lambda i: virtualized.ops.to_dtype(load([i]), torch.int8) if is_signed else load([i])
-    assert format.block
-    lanes = 1 if in_order else lanes_per_block(format)
-    part, per_byte = (format.block // lanes, lanes) if lanes > 1 else (1, 8 // width)
+    per_byte = 8 // width
 
     def code(i: Any) -> Any:
-        indices: Any = FloorDiv(i, part * per_byte), ModularIndexing(i, 1, part), ModularIndexing(i, part, per_byte)
-        group, offset, lane = indices
-        place, first_bit = group * part + offset, width * lane
-        word = virtualized.ops.to_dtype(load([place]), torch.int32)
+        lane: Any = ModularIndexing(i, 1, per_byte)
+        first_bit = width * lane
+        word = virtualized.ops.to_dtype(load([FloorDiv(i, per_byte)]), torch.int32)
         if not is_signed:
             return virtualized.ops.bitwise_and(_shifted(word, first_bit), _int((1 << width) - 1))
         highest = virtualized.ops.bitwise_left_shift(word, virtualized.ops.index_expr((32 - width) - first_bit, torch.int32))
@@ -139,12 +135,12 @@ def encoder(*arguments: Any) -> Callable[..., None]:
 
     `arguments`: the number of values, whether they are on a GPU, and the arguments of `paredown::encode` after its tensors.
     """
-    kernels = graph_ops.flat_encoder(*arguments)
+    kernels = graph_codec.flat_encoder(*arguments)
     if kernels is not None:
         return kernels.encode_into
 
     def encode_into(x: Tensor, step: Tensor, *parts: Tensor) -> None:
-        for part, value in zip(parts, graph_ops.encode(x, step, *arguments[2:]), strict=True):
+        for part, value in zip(parts, graph_codec.encode(x, step, *arguments[2:]), strict=True):
             part.copy_(value)
 
     return encode_into
@@ -156,7 +152,7 @@ def encode(x: Any, step: Any, *options: Any) -> Any:
     if not _is_known(x.get_size()[:1]):
         return _through_dispatcher[OPERATOR](x, step, *options)
     numel, device = int(x.get_size()[0]), x.get_device()
-    parts = [_empty(device, dtype, count) for count, dtype in graph_ops.part_kinds(numel, *options[:3])]
+    parts = [_empty(device, dtype, count) for count, dtype in graph_codec.part_kinds(numel, *options[:3])]
     source = ExternKernel.require_stride1(ExternKernel.realize_input(x))
     KernelCall("encoder", (numel, device.type == "cuda", *options), [source, step], parts)
     return parts
