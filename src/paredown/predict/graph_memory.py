@@ -433,7 +433,7 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
     """Return `scratch_bytes`; the cache has an entry for each choice of the constants."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
-    timeline = Timeline(lambda: "", is_cuda=device == "cuda")
+    timeline = Timeline(lambda: "", device=device)
     with fakes.mode, torch.no_grad():
         inputs = [
             torch.empty(shape, dtype=dtype) if shape is not None else None for shape, dtype in (t or (None, None) for t in tensors)

@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from paredown.autograd.operation_kinds import flops_of
 from paredown.plan.trace import VIEW, Operation
-from paredown.predict.fake.device_ops import UNKNOWN_SIZES, WORKSPACES
+from paredown.predict.fake.cpu_workspaces import CPU_WORKSPACES
+from paredown.predict.fake.device_ops import CUDA_WORKSPACES, UNKNOWN_SIZES
 from paredown.roles import Role
 
 DEVICE, DETACH = torch.ops.prim.device.default, torch.ops.aten.detach.default  # these two are not counted as ticks
@@ -44,6 +45,7 @@ BERNOULLI, RANDOM_BITS = (
 # operations beside views that run no kernel
 ALLOCATES = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 WITHOUT_KERNEL = ALLOCATES | {"_unsafe_view"}
+WORKSPACES = {"cuda": CUDA_WORKSPACES, "cpu": CPU_WORKSPACES}
 MOST_ARGUMENTS = 4096  # characters of JSON
 OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -90,12 +92,12 @@ class Allocation:
 class Timeline(TorchDispatchMode):
     """A dispatch mode that records the lifetime of every storage.
 
-    `where` returns the path of the module whose forward is running. If `is_cuda`, workspaces of CUDA operations are recorded too.
+    `where` returns the path of the module whose forward is running. Workspaces of operations on `device` are recorded too.
     """
 
-    def __init__(self, where: Callable[[], str], *, is_cuda: bool = False) -> None:
+    def __init__(self, where: Callable[[], str], *, device: str = "cpu") -> None:
         super().__init__()
-        self._is_cuda = is_cuda
+        self._workspaces = WORKSPACES[device]
         self.current_tick, self.phase, self.last_op, self.last_module = 0, "forward", "", ""
         self.allocations: list[Allocation] = []
         self._operations: dict[Operation, int] = {}  # -> number of calls
@@ -119,8 +121,8 @@ class Timeline(TorchDispatchMode):
             self._record_uses(args)
         self.last_module = module = self.module()
         out = func(*args, **(kwargs or {}))
-        if self._is_cuda and func in WORKSPACES:
-            self._record_workspace(WORKSPACES[func](args, out), module)
+        if func in self._workspaces:
+            self._record_workspace(self._workspaces[func](args, out), module)
         if self._owner is None and func is not DETACH:
             self._record_operation(func, args, kwargs or {}, out, module)
         if func in UNKNOWN_SIZES:

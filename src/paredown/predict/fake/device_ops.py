@@ -412,7 +412,7 @@ def _convolution_backward_workspace(args: Any, _: Any) -> int:
 
 
 # operation -> bytes of its workspace, from its arguments and results
-WORKSPACES: Mapping[Any, Callable[[Any, Any], int]] = {
+CUDA_WORKSPACES: Mapping[Any, Callable[[Any, Any], int]] = {
     torch.ops.aten.sum.dim_IntList: _sum_op_workspace,
     torch.ops.aten.convolution.default: _convolution_workspace,
     torch.ops.aten.convolution_backward.default: _convolution_backward_workspace,

@@ -127,7 +127,7 @@ class FakeStep:
     def __init__(self, model: nn.Module, loss_module: nn.Module, fakes: FakeTensors, device: str) -> None:
         self.model, self.loss_module, self.fakes, self.device = model, loss_module, fakes, device
         self.device_forms = DeviceForms(device, fakes)
-        self.timeline = Timeline(self._where, is_cuda=device == "cuda")
+        self.timeline = Timeline(self._where, device=device)
         self.recorder = Recorder(self.timeline)
         self.module_runs = ModuleRunTimes(model.modules(), lambda: self.timeline.current_tick)
         # from here on new fakes are made for tensors that the model uses and no module registers
