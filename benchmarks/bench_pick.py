@@ -402,7 +402,9 @@ def inside(case: Case, blind: Case, count: int, draw: int) -> tuple[float, float
     means = np.where(np.isfinite(runs), runs, 0.0).sum(axis=1) / np.maximum(num_runs, 1)
     truth = np.minimum((case.truths["smoothed"] if has_names else means)[columns] / unit, WORST)
     runs = np.minimum(runs[columns] / unit, WORST)
-    (low, high), (run_low, run_high) = ([part[rest] for part in band] for band in (estimate.mean_band(), estimate.run_band()))
+    one_run = 1.645 * np.sqrt(estimate.deviations**2 + estimate.noise)
+    bands = estimate.mean_band(), (estimate.means - one_run, estimate.means + one_run)
+    (low, high), (run_low, run_high) = ([part[rest] for part in band] for band in bands)
     half = np.hypot((high - low) / 2, 1.645 * case.noise / unit / np.sqrt(num_runs[columns]))  # the true means are not known better
     is_in = np.isfinite(runs) & (runs >= run_low[:, None] - 1e-9) & (runs <= run_high[:, None] + 1e-9)
     return float(np.mean(np.abs(truth - (low + high) / 2) <= half + 1e-9)), float(is_in.sum() / np.isfinite(runs).sum())

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paredown.study.pick.acquisition import expected_gains, is_settled, propose
-from paredown.study.pick.posterior import Estimate
+from paredown.study.pick.posterior import Estimate, expected_gains, is_settled, propose
 
 NUM_DRAWS = 200_000
 

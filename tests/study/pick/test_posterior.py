@@ -12,8 +12,7 @@ import pytest
 from paredown.errors import BudgetError, PlanError
 from paredown.study.papers.peppp_cross_validation import SETTINGS, Matrices, PickerScores, held_out_tasks, judge
 from paredown.study.papers.peppp_experiment_design import PICKERS, Pooled, TaskKnowledge, luck
-from paredown.study.pick.acquisition import propose_for_margin
-from paredown.study.pick.posterior import ErrorMargin, Estimate, Gaussian, LevelSums, Prior, Run
+from paredown.study.pick.posterior import ErrorMargin, Estimate, Gaussian, LevelSums, Prior, Run, propose_for_margin
 from tests.study.papers.released import needs_matrices, released_trials
 from tests.support.scale import SCALE
 

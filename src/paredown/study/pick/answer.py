@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,17 +41,6 @@ FromZeroOrNone = Annotated[float | None, or_none(FROM_0)]
 def one_of(*names: str) -> Check:
     """Return a check that allows these texts."""
     return Check(names.__contains__, f"one of {', '.join(map(repr, names))}")
-
-
-class TrialTime(NamedTuple):
-    """The step time of a plan: in seconds, and relative to the unmodified step. None means unknown.
-
-    `source` is "measured", "predicted" or "prior", and "" if the step time is unknown.
-    """
-
-    seconds: float | None = None
-    ratio: float | None = None
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,11 +72,6 @@ class Point:
     step_seconds: FromZeroOrNone = None
     step_ratio: FromZeroOrNone = None
     step_source: Annotated[str, one_of("", "measured", "predicted", "prior")] = ""
-
-    @property
-    def step_time(self) -> TrialTime:
-        """The step time of this plan, made of the three fields `step_seconds`, `step_ratio` and `step_source`."""
-        return TrialTime(self.step_seconds, self.step_ratio, self.step_source)
 
     @property
     def needs(self) -> int:
@@ -130,9 +114,7 @@ class Frontier:
             raise BudgetError(self.explain_nothing_fits(budget_bytes))
         nbytes = np.array([point.predicted_bytes for point in fitting], dtype=float)
         return fitting[
-            quickest_of_ties(
-                nbytes, cautious_errors(fitting), comparable_times(point.step_time for point in fitting), self.tie_error
-            )
+            quickest_of_ties(nbytes, cautious_errors(fitting), comparable_times(map(step_times, fitting)), self.tie_error)
         ]
 
     def as_accurate(self, label: str, budget: int | str) -> tuple[Point, ...]:
@@ -179,12 +161,17 @@ def cautious_errors(points: Sequence[Point]) -> Array:
     return at_least_exact(errors, means, np.array([point.plan.quantizes_nothing for point in points], dtype=bool))
 
 
-def comparable_times(times: Iterable[TrialTime]) -> Array:
-    """Return step times that can be compared, (plans,), NaN where unknown.
+def step_times(point: Point) -> tuple[float | None, float | None]:
+    """Return the step time of a point in seconds, and in times of the baseline's."""
+    return point.step_seconds, point.step_ratio
 
-    They are ratios to the baseline if any ratio is known, otherwise seconds.
+
+def comparable_times(times: Iterable[tuple[float | None, float | None]]) -> Array:
+    """Return step times (seconds, ratio to the baseline) that can be compared, (plans,), NaN where unknown.
+
+    They are ratios if any ratio is known, otherwise seconds.
     """
-    seconds, ratios, _ = (np.array(part, dtype=float) for part in zip(*((*time[:2], 0.0) for time in times), strict=True))
+    seconds, ratios = np.array([*times], dtype=float).reshape(-1, 2).T
     return ratios if np.isfinite(ratios).any() else seconds
 
 

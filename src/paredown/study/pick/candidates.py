@@ -1,6 +1,6 @@
 """The candidates of a pick: plans of the prior, presets, and plans that `assign` makes for the budget, with bytes and features.
 
-Plans with equal rules are one candidate. A plan with rules for slots that this step does not have is left out, and counted. A
+Plans with equal rules are one candidate. A plan with rules for slots that this step does not have is left out. A
 column of the prior may be a template (`assignment/assign.py`), from which a plan is made for this step.
 
 Features are numbers that compare plans: for each role how much precision its format loses, and for all roles the missing exponent
@@ -104,7 +104,7 @@ class TaskStep:
         """Return the bytes that the template of a column is made for; 0 for a plan that is the same for every step."""
         if row.plan is not None:
             return 0
-        trace = self._state_trace()  # of which `assign` takes the percentage
+        trace = self.state_trace()  # of which `assign` takes the percentage
         return parse_bytes(PlanTemplate.parse(row.template).budget, whole=peak_of(trace, Plan()))
 
     def assigned(self, budget_bytes: int) -> Plan:
@@ -116,18 +116,14 @@ class TaskStep:
         key = budget_bytes, template.method
         if key not in self._solved:
             try:
-                self._solved[key] = template.make(self._state_trace())
+                self._solved[key] = template.make(self.state_trace())
             except BudgetError as error:
                 self._solved[key] = error
         if isinstance(found := self._solved[key], BudgetError):
             raise found
         return found
 
-    def checkpointed(self, budget_bytes: int) -> Plan:
-        """Return the plan that `assign` makes for a budget if it may use activation checkpointing."""
-        return assign(self._state_trace(), budget_bytes, recompute=True)
-
-    def _state_trace(self) -> Trace:
+    def state_trace(self) -> Trace:
         """Return the trace for plans that may have formats for weights and optimizer state."""
         if self.trace_of is None:
             raise PlanError("plans with a format for each slot need a step that stores them: mode 'store', not a simulated one.")
@@ -138,13 +134,11 @@ class TaskStep:
 class Candidates:
     """All candidates, and the features of the prior's plans.
 
-    `points` (plans of the prior, features) has these features, NaN where unknown. `num_left_out` counts the plans of the prior that cannot
-    be made for this step.
+    `points` (plans of the prior, features) has these features, NaN where unknown.
     """
 
     rows: tuple[CandidatePlan, ...]
     points: Array  # (plans of the prior, features)
-    num_left_out: int = 0
 
     @property
     def columns(self) -> NDArray[np.intp]:
@@ -179,7 +173,7 @@ def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others:
     Templates of larger budgets are left out: their plans do not fit, and `assign` takes most of the time.
     """
     by_key: dict[object, CandidatePlan] = {}
-    num_left_out, budget_bytes = 0, parse_bytes(budget, whole=step.full_bytes)
+    budget_bytes = parse_bytes(budget, whole=step.full_bytes)
     points = np.full((len(prior_data.plans), len(NAMES)), np.nan)
     for column, row in enumerate(prior_data.plans):
         if step.trace_of is not None and step.budget_of(row) > budget_bytes:
@@ -189,14 +183,14 @@ def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others:
             points[column] = candidate.features
             by_key.setdefault(candidate.plan.key, candidate)
         elif row.plan is not None:
-            points[column], num_left_out = features_of(Plan.from_json(row.plan)), num_left_out + 1
+            points[column] = features_of(Plan.from_json(row.plan))
     for label, make in (*_general(step, budget), *((label, lambda plan=plan: plan) for label, plan in others)):
         candidate = _candidate(step, label, make, -1)
         if candidate is not None:
             by_key.setdefault(candidate.plan.key, candidate)
     labels = distinct(candidate.label for candidate in by_key.values())
     rows = tuple(replace(candidate, label=label) for candidate, label in zip(by_key.values(), labels, strict=True))
-    return Candidates(rows, points, num_left_out)
+    return Candidates(rows, points)
 
 
 def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
@@ -207,7 +201,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
     if step.trace_of is not None:
         share, nbytes = say_bytes(budget) if isinstance(budget, int) else budget, parse_bytes(budget, whole=step.full_bytes)
         yield f"assign {share}", lambda: step.assigned(nbytes)
-        yield f"assign {share}, checkpointing", lambda: step.checkpointed(nbytes)
+        yield f"assign {share}, checkpointing", lambda: assign(step.state_trace(), nbytes, recompute=True)
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> CandidatePlan | None:

@@ -2,7 +2,7 @@
 
     candidates and their bytes  ->  posterior of their errors  ->  trials chosen by acquisition  ->  Pareto front and the picked plan
 
-Only plans within the budget are tried. Acquisition chooses the trials that are worth most to the choice (study/pick/acquisition.py); the
+Only plans within the budget are tried. Acquisition chooses the trials that are worth most to the choice (study/pick/posterior.py); the
 last trial runs the plan that is about to be picked, if it was not tried yet. With `evaluations=0` the prior alone decides.
 
 >>> from paredown.study.pick.priors import made_up_prior

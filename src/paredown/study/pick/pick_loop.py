@@ -18,11 +18,20 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, TaskError
 from paredown.plan.plan import Plan
-from paredown.study.pick.acquisition import expected_gains, is_settled, propose, propose_for_margin
-from paredown.study.pick.answer import Frontier, Picked, Point, TrialTime, comparable_times
+from paredown.study.pick.answer import Frontier, Picked, Point, comparable_times
 from paredown.study.pick.candidates import Candidates, TaskStep
 from paredown.study.pick.pareto import undominated
-from paredown.study.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior, Run
+from paredown.study.pick.posterior import (
+    BudgetChoice,
+    ErrorMargin,
+    Estimate,
+    Prior,
+    Run,
+    expected_gains,
+    is_settled,
+    propose,
+    propose_for_margin,
+)
 from paredown.study.pick.reasons import (
     DECIDED,
     UNFINISHED,
@@ -175,32 +184,32 @@ class PickLoop:
         """Return the indices of the plans within the budget that can be trained."""
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
-    def step_times(self) -> list[TrialTime]:
-        """Return the step time of each plan: measured on this device, else predicted, else the median ratio on prior tasks."""
+    def step_times(self) -> list[tuple[float | None, float | None, str]]:
+        """Return the step time of each plan, (seconds, ratio, source): measured on this device, else predicted, else that of prior tasks.
+
+        Of prior tasks it is the median ratio.
+        """
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
         predict = self.predict_seconds or (lambda plan: None)
         baseline = median(baselines) if baselines else predict(Plan())
-        by_plan: dict[int, list[float]] = {}
-        for plan, trial in trials:
-            by_plan.setdefault(plan, []).append(trial.step_seconds or 0.0)
-        times: list[TrialTime] = []
+        times: list[tuple[float | None, float | None, str]] = []
         for i, row in enumerate(self.candidates.rows):
+            measured = [trial.step_seconds or 0.0 for plan, trial in trials if plan == i]
             predicted, ratios = predict(row.plan), self.task_prior.prior_data.step_ratio[:, row.column]
             # a template that checkpoints here may pack there
             is_known = row.column >= 0 and (row.plan.changes_nothing or not row.plan.quantizes_nothing)
             ratios = ratios[np.isfinite(ratios) & is_known]
-            if i in by_plan:
-                seconds = median(by_plan[i])
-                times.append(TrialTime(seconds, seconds / baseline if baseline else None, "measured"))
+            if measured:
+                times.append((median(measured), median(measured) / baseline if baseline else None, "measured"))
             elif predicted is not None:
                 full = predict(Plan()) or baseline
-                times.append(TrialTime(predicted, predicted / full if full else None, "predicted"))
+                times.append((predicted, predicted / full if full else None, "predicted"))
             elif len(ratios):
                 ratio = float(np.median(ratios))
-                times.append(TrialTime(ratio * baseline if baseline else None, ratio, "prior"))
+                times.append((ratio * baseline if baseline else None, ratio, "prior"))
             else:
-                times.append(TrialTime())
+                times.append((None, None, ""))
         return times
 
     # --- trials ------------------------------------------------------------------------------------------------
@@ -247,8 +256,9 @@ class PickLoop:
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
         fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
         best = estimate.best(self.budget_bytes, is_cautious=False).plan  # it may be one that is picked only after a trial
-        times = comparable_times(self.step_times())
-        is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
+        is_least = (
+            best in self._exact and not (estimate.times[fits] < estimate.times[best]).any()
+        )  # no trial finds less error, or a quicker plan
         if best in estimate.tried and (is_least or is_settled(estimate, fits)):
             self.is_settled = True
             return None
@@ -271,7 +281,7 @@ class PickLoop:
     def estimate(self) -> Estimate:
         """Return the posterior of every plan's error, relative to random guessing."""
         estimate = Estimate.after(self.prior, self.needed(), self.runs())
-        return replace(estimate, exact=self._exact, times=comparable_times(self.step_times()))
+        return replace(estimate, exact=self._exact, times=comparable_times(time[:2] for time in self.step_times()))
 
     def margin(self) -> ErrorMargin | None:
         """Return the margin above the baseline's error, relative to random guessing; None if the pick is the plan of least error."""
@@ -314,15 +324,15 @@ class PickLoop:
             f"{self._certainty(estimate, choice, points)} {say_time(frontier, point, self.budget_bytes, is_by_error=is_by_error)}"
         )
         early = "" if not self.is_settled else stopped_early(point) if is_by_error else DECIDED
-        text = AnswerText(answer, point, tuple(self.others), len(self.task_prior.prior_data.tasks))
+        text = AnswerText(answer, point, tuple(self.others), len(self.task_prior.prior_data.tasks), self.unit is not None)
         return replace(
             answer,
             plan=point.plan,
             label=point.label,
             frontier=frontier,
             ties=tuple(points[plan].label for plan in choice.ties),
-            reason=text.reason(certainty, early, [nbytes / self.candidates.memory[plan] for plan, nbytes in self._peaks]),
-            notes=text.notes(self.candidates.num_left_out, has_unit=self.unit is not None),
+            reason=text.reason(certainty, early),
+            notes=text.notes(),
         )
 
     def _certainty(self, estimate: Estimate, choice: BudgetChoice, points: Sequence[Point]) -> str:
@@ -367,9 +377,9 @@ class PickLoop:
                 trains=i not in blocked,
                 num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
                 needed_bytes=int(needed[i]) if needed[i] > row.predicted_bytes else None,
-                step_seconds=times[i].seconds,
-                step_ratio=times[i].ratio,
-                step_source=times[i].source,
+                step_seconds=times[i][0],
+                step_ratio=times[i][1],
+                step_source=times[i][2],
             )
             for i, row in enumerate(rows)
         ]

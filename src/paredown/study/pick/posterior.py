@@ -15,6 +15,15 @@ Student's t distribution: runs that S did not expect, with a misfit of d^2 for k
 >>> posterior.mean.round(1).tolist(), bool(posterior.deviations[1] < 0.05)
 ([0.3, 0.4], True)
 
+Acquisition chooses the plan to try next. A run of plan j with error y moves the mean errors m of all plans by S_j (y - m_j) / (S_jj + v_j),
+so that the error of the picked plan is expected to fall by gain(j) = min m - E min m(y). Trials end when no gain would be noticeable, even
+if a run had no noise.
+
+>>> close = Estimate(np.ones(3), np.array([0.30, 0.31, 0.60]), 1e-4 * np.eye(3), np.full(3, 1e-4))
+>>> gains = expected_gains(close, np.arange(3))
+>>> bool(gains[0] > 1e-4 and gains[2] < 1e-9)
+True
+
 A level is a group of plans that are known to differ by noise alone; they share an entry of m and S. An `Estimate` chooses by these numbers:
 
 >>> errors = np.array([[0.9, 0.5, 0.4], [0.8, 0.4, 0.3], [0.9, 0.6, 0.5]])
@@ -29,7 +38,7 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,7 +49,7 @@ from paredown.errors import BudgetError, PlanError
 from paredown.study.pick.pareto import at_least_exact, cautious, quickest_of_ties
 
 Array = NDArray[np.float64]
-Levels = NDArray[np.intp]
+Indices = NDArray[np.intp]
 NUM_STEPS = 30  # of EM
 FEWEST_TASKS = 8  # from which the noise follows the mean error of a task; from fewer, it is the median
 STRENGTH = 4.0  # weight of the prior of S, in tasks: at least this, and as many as there are more levels than tasks
@@ -49,6 +58,9 @@ NOISE_RUNS = 4.0  # weight of the prior of v, in runs
 SMALLEST = 1e-8  # variance
 AS_ACCURATE = 0.5  # standard deviations of a run: plans whose mean errors differ by this at most are as accurate
 TIE_PROBABILITY = 0.05  # a plan that is better than the chosen one with at least this probability ties with it
+GRID = np.linspace(-4.5, 4.5, 61)  # of a run's error from its mean, in standard deviations
+ODDS = np.exp(-(GRID**2) / 2) / np.exp(-(GRID**2) / 2).sum()
+ENOUGH = 0.1  # standard deviations of a run: a smaller expected gain is not noticeable
 
 
 class Run(NamedTuple):
@@ -71,7 +83,7 @@ class LevelSums:
     weights: Array
 
     @staticmethod
-    def of(errors: Array, levels: Levels, weights: Array | None = None) -> LevelSums:
+    def of(errors: Array, levels: Indices, weights: Array | None = None) -> LevelSums:
         """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` (runs,) is the level of each run."""
         membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
         observed = np.where(np.isfinite(errors), errors, 0.0)
@@ -133,7 +145,7 @@ class Gaussian:
         slope, intercept = self.noise_line
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
-    def given(self, levels: Sequence[int] | Levels, errors: Sequence[float] | Array) -> Posterior:
+    def given(self, levels: Sequence[int] | Indices, errors: Sequence[float] | Array) -> Posterior:
         """Return the posterior after one run of each of `levels`, with these errors."""
         levels = np.asarray(levels, dtype=np.intp)
         if not len(levels):
@@ -194,13 +206,13 @@ class Prior:
     `worst`: the error of a run that diverged. `divergence` (plans,): probabilities.
     """
 
-    levels: Levels
+    levels: Indices
     gaussian: Gaussian
     worst: float = 1.0
     divergence: Array = field(default_factory=lambda: np.zeros(1))
 
     @staticmethod
-    def of(errors: Array, levels: Levels | None = None) -> Prior:
+    def of(errors: Array, levels: Indices | None = None) -> Prior:
         """Return the prior fitted to errors (tasks, plans), NaN where not observed; without `levels`, each plan is a level of its own."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
@@ -278,11 +290,6 @@ class Estimate:
         """Return the bounds of each plan's mean error: `width` standard deviations to each side, by default a 90 % interval."""
         return self.means - width * self.deviations, self.means + width * self.deviations
 
-    def run_band(self, width: float = 1.645) -> tuple[Array, Array]:
-        """Return the bounds of the error of one further run of each plan: those of its mean error, widened by the noise of a run."""
-        half = width * np.sqrt(self.deviations**2 + self.noise)
-        return self.means - half, self.means + half
-
     @property
     def tie_error(self) -> float:
         """The difference of mean errors up to which plans are equally accurate.
@@ -291,7 +298,7 @@ class Estimate:
         """
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
-    def errors(self, plans: NDArray[np.intp], *, is_cautious: bool = True) -> Array:
+    def errors(self, plans: Indices, *, is_cautious: bool = True) -> Array:
         """Return the errors by which `plans` are compared: at least that of exact plans among them, and, if `is_cautious`, with caution.
 
         Caution: if some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
@@ -343,3 +350,63 @@ class Estimate:
         variances = np.diagonal(self.covariance)
         apart = np.sqrt(np.maximum(variances + variances[plan] - 2 * self.covariance[plan], 1e-18))
         return np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in (self.means[plan] - self.means + increase) / apart])
+
+
+# --- acquisition -----------------------------------------------------------------------------------------------------
+
+
+def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True) -> Array:
+    """Return how much a run of each of `plans` is expected to lower the error of the plan that is picked from them.
+
+    `has_noise=False` assumes that a run shows the mean error exactly, which gives an upper bound.
+    """
+    means, covariance = estimate.means[plans], estimate.covariance[np.ix_(plans, plans)]
+    variances = np.diagonal(covariance) + has_noise * estimate.noise[plans]
+    slopes = covariance / np.sqrt(np.maximum(variances, 1e-18))[:, None]  # (plan of the run, plans)
+    after = means + slopes[:, None] * GRID[:, None]  # (plan of the run, its error, plans)
+    return np.maximum(means.min() - after.min(axis=2) @ ODDS, 0.0)
+
+
+def propose(estimate: Estimate, plans: Indices) -> int:
+    """Return the plan of `plans` to try next: the one of the largest expected gain, and among equals the one of least memory."""
+    gains = expected_gains(estimate, plans)
+    best = plans[gains >= gains.max() * (1 - 1e-9)]
+    return int(best[np.argmin(estimate.memory[best])])
+
+
+def is_settled(estimate: Estimate, plans: Indices) -> bool:
+    """Return whether no further trial is worth its cost.
+
+    That is so if knowing the mean error of any of `plans` exactly would not lower the error of the picked plan by a noticeable amount.
+    """
+    noise = float(estimate.noise[plans[estimate.means[plans].argmin()]])
+    return float(expected_gains(estimate, plans, has_noise=False).max()) <= ENOUGH * noise**0.5
+
+
+# --- for the smallest plan within a margin of error ------------------------------------------------------------------
+
+
+def propose_for_margin(
+    estimate: Estimate, margin: ErrorMargin, budget: float, num_runs: Mapping[int, int], *, is_last: bool
+) -> int | None:
+    """Return the plan to measure next in search of the smallest plan within the error margin; None when there is nothing to decide.
+
+    The baseline is measured first. Then come plans smaller than the smallest plan that is known to be within the margin: the next one has
+    the largest product of probability and saved bytes, and the baseline is measured again in turn with these plans. A plan is ruled out
+    when the probability that it is within the margin is 1 - `confidence` or less. `num_runs` counts the runs of each plan so far.
+    The last measurement (`is_last`) is of the plan that is about to be picked.
+    """
+    chances, memory = estimate.within_margin(margin), estimate.memory
+    has_baseline = bool(memory[margin.baseline] <= budget)
+    if has_baseline and not num_runs.get(margin.baseline):
+        return margin.baseline
+    allowed = np.flatnonzero((memory <= budget) & (chances >= margin.confidence))
+    taken = int(allowed[np.argmin(memory[allowed])]) if len(allowed) else None
+    open_plans = np.flatnonzero((memory < (budget if taken is None else memory[taken])) & (chances > 1 - margin.confidence))
+    if taken is not None and not num_runs.get(taken) and (is_last or not len(open_plans)):
+        return taken
+    if not len(open_plans):
+        return None
+    saved = (budget if taken is None else memory[taken]) - memory[open_plans]
+    plan = int(open_plans[np.argmax(chances[open_plans] * saved)])
+    return margin.baseline if has_baseline and num_runs.get(plan, 0) > num_runs[margin.baseline] else plan

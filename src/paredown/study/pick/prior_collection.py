@@ -173,8 +173,8 @@ def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict
         index = (*pair, seed_index[entry.task, trial.seed])
         by_seed["runs"][index] = np.inf if trial.status is Status.DIVERGED else trial.error
         by_seed["memory"][index] = _bytes(entry, mode, folder)
-        by_seed["measured"][index] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
-        by_seed["step_ratio"][index] = np.nan if trial.step_ratio is None else trial.step_ratio
+        by_seed["measured"][index] = trial.measured_peak_bytes  # None becomes NaN
+        by_seed["step_ratio"][index] = trial.step_ratio
         diverged[pair] += trial.status is Status.DIVERGED
         propensity[pair] = max(propensity[pair], entry.propensity)
     memory, measured, step_ratio = (mean_of_seeds(by_seed[word]) for word in ("memory", "measured", "step_ratio"))
@@ -182,14 +182,9 @@ def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict
     full = memory[:, column_of[baseline]] if baseline in column_of else np.full(shape[0], np.nan)
     rows = zip(_distinct_task_rows([row_of_task(text, folder) for text in texts], name), full, strict=True)
     tasks = [replace(row, full_bytes=None if np.isnan(nbytes) else float(nbytes)) for row, nbytes in rows]
-    fields: dict[str, Any] = {
-        "diverged": diverged,
-        "propensity": propensity,
-        "step_ratio": step_ratio,
-        "provenance": provenance_of(entries),
-    }
     runs = _with_diverged(by_seed["runs"], [row.blind for row in tasks])
-    return PriorData(name, mode, tuple(tasks), tuple(plans.values()), runs, memory=memory, measured=measured, **fields)
+    columns, provenance = tuple(plans.values()), provenance_of(entries)
+    return PriorData(name, mode, tuple(tasks), columns, runs, memory, measured, diverged, propensity, step_ratio, provenance)
 
 
 def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:

@@ -8,9 +8,8 @@
     load("file.json")      any file of this format
     known_prior("store")   the shipped priors of this mode and all of the user's own, joined
 
-The user's own priors are in the folder of PAREDOWN_PRIORS, or else in ~/.local/share/paredown/priors. A file is JSON with a
-description of its fields (ABOUT), and is checked when it is read; reading runs no code, needs no torch, and accepts at most
-MOST_BYTES.
+The user's own priors are in the folder of PAREDOWN_PRIORS, or else in ~/.local/share/paredown/priors. A file is JSON, and is checked when
+it is read; reading runs no code, needs no torch, and accepts at most MOST_BYTES.
 
 `made_up_prior` is a synthetic prior in the same form, for tests and examples: more bits give less error, down to a floor for each
 task, and formats of the optimizer cost little. Half of the tasks are of family "cnn", the others of "vit", "gpt" and "mlp".
@@ -51,28 +50,12 @@ FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite numbe
 FromZeroOrNone = Annotated[float | None, or_none(FROM_0)]
 Matrix = tuple[tuple[FromZeroOrNone, ...], ...]
 
-ABOUT = {
-    "about": "what the other fields are",
-    "version": f"of this form of file: {VERSION}",
-    "name, mode": "name of the prior; store: tensors are stored in their formats, simulate: arithmetic is rounded",
-    "tasks": "name, family of the model, data, metric (error: share of wrong answers; loss: cross entropy), number of answers, "
-    "blind: error of random guessing, full_bytes: bytes of the baseline, steps of training, "
-    "source: the prior it came with, text: the task as sweeps name it",
-    "plans": "label; plan: JSON of a Plan, or template: the arguments of assign, which makes a plan for each task; level: plans of one "
-    "level are known to differ by noise alone",
-    "runs": "for each task, for each plan, the errors of its runs, at the index of its seed; null where that seed did not run, [] "
-    "without any run",
-    "memory, measured": "peak bytes, predicted and measured; null where they are not known",
-    "diverged": "number of runs that diverged; they have the error of random guessing",
-    "propensity": "probability that the pair was drawn; null: 1 for all",
-    "step_ratio": "median step time in times of the unmodified step's on the same machine; null where it was not measured, or for all",
-    "provenance": "for each collection: commit, device, versions, dates, sweep",
-}
+ABOUT = "errors of earlier trainings under plans, for paredown's pick; docs/priors.md says what the fields are"
 
 
 @dataclass(frozen=True)
 class PriorFile:
-    """The JSON of a prior, as ABOUT describes its fields."""
+    """The JSON of a prior: the fields of `PriorData`, without those that are as unless given."""
 
     name: str
     mode: Annotated[str, Check(MODES.__contains__, f"one of {', '.join(MODES)}")]
@@ -85,7 +68,7 @@ class PriorFile:
     propensity: Matrix | None = None
     step_ratio: Matrix | None = None
     provenance: tuple[Mapping[str, Any], ...] = ()
-    about: Any = None
+    about: str = ""
 
 
 def load(name: str | os.PathLike[str] = "stored") -> PriorData:

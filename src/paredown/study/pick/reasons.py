@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paredown.sizes import say_bytes
-from paredown.study.pick.acquisition import ENOUGH
-from paredown.study.pick.answer import Frontier, Picked, Point, comparable_times
+from paredown.study.pick.answer import Frontier, Picked, Point, comparable_times, step_times
 from paredown.study.pick.pareto import SAME_TIME
-from paredown.study.pick.posterior import AS_ACCURATE
+from paredown.study.pick.posterior import AS_ACCURATE, ENOUGH
 from paredown.study.tasks.trial import Status, Trial, say_step
 
 NUM_NAMED_TIES = 3  # labels in a reason
@@ -27,25 +26,21 @@ class AnswerText:
     point: Point
     others: tuple[Trial, ...]
     num_tasks: int  # of the prior
+    has_unit: bool  # whether the error of random guessing is known
 
-    def reason(self, certainty: str, early: str, ratios: Sequence[float]) -> str:
-        """Return why this plan is picked: its peak, its expected error, how certain the choice is, and why trials ended early, if so.
-
-        `ratios`: measured over predicted peaks of the trials.
-        """
+    def reason(self, certainty: str, early: str) -> str:
+        """Return why this plan is picked: its peak, its expected error, how certain the choice is, and why trials ended early, if so."""
         answer, point = self.answer, self.point
         share = f"{100 * point.predicted_bytes / max(answer.full_bytes, 1):.0f} % of the baseline"
         peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(answer.budget_bytes)} ({share})"
         error = f"error {point.mean:.4f} +- {point.deviation:.4f} (standard deviation), {self._evidence()}"
-        more = f", {_corrected(point, ratios)}" if point.needs > point.predicted_bytes else ""
+        excess = "measured {}" if point.measured_bytes is not None else "{} with what trials took beyond their prediction"
+        more = f", {excess.format(say_bytes(point.needs))}" if point.needs > point.predicted_bytes else ""
         parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", certainty, early]
         return " ".join(part for part in parts if part)
 
-    def notes(self, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
-        """Return further facts: the cost, failed trials, a measured peak above the budget, plans that were left out.
-
-        `has_unit`: whether the error of random guessing is known.
-        """
+    def notes(self) -> tuple[str, ...]:
+        """Return further facts: the cost, failed trials, a measured peak above the budget, how errors were predicted."""
         point, trials, notes = self.point, self.answer.trials, list[str]()
         if trials:
             seconds = sum(trial.seconds or 0.0 for trial in trials)
@@ -59,9 +54,7 @@ class AnswerText:
             )
         if point.source == "features":
             notes.append("no prior task was trained under it: its error is predicted from similar plans")
-        if num_left_out:
-            notes.append(f"{num_left_out} plans of the prior cannot be made for this step")
-        if not has_unit and all(trial.error is None for trial in (*trials, *self.others)):
+        if not self.has_unit and all(trial.error is None for trial in (*trials, *self.others)):
             notes.append("the error of random guessing is not known in this metric: errors are relative to it")
         return tuple(notes)
 
@@ -72,16 +65,6 @@ class AnswerText:
         trials = f"{after} of its own and {num_others} known before" if num_others else after if num_own else "without a trial"
         measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
         return f"{trials}{measured} and from {num_tasks} prior task{'s' * (num_tasks != 1)} ({self.answer.prior})"
-
-
-def _corrected(point: Point, ratios: Sequence[float]) -> str:
-    """Return a sentence on the peak that counts if trials took more memory than predicted."""
-    if point.measured_bytes is not None:
-        return f"measured {say_bytes(point.needs)}"
-    least, most = (f"{ratio:.2f}" for ratio in (min(ratios, default=1.0), max(ratios, default=1.0)))
-    took = f"{least} times its prediction" if least == most else f"{least} to {most} times their predictions"
-    trials = "the trial" if len(ratios) == 1 else f"{len(ratios)} trials"
-    return f"{say_bytes(point.needs)} with what trials took beyond their prediction ({trials} measured {took})"
 
 
 def say_use_of_trials(gain: float, is_settled: bool) -> str:
@@ -147,7 +130,7 @@ def say_time(frontier: Frontier, point: Point, budget_bytes: int, *, is_by_error
     plans = "1 other plan that fits is" if len(others) == 1 else f"{len(others)} other plans that fit are"
     apart = f"mean errors at most {frontier.tie_error:.4f} apart, {AS_ACCURATE:g} standard deviations of a run"
     head = f"{plans} as accurate as this one ({apart})"
-    own, *times = comparable_times(other.step_time for other in (point, *others))
+    own, *times = comparable_times(map(step_times, (point, *others)))
     known = [time for time in times if time == time]
     if not known:
         return f"{head}; none of them has a known step time, its own is {step}."
