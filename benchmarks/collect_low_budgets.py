@@ -44,18 +44,19 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.study.pick.prior_collection import STATE_FORMATS
 from paredown.study.tasks.evaluate import (
+    NUM_STEPS,
+    MemoryMeter,
+    StepTimer,
     commit,
     curve_of,
     deterministic,
     device_name,
     find_device,
     is_out_of_memory,
-    meter_of,
     seeded,
     versions,
 )
 from paredown.study.tasks.lookup import DATA, find_task, parse_options
-from paredown.study.tasks.measured_time import NUM_STEPS, StepTimer
 from paredown.study.tasks.task import Task
 from paredown.study.tasks.task_trace import trace_task
 from paredown.study.tasks.training import Loop, TrainingSetup, judge, train, with_scores
@@ -141,7 +142,7 @@ def run_trial(job: Mapping[str, Any]) -> Trial:
     setting = TrainingSetup(task, plan, job["seed"], device)
     head = Trial(task.name, plan, job["seed"], Status.DONE, predicted_peak_bytes=job["bytes"])
     head = replace(head, device=device_name(device), versions=versions(), commit=commit())
-    begun, curve, meter = time.perf_counter(), curve_of(task), meter_of(device)
+    begun, curve, meter = time.perf_counter(), curve_of(task), MemoryMeter(device)
     try:
         with seeded(setting), deterministic(device):
             batches = task.data.batches(task.batch, seed=setting.seed, device=device)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 
 from paredown.plan.plan import Plan
-from paredown.study.sweeps.measurement import Measurer
 from paredown.study.tasks.trial import Status, Trial
 
 TASKS_OF_TWINS = 3  # at least, on which both plans ran with an equal seed
@@ -90,18 +89,14 @@ class Row:
         return found
 
 
-@final
 @dataclass
-class Looked(Measurer):
-    """Trials of a task that are looked up in its row."""
+class Looked:
+    """Trials of a task that are looked up in its row; a pick measures by it."""
 
     task: str
     row: Row
     place: dict[object, int]
     draw: int
-
-    def known(self) -> tuple[list[Trial], list[Trial]]:
-        return [], []
 
     def measure(self, plan: Plan, seed: int, progress: Any = None) -> list[Trial]:
         error = self.error(self.place[plan.key], seed)
@@ -135,9 +130,6 @@ class Looked(Measurer):
             return self.row.worst
         noise = self.row.noises[column] * _dice(self.draw, int(self.row.twins[column]), seed)
         return max(0.0, float(self.row.means[column] + lift + noise))
-
-    def close(self) -> None:
-        pass
 
 
 def _dice(*seeds: int) -> float:

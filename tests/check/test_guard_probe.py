@@ -15,7 +15,7 @@ from paredown.errors import ApplyError
 from paredown.plan.footprint import peak_of
 from paredown.roles import Role
 from paredown.session.changes import THE_PROBE
-from paredown.study.tasks.evaluate import CpuMeter
+from paredown.study.tasks.evaluate import MemoryMeter
 from tests.check.test_guards import BATCH, MANY, Loud, Run, traced, weights
 from tests.predict.steps import step_of
 from tests.session.nets import INT4, INT8
@@ -38,7 +38,7 @@ def test_a_probe_takes_no_more_than_foreseen(name: str, num: int) -> None:
     trace = pare.trace_step(model, batch, loss=loss, device="cpu", optimizer="adamw")
     part = tuple(tensor[:num] for tensor in batch)
     pare.probe(model, part, trace, loss=loss, backwards=8)
-    meter = CpuMeter()
+    meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     pare.probe(model, part, trace, loss=loss, backwards=8)
     meter.stop()

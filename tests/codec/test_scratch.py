@@ -13,7 +13,7 @@ from paredown.codec import cpu
 from paredown.codec.packed import encode, encode_flat, round_trip
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed, default_rounding
-from paredown.study.tasks.evaluate import CpuMeter
+from paredown.study.tasks.evaluate import MemoryMeter
 from tests.support.memory import MIB, scratch_bytes
 from tests.support.paths import loops_or_none, no_loops
 
@@ -104,7 +104,7 @@ def test_plans_count_no_scratch_memory(
 
 def allocated(call: Callable[[], Any]) -> tuple[int, Any]:
     """The peak of allocated bytes while `call` runs, and its result."""
-    meter = CpuMeter()
+    meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     result = call()
     meter.stop()

@@ -80,20 +80,16 @@ def answer_json(picked: Picked) -> dict[str, Any]:
 def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
     """Return the record of a file whose name ends in .json, or of a store."""
     if not source.lower().endswith(".json"):
-        return _of_store(source, sweep, title)
+        from paredown.study.report.record import Record
+        from paredown.study.sweeps.store import Store
+
+        with Store(source, may_create=False) as store:
+            return Record.of_store(store, sweep=sweep, title=title)
     value = read_json_file(Path(source))
     try:
         return _of_value(value, title)
     except ParedownError as error:
         raise ReportError(f"{source}: {error}") from None
-
-
-def _of_store(address: str, sweep: str | None, title: str) -> Record:
-    from paredown.study.report.record import Record
-    from paredown.study.report.store_record import open_to_read
-
-    with open_to_read(address) as store:
-        return Record.of_store(store, sweep=sweep, title=title)
 
 
 def _of_value(value: Any, title: str) -> Record:

@@ -36,7 +36,7 @@ from paredown.assignment.assign import assign
 from paredown.cli.application import SubjectOptions
 from paredown.cli.output import BASELINE
 from paredown.errors import PlanError, TaskError, TraceError
-from paredown.integrations.hugging_face_config import CONFIG_BATCH, NAME, find_config, read_config
+from paredown.integrations.hugging_face_config import CONFIG_BATCH, NAME, check_counts, find_config, read_config
 from paredown.loss.output_head import CHUNKED_LOSS
 from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
 from paredown.models.lora import add_lora
@@ -49,7 +49,6 @@ from paredown.plan.trace import Trace
 from paredown.predict.fake.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
 from paredown.predict.trace_step import trace_step
 from paredown.sizes import parse_bytes
-from paredown.study.tasks.config_checks import check_counts
 from paredown.study.tasks.lookup import (
     WITH_FILE,
     WITHOUT_FILE,

@@ -9,7 +9,7 @@ from torch.profiler import profile
 
 from paredown import Plan, evaluate
 from paredown.study.tasks.data import Examples
-from paredown.study.tasks.evaluate import NUM_MEASURED_STEPS, CpuMeter, CudaMeter, meter_of
+from paredown.study.tasks.evaluate import NUM_MEASURED_STEPS, MemoryMeter
 from paredown.study.tasks.task import Task
 
 MIB = 2**20
@@ -17,7 +17,7 @@ MIB = 2**20
 
 def test_tensors_that_come_and_go_on_a_cpu() -> None:
     before = torch.zeros(MIB)  # was there before, and is not counted
-    meter = CpuMeter()
+    meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     first = torch.zeros(2 * MIB, dtype=torch.uint8)
     second = torch.zeros(3 * MIB, dtype=torch.uint8)
@@ -30,7 +30,7 @@ def test_tensors_that_come_and_go_on_a_cpu() -> None:
 
 def test_memory_from_before_that_is_released_meanwhile_does_not_count() -> None:
     before = [torch.zeros(size, dtype=torch.uint8) for size in (10_000, 5 * MIB)]
-    meter = CpuMeter()
+    meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     first = torch.zeros(2 * MIB, dtype=torch.uint8)
     before.clear()
@@ -41,7 +41,7 @@ def test_memory_from_before_that_is_released_meanwhile_does_not_count() -> None:
 
 def test_temporaries_inside_of_operators_are_counted() -> None:
     x = torch.zeros(MIB)
-    meter = CpuMeter()
+    meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     result = x.sort()[0]  # values, indices of 8 bytes each, and scratch
     meter.stop()
@@ -50,7 +50,7 @@ def test_temporaries_inside_of_operators_are_counted() -> None:
 
 
 def test_a_cpu_is_measured_for_some_steps() -> None:
-    meter = CpuMeter()
+    meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     for step in range(1, NUM_MEASURED_STEPS + 3):
         kept = torch.zeros(step * MIB, dtype=torch.uint8)
@@ -63,17 +63,12 @@ def test_a_cpu_is_measured_for_some_steps() -> None:
 
 def test_a_process_that_is_profiled_is_not_measured() -> None:
     with profile(acc_events=True) as own:
-        meter = CpuMeter()
+        meter = MemoryMeter(torch.device("cpu"))
         meter.start()
         torch.zeros(8).add(1)
         meter.stop()
     assert meter.bytes is None
     assert any(event.key == "aten::add" for event in own.key_averages()), "the user's profiler goes on"
-
-
-def test_the_meter_of_a_device() -> None:
-    assert isinstance(meter_of(torch.device("cpu")), CpuMeter)
-    assert isinstance(meter_of(torch.device("cuda:0")), CudaMeter)
 
 
 def convolutions(seed: int) -> nn.Module:
@@ -96,7 +91,7 @@ def test_copies_that_convolutions_make_are_part_of_the_prediction(preset: str) -
 @pytest.mark.gpu
 def test_tensors_that_come_and_go_on_a_gpu() -> None:
     before = torch.zeros(MIB, device="cuda")
-    meter = CudaMeter(torch.device("cuda"))
+    meter = MemoryMeter(torch.device("cuda"))
     meter.start()
     first = torch.zeros(2 * MIB, dtype=torch.uint8, device="cuda")
     second = torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda")

@@ -12,8 +12,7 @@ from paredown import Plan, evaluate
 from paredown.study.sweeps import measurement
 from paredown.study.sweeps.measurement import Runner
 from paredown.study.tasks import evaluate as evaluation
-from paredown.study.tasks.evaluate import baseline_step_seconds
-from paredown.study.tasks.measured_time import FEWEST_STEPS, MOST_STEPS, NUM_WARM_UP, StepTimer
+from paredown.study.tasks.evaluate import FEWEST_STEPS, MOST_STEPS, NUM_WARM_UP, StepTimer, baseline_step_seconds
 from paredown.study.tasks.trial import Status, Trial
 from tests.study.tasks.made import make_task as small_task
 

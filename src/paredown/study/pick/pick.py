@@ -37,7 +37,7 @@ from paredown.study.pick.candidates import TaskStep, candidates
 from paredown.study.pick.pick_loop import PickLoop
 from paredown.study.pick.prior_data import PriorData
 from paredown.study.pick.task_prior import TaskPrior, random_guess_error
-from paredown.study.sweeps.measurement import Runner, TrialCallback, measurer
+from paredown.study.sweeps.measurement import Measurer, Runner, TrialCallback
 from paredown.study.tasks.evaluate import device_name, find_device
 from paredown.study.tasks.lookup import find_task
 from paredown.study.tasks.task import Task
@@ -85,7 +85,7 @@ def pick(
     budget_bytes = parse_bytes(limit, whole=step.full_bytes)
     margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
     sweep = f"pick {budget_bytes} bytes{margin}"  # an interrupted pick continues under this name
-    source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, sweep)
+    source = Measurer(Runner(task, mode, None if device is None else str(torch_device)), store, sweep)
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]

@@ -70,17 +70,17 @@ class StoreSource(RecordSource):
     """A source that makes the record of a store's trials."""
 
     def __init__(self, address: str | PathLike[str], *, sweep: str | None = None) -> None:
-        from paredown.study.report.store_record import open_to_read
+        from paredown.study.sweeps.store import Store
 
-        self._store = open_to_read(str(address), patience_seconds=PATIENCE_SECONDS)
+        self._store = Store(str(address), may_create=False, patience_seconds=PATIENCE_SECONDS)
         self._sweep = sweep
         self._seen: object = None
 
     def read(self) -> Record | None:
         """Return the record if a trial was added, claimed or finished since the last call; otherwise None."""
-        from paredown.study.report.store_record import counts_of
+        from paredown.study.sweeps.status import count
 
-        seen = counts_of(self._store)
+        seen = count(self._store)
         if seen == self._seen:
             return None
         record = Record.of_store(self._store, sweep=self._sweep)

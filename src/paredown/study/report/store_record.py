@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy.exc import SQLAlchemyError
-
-from paredown.errors import ParedownError, ReportError, StoreError
+from paredown.errors import ReportError
 from paredown.study.report.record import Record, run_of
 from paredown.study.report.studies import ReportedProgress
+from paredown.study.sweeps.database import readable
 from paredown.study.sweeps.export import rows
 from paredown.study.sweeps.plan_labels import Labels, distinct_labels
-from paredown.study.sweeps.status import SweepCounts, count
+from paredown.study.sweeps.status import count
 from paredown.study.sweeps.store import RunTimes, Store
 from paredown.study.tasks.trial import Status, Trial
 
 
-def open_to_read(address: str, *, patience_seconds: float = 120.0) -> Store:
-    """Open an existing store and return it; ReportError or StoreError if it is none of paredown's."""
-    with _report_errors():
-        return Store(address, may_create=False, patience_seconds=patience_seconds)
-
-
-def counts_of(store: Store) -> tuple[SweepCounts, ...]:
-    """Return the counts of trials of every sweep, which change whenever the store does."""
-    with _report_errors():
-        return tuple(count(store))
-
-
 def record_of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
     """Return the record of finished trials by task and plan, with counts of the others."""
-    sweeps = counts_of(store)
+    sweeps = count(store)
     shown = [counts for counts in sweeps if sweep is None or counts.sweep == sweep]
     if sweep is not None and not shown:
         raise ReportError(f"the store has no sweep {sweep!r}. It has: {', '.join(counts.sweep for counts in sweeps) or 'none'}.")
     names = ", ".join(counts.sweep for counts in shown)
-    with _report_errors():
+    with readable("a trial"):
         ended = [(row, Trial.from_json(row["trial"])) for row in rows(store, sweep) if row["trial"] is not None]
     finished = [(row, trial) for row, trial in ended if trial.status is not Status.INFEASIBLE]
     labels = Labels(of_tasks=distinct_labels((trial.task, trial.plan, row["label"]) for row, trial in finished))
@@ -65,18 +51,3 @@ def _times(finished: Sequence[Mapping[str, Any]]) -> list[RunTimes]:
             first[row["host"]] = min(first.get(row["host"], row["started_at"] or ""), row["started_at"] or "")
     names = {host: f"host {i}" for i, host in enumerate(sorted(first, key=lambda host: (first[host], host)), 1)}
     return [RunTimes(row["started_at"], row["finished_at"], names.get(row["host"])) for row in finished]
-
-
-@contextmanager
-def _report_errors() -> Generator[None]:
-    """Return a context that turns errors of reading foreign or damaged stores into ReportError."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except ParedownError as error:
-        raise ReportError(f"a trial of the store cannot be read: {error}") from None
-    except SQLAlchemyError as error:
-        raise ReportError(f"the store cannot be shown: {type(error).__name__}, its tables are not those of paredown.") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ReportError("the store cannot be shown: the JSON of a trial in it is damaged.") from None

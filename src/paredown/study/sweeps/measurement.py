@@ -6,11 +6,10 @@ other sweeps of the same task are used from the start.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from paredown.errors import TaskError
 from paredown.plan.plan import Plan
@@ -52,52 +51,21 @@ class Runner:
 MAX_REASON_CHARS = 2000
 
 
-class Measurer(ABC):
-    """Runs trials, and returns those that earlier calls finished."""
-
-    @abstractmethod
-    def known(self) -> tuple[list[Trial], list[Trial]]:
-        """Return the finished trials of an earlier call with the same name, and other finished trials of the same task."""
-
-    @abstractmethod
-    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
-        """Run the trial of this plan and seed; return it, with other trials that were finished since the last call."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the store."""
-
-
-@final
 @dataclass
-class DirectMeasurer(Measurer):
-    """Runs trials without a store."""
+class Measurer:
+    """Runs trials of one task, and returns those that earlier calls finished.
+
+    With the `address` of a store (`paredown[sweeps]`) it runs them as a sweep of it, whose name is `name` and the task's; None: no store.
+    """
 
     runner: Runner
-
-    def known(self) -> tuple[list[Trial], list[Trial]]:
-        """Return no trials: nothing is stored."""
-        return [], []
-
-    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
-        """Run the trial of this plan and seed, and return it."""
-        return [self.runner(plan, seed, progress)]
-
-    def close(self) -> None:
-        """Do nothing: there is no store to release."""
-
-
-@final
-@dataclass
-class StoredMeasurer(Measurer):
-    """Runs trials as a sweep of a store; needs SQLAlchemy (`paredown[sweeps]`)."""
-
-    runner: Runner
-    address: str | Path
-    name: str  # with the task's name, the name of the sweep
-    _store: Any = field(init=False, repr=False)
+    address: str | Path | None
+    name: str
+    _store: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.address is None:
+            return
         try:
             from paredown.study.sweeps.store import Store
         except ModuleNotFoundError as error:
@@ -112,13 +80,17 @@ class StoredMeasurer(Measurer):
         return f"{self.name} {self.runner.task.name}"
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
-        """Return the finished trials of this sweep, and others of the same task, from the store."""
+        """Return the finished trials of an earlier call with the same name, and other finished trials of the same task."""
+        if self._store is None:
+            return [], []
         self._store.reopen(self.sweep, [Status.FAILED, Status.KILLED])
         trials = [(row["sweep"] == self.sweep, Trial.from_json(row["trial"])) for row in self._rows()]
         return [t for is_of_sweep, t in trials if is_of_sweep], [t for is_of_sweep, t in trials if not is_of_sweep]
 
     def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
         """Run the trial of this plan and seed; return it, with other trials of the sweep that were finished meanwhile."""
+        if self._store is None:
+            return [self.runner(plan, seed, progress)]
         from paredown.study.sweeps.engines.engine import InlineEngine
         from paredown.study.sweeps.sweep import DrawnTrial, TrialSettings, TrialSpec
         from paredown.study.sweeps.worker import WorkerOptions, work
@@ -132,7 +104,8 @@ class StoredMeasurer(Measurer):
 
     def close(self) -> None:
         """Close the store."""
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def _run(self, spec: Any, progress: ProgressCallback | None) -> Trial:
         return replace(self.runner(spec.plan, spec.seed, progress), task=spec.task)
@@ -148,11 +121,6 @@ class StoredMeasurer(Measurer):
 
     def _sweep_trials(self) -> dict[str, Trial]:
         return {row["key"]: Trial.from_json(row["trial"]) for row in self._rows(self.sweep)}
-
-
-def measurer(runner: Runner, store: str | Path | None, name: str) -> Measurer:
-    """Return a measurer: with a `store` it resumes the sweep of that name, without one it runs trials directly."""
-    return DirectMeasurer(runner) if store is None else StoredMeasurer(runner, store, name)
 
 
 TrialCallback = Callable[[float, int, str], object]  # trials done, at most this many trials, a sentence

@@ -28,15 +28,16 @@ import subprocess
 import time
 import warnings
 import weakref
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Generator
+from collections import Counter, deque
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, final
+from statistics import median
+from typing import Any
 
 import torch
 from torch import autograd, nn
@@ -47,7 +48,6 @@ from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
 from paredown.study.tasks.lookup import find_task
-from paredown.study.tasks.measured_time import NUM_STEPS, NUM_WARM_UP, StepTimer
 from paredown.study.tasks.task import Task
 from paredown.study.tasks.task_trace import trace_task
 from paredown.study.tasks.training import (
@@ -63,80 +63,53 @@ from paredown.study.tasks.training import (
 from paredown.study.tasks.trial import Status, Trial
 from paredown.version import __version__
 
+NUM_WARM_UP = 3  # steps
+FEWEST_STEPS = 5  # timed steps behind a median
+MOST_STEPS = 200  # the last ones of a long run
+NUM_STEPS = NUM_WARM_UP + 9  # of a run for its step time alone
 NUM_MEASURED_STEPS = NUM_WARM_UP  # on a CPU: the profiler slows steps down, so that they are not timed
 
 
-class Meter(ABC):
-    """Measures peak memory from `start` to `stop`; `bytes` is None where it could not be measured."""
+class MemoryMeter:
+    """Measures peak memory from `start`, before the model is made, to `stop`; `bytes` is None where it could not be measured.
+
+    On CUDA it is torch's count of allocated bytes, less those at the start. On a CPU it is the largest running sum of the bytes that
+    torch's profiler records in the first NUM_MEASURED_STEPS steps; nothing is measured if a profiler already runs in this process.
+    """
 
     bytes: int | None = None
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start measuring, before the model is made."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Stop measuring and set `bytes`; a second call does nothing."""
-
-    @abstractmethod
-    def after(self, step: int) -> None:
-        """Record the end of a step, counted from 1."""
-
-
-@final
-class CudaMeter(Meter):
-    """Measures the peak of torch.cuda's allocated bytes, minus the bytes allocated at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before, self._runs = device, 0, False
 
     def start(self) -> None:
         """Start measuring, before the model is made."""
-        torch.cuda.synchronize(self._device)
-        if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
-            clear()  # allocated by earlier trials of this process: each trial counts its own, as in a new process
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before, self._runs = torch.cuda.memory_allocated(self._device), True
-
-    def after(self, step: int) -> None:
-        """Do nothing: the allocator counts all steps."""
-
-    def stop(self) -> None:
-        """Read the peak from the allocator."""
-        if self._runs:
-            self.bytes, self._runs = torch.cuda.max_memory_allocated(self._device) - self._before, False
-
-
-@final
-class CpuMeter(Meter):
-    """Measures the peak of the running sum of bytes that torch's profiler records.
-
-    It measures nothing if a profiler already runs in this process.
-    """
-
-    def __init__(self) -> None:
-        self._runs = False
-
-    def start(self) -> None:
-        """Start measuring, before the model is made."""
-        if not hasattr(autograd, "_enable_profiler_legacy") or autograd._profiler_enabled():
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
+                clear()  # allocated by earlier trials of this process: each trial counts its own, as in a new process
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        elif not hasattr(autograd, "_enable_profiler_legacy") or autograd._profiler_enabled():
             return
-        gc.collect()  # garbage that is freed later could count as released by the training
-        state, choices = autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()  # type: ignore[attr-defined]
-        autograd._enable_profiler_legacy(autograd.ProfilerConfig(state, False, True, False, False, False, choices))
+        else:
+            gc.collect()  # garbage that is freed later could count as released by the training
+            state, choices = autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()  # type: ignore[attr-defined]
+            autograd._enable_profiler_legacy(autograd.ProfilerConfig(state, False, True, False, False, False, choices))
         self._runs = True
 
     def after(self, step: int) -> None:
-        """Stop after NUM_MEASURED_STEPS steps."""
-        if step >= NUM_MEASURED_STEPS:
+        """Record the end of a step, counted from 1."""
+        if self._device.type != "cuda" and step >= NUM_MEASURED_STEPS:
             self.stop()
 
     def stop(self) -> None:
-        """Stop the profiler, and sum the recorded allocations and releases."""
-        if self._runs:
-            self._runs = False
+        """Stop measuring and set `bytes`; a second call does nothing."""
+        if self._runs and self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+        elif self._runs:
             self.bytes = largest_sum([event for thread in autograd._disable_profiler_legacy() for event in thread])
+        self._runs = False
 
 
 def largest_sum(events: list[Any]) -> int:
@@ -159,9 +132,43 @@ def largest_sum(events: list[Any]) -> int:
     return peak
 
 
-def meter_of(device: torch.device) -> Meter:
-    """Return a meter of peak memory for this device."""
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+class StepTimer:
+    """Records the end of each step of a run; `seconds` is the median time between two ends.
+
+    The first NUM_WARM_UP steps do not count: kernels are compiled, optimizer state is allocated, and on a CPU a profiler records the peak
+    memory. On CUDA the ends are events on the stream, so that timing does not synchronize steps. A step includes its batch.
+
+    >>> timer = StepTimer(torch.device("cpu"), clock=iter((0.0, 0.5, 1.0, 1.5, 2.0, 9.0)).__next__)
+    >>> for step in range(1, NUM_WARM_UP + 6):
+    ...     timer.after(step)
+    >>> timer.seconds()
+    0.5
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._clock = device, clock
+        self._ends: deque[Any] = deque(maxlen=MOST_STEPS + 1)
+
+    def after(self, step: int) -> None:
+        """Record the end of a step, counted from 1."""
+        if step >= NUM_WARM_UP:
+            self._ends.append(self._end())
+
+    def _end(self) -> Any:
+        if self._device.type != "cuda":
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self) -> float | None:
+        """Return the median seconds of a step; None after fewer than FEWEST_STEPS timed steps."""
+        if len(self._ends) <= FEWEST_STEPS:
+            return None
+        if self._device.type != "cuda":
+            return median(end - start for start, end in pairwise(self._ends))
+        torch.cuda.synchronize(self._device)
+        return median(start.elapsed_time(end) / 1000 for start, end in pairwise(self._ends))
 
 
 # --- Where a trial ran ---
@@ -230,7 +237,7 @@ def evaluate(
 
 def trial_and_model(setting: TrainingSetup, progress: ProgressCallback | None = None) -> tuple[Trial, nn.Module | None]:
     """Return the trial of `evaluate`, and the trained model with plain weights (None after running out of memory)."""
-    meter, timer = meter_of(setting.device), StepTimer(setting.device)
+    meter, timer = MemoryMeter(setting.device), StepTimer(setting.device)
     if setting.device.type == "cpu" and setting.plan.rules:
         load_loops()
     with seeded(setting), deterministic(setting.device):
@@ -298,7 +305,7 @@ def find_device(device: Any) -> torch.device:
 
 
 def _outcome(
-    head: Trial, setting: TrainingSetup, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
+    head: Trial, setting: TrainingSetup, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module | None]:
     """Return the trial without peak memory and times, and the model.
 
@@ -322,7 +329,7 @@ def _outcome(
 
 
 def _run(
-    head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
+    head: Trial, setting: TrainingSetup, curve: LossCurve, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module]:
     """Train, evaluate, and return the trial and the model; the session is closed after an exception too."""
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from paredown.codec.cpu import load_loops
 from paredown.plan.plan import Plan
 from paredown.study.tasks.data import Pair
-from paredown.study.tasks.evaluate import NUM_MEASURED_STEPS, curve_of, empty_trial, make_setting, meter_of, seeded
+from paredown.study.tasks.evaluate import NUM_MEASURED_STEPS, MemoryMeter, curve_of, empty_trial, make_setting, seeded
 from paredown.study.tasks.task import Task
 from paredown.study.tasks.training import Loop, LossCurve, judge, task_learning_rate, with_scores
 from paredown.study.tasks.trial import Trial
@@ -51,7 +51,7 @@ class Training:
         """Start a training on the CPU and take the measured steps; its session stays open until `sessions` closes."""
         setting = make_setting(task, plan, seed=seed, device="cpu")
         batches = task.data.batches(task.batch, seed=seed, device=setting.device)
-        curve, meter = curve_of(task), meter_of(setting.device)
+        curve, meter = curve_of(task), MemoryMeter(setting.device)
         load_loops()
         with seeded(setting):
             meter.start()

@@ -15,9 +15,9 @@ from paredown import Plan, apply
 from paredown.cli.budget import gpu_budget
 from paredown.cli.subject import SubjectOptions, find_subject
 from paredown.errors import TaskError
+from paredown.integrations.hugging_face_config import check_counts
 from paredown.models.lora import add_lora
 from paredown.study.papers.peppp_cross_validation import HeldOutTask
-from paredown.study.tasks.config_checks import check_counts
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 
