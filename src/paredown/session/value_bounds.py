@@ -112,8 +112,8 @@ class ValueBounds:
         assert saved.tensor is not None
         node = saved.node
         name = saved.name.rpartition(".")[0]
-        bound, share = self._read(name, lambda: logits_and_share(node), saved.tensor.is_cuda, forwards)
-        return reason_of_logits(bound, share, format, saved.tensor.shape[-1])
+        numbers = self._read(name, lambda: measure_attention(node), saved.tensor.is_cuda, forwards)
+        return reason_of_attention(numbers, 1.0, format, saved.tensor.shape[-1])
 
     def _phase(self, saved: Saved, format: Format, forwards: int) -> str:
         tensor = saved.tensor
@@ -170,11 +170,15 @@ def check_is_warm(what: str) -> None:
         )
 
 
-def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) -> str:
-    """Return why operands of attention stay unmodified; "" if they may be packed.
+def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
+    """Return why operands of an attention stay unmodified; "" if they may be packed. `numbers`: those of `join_attention_parts`.
 
-    `bound`: the largest logit possible. `share`: the variance of the output divided by that of the values (`measure_attention`).
+    No logit exceeds scale * max|q| * max|k| (Cauchy-Schwarz).
     """
+    query, key, of_output, of_value = numbers
+    bound = abs(scale * query) * key if abs(query) * key < inf else inf
+    share = of_output / of_value if of_value > 0 else 1.0
+    share = min(share, 1.0) if share >= 0 else 1.0
     bits = min(significant_bits(format), significant_bits(PINNED))
     error = sqrt(2 / head_dim) * ROUNDING_ERROR * 2.0**-bits * bound
     is_large = not error <= MAX_LOGIT_ERROR
@@ -186,34 +190,28 @@ def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) 
 
 
 def reason_of_spread(spread: float) -> str:
-    """Return why the input of a norm stays unmodified; "" if it may be packed. `spread` is that of `spread_of_statistics`."""
+    """Return why the input of a norm stays unmodified; "" if it may be packed. `spread` is that of `spread_of_ranges`."""
     if spread <= MAX_SPREAD:
         return ""
     return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
 
 
-def logits_and_share(node: Any) -> Tensor:
-    """Return `measure_attention` of the tensors that an autograd node of attention saved."""
-    return measure_attention(node._saved_query, node._saved_key, node._saved_value, node._saved_output, node._saved_scale)
-
-
-def measure_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> Tensor:
-    """Return [`largest_logit`, variance of the output / variance of the values] of one attention, as a tensor of shape (2,).
-
-    Variances are over tokens, of the first sequences of a batch: SAMPLE_SIZE values or a few more.
-    """
-    of_output, of_value = (_sample(t).var(dim=-2, correction=0).float().mean() for t in (output, value))
-    return torch.stack([largest_logit(query, key, scale), (of_output / of_value).nan_to_num(nan=1.0).clamp(0.0, 1.0)])
+def measure_attention(node: Any) -> Tensor:
+    """Return `join_attention_parts` of the tensors that an autograd node of attention saved; the scale is part of the first number."""
+    query, scale = node._saved_query, node._saved_scale
+    numbers = join_attention_parts(attention_parts(query, node._saved_key, node._saved_value, node._saved_output))
+    return torch.cat([numbers[:1] * (query.shape[-1] ** -0.5 if scale is None else scale), numbers[1:]])
 
 
 def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> tuple[Tensor, ...]:
     """Return four 1-D tensors, with a value for each head, from which `join_attention_parts` computes the bounds of attention.
 
-    These are the largest squared norm of a query, that of a key, and the variances over tokens of the output and of the values.
+    These are the largest norm of a query, that of a key, and the variances over tokens of the output and of the values. Variances are of
+    the first sequences of a batch: SAMPLE_SIZE values or a few more.
     """
-    squares = (t.float().square().sum(-1).amax(-1).reshape(-1) for t in (query, key))
+    norms = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).amax(-1).reshape(-1) for t in (query, key))
     variances = (_sample(t).var(dim=-2, correction=0).float().mean(-1).reshape(-1) for t in (output, value))
-    return (*squares, *variances)
+    return (*norms, *variances)
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
@@ -221,14 +219,6 @@ def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
     largest = [torch.stack(tuple(parts[i::4])).amax(1) for i in range(2)]
     means = [torch.stack(tuple(parts[i::4])).mean(1) for i in range(2, 4)]
     return torch.stack(largest + means, 1).reshape(-1)
-
-
-def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
-    """Return why operands of an attention stay unmodified; "" if they may be packed. `numbers`: those of `join_attention_parts`."""
-    query, key, of_output, of_value = numbers
-    bound = abs(scale) * sqrt(query * key) if query * key < inf else inf
-    share = of_output / of_value if of_value > 0 else 1.0
-    return reason_of_logits(bound, min(share, 1.0) if share >= 0 else 1.0, format, head_dim)
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -246,12 +236,6 @@ def largest_of_rows(tensor: Tensor) -> Tensor:
     return tensor.detach().abs().amax(dim=-1).float().square().mean().sqrt().nan_to_num(nan=inf)
 
 
-def largest_logit(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Return scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
-    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
-    return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
-
-
 def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
     """Return [smallest rstd, largest rstd, smallest mean, largest mean], the input of `spread_of_ranges`.
 
@@ -259,17 +243,6 @@ def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
     tensor([1., 2., 0., 6.])
     """
     return torch.stack([*torch.aminmax(rstd.detach()), *torch.aminmax(mean.detach())]).float()
-
-
-def spread_of_statistics(mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor:
-    """Return the range of values across channels in units of the smallest standard deviation; inf if a variance is below `eps`.
-
-    >>> float(spread_of_statistics(torch.tensor([0.0, 6.0]), torch.tensor([1.0, 2.0])))
-    2.0
-    """
-    widest = torch.maximum(1 / rstd.min(), (mean.max() - mean.min()) / SIGMAS)
-    spread = (widest * rstd.max()).float().nan_to_num(nan=inf)
-    return spread.masked_fill(rstd.max().square() * eps > 0.5, inf)  # rstd = (variance + eps)^-0.5
 
 
 def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
@@ -282,13 +255,15 @@ def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
 
 
 def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
-    """Return `spread_of_statistics` of one norm, from its part of `ranges_of_statistics`.
+    """Return the range of values across channels in units of the smallest standard deviation; inf if a variance is below `eps`.
+
+    `ranges`: `extremes` of the channels of one norm, or of every BLOCK of them.
 
     >>> spread_of_ranges([1.0, 2.0, 0.0, 6.0], eps=0.0)
     2.0
     """
     smallest, largest = min(ranges[0::4]), max(ranges[1::4])
-    if any(isnan(number) for number in ranges) or smallest <= 0 or largest * largest * eps > 0.5:
+    if any(isnan(number) for number in ranges) or smallest <= 0 or largest * largest * eps > 0.5:  # rstd = (variance + eps)^-0.5
         return inf
     return max(1 / smallest, (max(ranges[3::4]) - min(ranges[2::4])) / SIGMAS) * largest
 

@@ -22,12 +22,12 @@ from paredown.session.compiled.graph_slots import ATTENTION, NORMS, GraphOperati
 from paredown.session.value_bounds import (
     attention_parts,
     blocks_mix_groups,
+    extremes,
     join_attention_parts,
     ranges_of_statistics,
     reason_of_attention,
     reason_of_spread,
     spread_of_ranges,
-    spread_of_statistics,
 )
 
 NUM_NUMBERS = 1 << 13  # how many numbers a graph can measure
@@ -64,18 +64,9 @@ def check_of(
     if statistics is None:
         return None
     *sources, eps = statistics
-    num_groups = hint(sources[1].meta["val"].numel())
+    num_groups, reason = hint(sources[1].meta["val"].numel()), lambda n: reason_of_spread(spread_of_ranges(n, eps))
     if num_groups % BLOCK or num_groups > MAX_RANGES:
-        reason = lambda n: reason_of_spread(n[0])  # noqa: E731
-        return GraphCheck(
-            ("spread", eps),
-            sources,
-            lambda m, r: (spread_of_statistics(m, r, eps).reshape(1),),
-            lambda t: torch.cat(list(t)),
-            1,
-            reason,
-        )
-    reason = lambda n: reason_of_spread(spread_of_ranges(n, eps))  # noqa: E731
+        return GraphCheck("extremes", sources, lambda m, r: (extremes(r, m),), lambda t: torch.cat(list(t)), 4, reason)
     return GraphCheck("ranges", sources, lambda *t: t, ranges_of_statistics, 4 * (num_groups // BLOCK), reason)
 
 
