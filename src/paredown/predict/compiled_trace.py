@@ -30,8 +30,8 @@ from paredown.predict.captured_step import CapturedGraph, GraphCall, GraphCaptur
 from paredown.predict.graph_memory import Buffer, GraphMemory
 from paredown.predict.timeline import Allocation
 from paredown.roles import Role
-from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, is_boolean, obstacle
-from paredown.session.compiled.graph_slots import aten_name, hint, module_path, slot_of
+from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, obstacle
+from paredown.session.compiled.graph_slots import aten_name, hint, is_boolean, module_path, slot_of
 from paredown.session.compiled.recomputed_tensors import RecomputedTensor, is_tensor, recomputable_tensors
 
 GRADIENT = "it is a gradient, which a loss in chunks computes in forward"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,7 +23,7 @@ from paredown.loss.output_head import OutputHead
 from paredown.plan.plan import Plan
 from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
-from paredown.session.compiled.graph_packing import PlanPartitioner, autograd_node_of, holds_tensors, make_backend
+from paredown.session.compiled.graph_packing import PlanBackend, PlanPartitioner, autograd_node_of, holds_tensors, inductor_of
 from paredown.session.compiled.graph_signals import NUM_SIGNALS
 from paredown.session.eager.products import ProductLayers
 from paredown.session.signals import Signals
@@ -56,7 +55,7 @@ class CompiledGraphs:
         products: ProductLayers | None = None,
     ) -> None:
         self.plan, self.seed, self.calls = plan, seed, calls
-        self._head, self._products = head, products  # whose loss is computed in chunks, and whose products multiply codes
+        self.head, self.products = head, products  # whose loss is computed in chunks, and whose products multiply codes
         self._signals = signals  # of a guard
         self.reports: list[GraphReport] = []
         self._steps: dict[torch.device, Tensor] = {}
@@ -67,16 +66,9 @@ class CompiledGraphs:
     def compile(self, model: nn.Module, wrapper: nn.Module, **options: Any) -> Any:
         """Return torch.compile(wrapper, **options) with packed graphs; `wrapper`: `model`, or DistributedDataParallel around it."""
         partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
-        backend = make_backend(
-            partitioner,
-            step=self._step,
-            seed=lambda: self.seed,
-            plan=lambda: self.plan,
-            names=lambda: {id(p): name for name, p in model.named_parameters()},
-            on_call=self._called,
-            options=options,
-        )
-        return torch.compile(wrapper, backend=replace(backend, head=self._head, products=self._products), **options)
+        inductor = inductor_of(options)
+        backend = PlanBackend(self, partitioner, lambda: {id(p): name for name, p in model.named_parameters()}, inductor)
+        return torch.compile(wrapper, backend=backend, **options)
 
     @property
     def decisions(self) -> dict[str, GraphDecision]:
@@ -119,7 +111,7 @@ class CompiledGraphs:
         """Continue with the random bits of `seed` after `calls` calls; graphs with another seed are compiled again."""
         self.seed, self.calls = seed, calls
 
-    def _step(self, device: torch.device) -> Tensor:
+    def step(self, device: torch.device) -> Tensor:
         """Return the number of the next call, in an int64 tensor that all graphs of a device read."""
         if device not in self._steps:
             self._steps[device] = torch.zeros(1, dtype=torch.int64, device=device)
@@ -131,7 +123,7 @@ class CompiledGraphs:
         """Record the report of a newly compiled graph in place of `previous`, the report of its earlier compilation."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
-    def _called(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
+    def on_call(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
         """Count a call with gradients of the graph that `report` describes.
 
         `num_calls`: how often this graph was called so far. `numbers`: what it measured in this call.

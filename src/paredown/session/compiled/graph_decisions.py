@@ -145,12 +145,6 @@ def storage_of(node: fx.Node) -> int:
     return node.meta["val"].untyped_storage()._cdata
 
 
-def is_boolean(node: fx.Node) -> bool:
-    """Return whether a node is a tensor of booleans."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype is torch.bool
-
-
 def is_code(node: fx.Node) -> bool:
     """Return whether a node is codes or scales of an 8-bit product (codec/products.py), which are saved unmodified."""
     value: Tensor = node.meta["val"]

@@ -33,7 +33,6 @@ from paredown.session.compiled.graph_decisions import (
     ValueCheck,
     fits_bits,
     inverse_order,
-    is_boolean,
     is_code,
     mask_codec,
     memory_order,
@@ -46,9 +45,11 @@ from paredown.session.compiled.graph_slots import (
     GraphSlot,
     JointGraph,
     hint,
+    is_boolean,
 )
 from paredown.session.compiled.lowerings import lowers
 from paredown.session.compiled.recomputed_chains import RecomputedChains
+from paredown.session.compiled.recomputed_tensors import end_of_tensors, last_saved
 
 TOO_MANY_NUMBERS = (
     f"a compiled graph has more than {NUM_NUMBERS} numbers to measure (logits of attention, statistics of norms): compile "
@@ -277,20 +278,14 @@ class GraphEditor:
             first = min(node.users, key=lambda user: self._order.get(user, 0))
             self.placeholders.pop(node.name)
         else:
-            at = self._num_saved_tensors()
+            at = end_of_tensors(self._returned, self.num_outputs)
             self._returned[at:at] = parts
-            last = [p for p in self.backward.graph.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
-            new = self._add_placeholders(parts, after=last)
+            new = self._add_placeholders(parts, after=last_saved(self.backward.graph))
             first = node
         (result,) = self._insert_traced(self.backward.graph, ("bits", value.shape, value.stride()), decode, new, before=first)
         node.replace_all_uses_with(result)
         self.backward.graph.erase_node(node)
         return nbytes_of(parts[0])
-
-    def _num_saved_tensors(self) -> int:
-        """Return the index behind the last saved tensor in the outputs of forward, where symbolic sizes begin."""
-        tensors = (isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor) for n in self._returned)
-        return next((i for i, is_tensor in enumerate(tensors) if i >= self.num_outputs and not is_tensor), len(self._returned))
 
     def _computed_in_forward(self, node: fx.Node) -> fx.Node:
         """Return the forward node that computes the same value as a backward node, which depends on no gradient.

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -46,7 +46,6 @@ from paredown.autograd.operations import Use
 from paredown.codec.products import DECOMPOSITIONS
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding
-from paredown.loss.output_head import OutputHead
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, resolve_format
 from paredown.roles import Role
@@ -84,7 +83,9 @@ from paredown.session.compiled.recomputed_tensors import (
     recompute_saved,
     save_recomputed,
 )
-from paredown.session.eager.products import ProductLayers
+
+if TYPE_CHECKING:
+    from paredown.session.compiled.compiled_graphs import CompiledGraphs
 
 RECOMPUTES = {
     "ban_recompute_used_far_apart": False,
@@ -264,15 +265,10 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 class PlanBackend:
     """A backend of torch.compile: Inductor with `partitioner`, and with two more inputs for each graph."""
 
+    graphs: CompiledGraphs  # the current plan, seed and step counters
     partitioner: PlanPartitioner
-    step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
-    seed: Callable[[], int]
-    plan: Callable[[], Plan]  # the current one: a guard changes it
     names: Callable[[], dict[int, str]]  # of parameters, by their id
-    on_call: Callable[[GraphReport, Any, Tensor, int], None]  # after each call with gradients: outputs, numbers, number of calls
     inductor: Any  # torch's own backend, which resolved mode and options
-    head: OutputHead | None = None  # the loss of which is computed in chunks
-    products: ProductLayers | None = None  # layers that multiply 8-bit codes
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return the compiled graph."""
@@ -298,7 +294,7 @@ class PlanBackend:
         patches = {**self._patches(inputs[-1].device.type), **self.inductor.config, "custom_partitioner_fn": partitioner}
         # a hit in the cache of AOTAutograd would skip the partitioner, whose report the session needs; Inductor's own cache stays
         with functorch_config.patch(enable_autograd_cache=False), _more_inputs(gm.graph, inputs[-2:]), collection_paused():
-            operations = {**select_decomp_table(), **DECOMPOSITIONS} if self.products is not None else None
+            operations = {**select_decomp_table(), **DECOMPOSITIONS} if self.graphs.products is not None else None
             return compile_fx(gm, inputs, compile_kernels, patches, operations)  # type: ignore[return-value]
 
     def _patches(self, device: str) -> dict[str, Any]:
@@ -316,28 +312,15 @@ class PlanBackend:
         }
 
 
-def make_backend(
-    partitioner: PlanPartitioner,
-    *,
-    step: Callable[[torch.device], Tensor],
-    seed: Callable[[], int],
-    plan: Callable[[], Plan],
-    names: Callable[[], dict[int, str]],
-    on_call: Callable[[GraphReport, Any, Tensor, int], None],
-    options: dict[str, Any],
-) -> PlanBackend:
-    """Return the backend for torch.compile(**options), and remove `mode` and `options` from `options`, since they belong to Inductor.
-
-    `step`, `seed`, `plan` and `names` return the session's current values; `on_call` is called after each call of a graph with gradients.
-    """
+def inductor_of(options: dict[str, Any]) -> Any:
+    """Return torch's own backend for torch.compile(**options), and remove `mode` and `options` from `options`, which belong to Inductor."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(
             f"session.compile packs tensors in the graphs of Inductor, and backend={backend!r} was requested: leave backend out, or call "
             "torch.compile(model, backend=...), which packs nothing."
         )
-    inductor = torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
-    return PlanBackend(partitioner, step, seed, plan, names, on_call, inductor)
+    return torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
 
 
 @contextmanager

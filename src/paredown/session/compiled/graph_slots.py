@@ -196,7 +196,7 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
     while stack:
         reached = stack.pop()
         for user in reached.value.users:
-            if user.op == "output" or _is_bool(user):
+            if user.op == "output" or is_boolean(user):
                 continue  # booleans are saved as exact bits
             number, aten = joint.numbers.get(user.name, -1), aten_name(user)
             entry = reached.entry if number == reached.number else reached.value
@@ -383,7 +383,8 @@ def _name(operation: GraphOperation | None, aten: str) -> str:
     return operation.slot("input") if operation is not None else f":{aten}"
 
 
-def _is_bool(node: fx.Node) -> bool:
+def is_boolean(node: fx.Node) -> bool:
+    """Return whether a node is a tensor of booleans."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype is torch.bool
 

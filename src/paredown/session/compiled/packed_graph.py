@@ -31,12 +31,12 @@ class PackedGraph:
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
-        if backend.products is not None:
-            rewrite_products(gm, example_inputs, backend.products, backend.names())
+        if backend.graphs.products is not None:
+            rewrite_products(gm, example_inputs, backend.graphs.products, backend.names())
         devices = [t.device for t in example_inputs if isinstance(t, Tensor)]
         # a GPU graph may take CPU scalars
         self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
+        self._added = [backend.graphs.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
         sizes = [size for value in example_inputs for size in (value.shape if isinstance(value, Tensor) else (value,))]
         self._is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
         self._roots = backend.roots(gm, example_inputs)
@@ -44,7 +44,7 @@ class PackedGraph:
         self._reading = DeviceReading([], 0)
         self._num_calls = 0
         self._report = GraphReport([])
-        deferred = backend.head.in_graph(gm, example_inputs) if backend.head is not None else None
+        deferred = backend.graphs.head.in_graph(gm, example_inputs) if backend.graphs.head is not None else None
         self._outputs = deferred or (lambda outputs, _: outputs)
         self._compiled = self._compile(example_inputs)
 
@@ -53,11 +53,11 @@ class PackedGraph:
         is_fake = any(isinstance(arg, FakeTensor) for arg in args)  # DDP splits graphs, and calls each part with fake tensors first
         if is_fake or not torch.is_grad_enabled():
             return self._outputs(self._compiled(*args, *self._added), args)
-        if self._seed != self._backend.seed():  # the session loaded the state of another one
+        if self._seed != self._backend.graphs.seed:  # the session loaded the state of another one
             self._compiled = self._compile_for_seed(list(args))
-        if self._plan is not self._backend.plan() and not self._is_dynamic:  # a guard changed it
+        if self._plan is not self._backend.graphs.plan and not self._is_dynamic:  # a guard changed it
             self._compiled = self._compile(list(args))
-        self._backend.step(self._device)
+        self._backend.graphs.step(self._device)
         self._num_calls += 1
         is_read = bool(self._report.checks) and (not self._reading.values or not self._added[1].is_cuda)
         before = Snapshot(args) if is_read else None
@@ -67,12 +67,12 @@ class PackedGraph:
             if before is not None:
                 before.restore()
                 outputs = self._compiled(*args, *self._added)
-        self._backend.on_call(self._report, outputs, self._added[1], self._num_calls)
+        self._backend.graphs.on_call(self._report, outputs, self._added[1], self._num_calls)
         return self._outputs(outputs, args)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         reports: list[GraphReport] = []
-        self._seed, self._plan = self._backend.seed(), self._backend.plan()
+        self._seed, self._plan = self._backend.graphs.seed, self._backend.graphs.plan
         now = {"plan": self._plan, "seed": self._seed, "kept": dict(self._kept), "roots": self._roots}
         partitioner = replace(self._backend.partitioner, on_graph=reports.append, **now)
         compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
@@ -84,7 +84,7 @@ class PackedGraph:
     def _compile_for_seed(self, inputs: list[Any]) -> Callable[..., Any]:
         if self._is_dynamic:  # compiled with `inputs` it would have their sizes, and torch.compile would call it with others
             raise ApplyError(
-                f"the session loaded a state of seed {self._backend.seed()}, and a graph of dynamic sizes was compiled with seed "
+                f"the session loaded a state of seed {self._backend.graphs.seed}, and a graph of dynamic sizes was compiled with seed "
                 f"{self._seed}: load the state before the first call of the compiled model, or apply the plan with that seed."
             )
         return self._compile(inputs)

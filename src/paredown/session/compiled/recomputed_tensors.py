@@ -42,8 +42,7 @@ class RecomputedTensor:
     """A saved tensor that backward can recompute from other saved tensors.
 
     `nodes`: the operations of forward that compute it, itself last. `sources`: the tensors that they read.
-
-    `nodes`: the operations of forward that compute it, itself last. `sources`: the tensors that they read."""
+    """
 
     nodes: tuple[fx.Node, ...]
     sources: tuple[fx.Node, ...]
@@ -197,7 +196,7 @@ def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], or
 def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: int) -> fx.Node:
     """Save a node of forward, and return the placeholder that backward now has for it."""
     _save(node, returned, num_outputs)
-    with graph.inserting_after(_last_saved(graph)):
+    with graph.inserting_after(last_saved(graph)):
         placeholder = graph.placeholder(node.name)
     placeholder.meta = dict(node.meta)
     return placeholder
@@ -209,7 +208,7 @@ def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for node in [node for node in backward.graph.nodes if node.name in names & computed.keys() and node.op == "call_function"]:
         _save(computed[node.name], returned, num_outputs)
-        last = _last_saved(backward.graph)
+        last = last_saved(backward.graph)
         node.args, node.kwargs, node.op, node.target = (), {}, "placeholder", node.name
         last.append(node)
     backward.graph.eliminate_dead_code()
@@ -221,11 +220,16 @@ def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
 
 def _save(node: fx.Node, returned: list[Any], num_outputs: int) -> None:
     """Add a node of forward to the saved tensors, before the symbolic sizes."""
-    at = next((i for i in range(num_outputs, len(returned)) if not is_tensor(returned[i])), len(returned))
-    returned.insert(at, node)
+    returned.insert(end_of_tensors(returned, num_outputs), node)
 
 
-def _last_saved(backward: fx.Graph) -> fx.Node:
+def end_of_tensors(returned: list[Any], num_outputs: int) -> int:
+    """Return the index behind the last saved tensor in what forward returns, where symbolic sizes begin."""
+    return next((i for i in range(num_outputs, len(returned)) if not is_tensor(returned[i])), len(returned))
+
+
+def last_saved(backward: fx.Graph) -> fx.Node:
+    """Return the last placeholder of a backward graph that is saved: no tangent."""
     return [p for p in backward.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
 
 
