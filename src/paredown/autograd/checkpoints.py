@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import pooling
 
-from paredown.autograd.graph import NO_SEQUENCE, ModuleCall, Pass, Saved, has_storage, kind_of, saved_of, tensors_in
+from paredown.autograd.graph import NO_SEQUENCE, ModuleCall, Pass, Saved, has_storage, kind_of, nodes_behind, saved_of
 from paredown.autograd.operations import (
     CHECKPOINT,
     COMPARES,
@@ -153,7 +153,7 @@ def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> s
     """
     if not tensor.requires_grad:
         return NO_GRADIENT
-    nodes = _nodes(output, first)
+    nodes = nodes_behind(output, first)
     ops = [op_of(node) for node in nodes if not (op_of(node) == SELECTING and _selects_weights(node))]
     routers = _routers_in(layer)
     reason = ROUTES.format(routers[0]) if routers else reason_of_ops(ops)
@@ -163,18 +163,6 @@ def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> s
 def _routers_in(layer: nn.Module) -> list[str]:
     """Return the class names of the modules inside `layer` that are named after routing, such as "MoE" or "Router"."""
     return [type(module).__name__ for module in layer.modules() if ROUTER.search(type(module).__name__)]
-
-
-def _nodes(output: Any, first: int) -> list[Any]:
-    """Return the autograd nodes that backward from `output` would visit, without those older than sequence number `first`."""
-    pending: list[Any] = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
-    nodes: dict[Any, None] = {}
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in nodes and first <= node._sequence_nr() < NO_SEQUENCE:
-            nodes[node] = None
-            pending += [before for before, _ in node.next_functions]
-    return list(nodes)
 
 
 def _is_read(tensor: Tensor, nodes: Iterable[Any]) -> bool:

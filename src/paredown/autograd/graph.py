@@ -224,6 +224,18 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
     return nodes
 
 
+def nodes_behind(values: Any, first: int) -> list[Any]:
+    """Return the autograd nodes that lead to `values`, without leaves and those older than sequence number `first`."""
+    pending: list[Any] = [t.grad_fn for t in tensors_in(values)]
+    nodes: dict[Any, None] = {}
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes and first <= node._sequence_nr() < NO_SEQUENCE:
+            nodes[node] = None
+            pending += [before for before, _ in node.next_functions]
+    return list(nodes)
+
+
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
     """Return (name, handle attribute, tensor attribute) of each tensor that autograd nodes of a type save.

@@ -327,6 +327,7 @@ class OffloadedValues(StoredForm):
     Decoding one of these tensors starts copying back those that were stored before it, since backward needs them next.
     """
 
+    packed_data = ("_host", "_fetched")
     __slots__ = ("_before", "_copies", "_device", "_fetched", "_host")
 
     def __init__(
@@ -355,9 +356,6 @@ class OffloadedValues(StoredForm):
         if copied is not None:
             torch.cuda.current_stream(self._device).wait_event(copied)
         return packed.decode()
-
-    def _drop(self) -> None:
-        self._host = self._fetched = None
 
 
 def _pinned_copy(part: Tensor) -> Tensor:

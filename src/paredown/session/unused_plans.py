@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,19 +77,10 @@ def does_nothing(plan: Plan, stored: Sequence[StoredBytes], *, has_run: bool) ->
     return bool(plan.rules) and has_run and not any(row.stored < row.baseline for row in stored)
 
 
-class CountsPasses(Protocol):
-    """The part of a session that `UnseenSteps` reads: whether it saw a forward pass."""
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the session saw a forward pass with gradients; known without reading from a device."""
-        ...
-
-
 class UnseenSteps:
-    """Warns once if an optimizer updates the parameters of a model although its session saw no forward pass."""
+    """Warns once if an optimizer updates the parameters of a model although `session.has_run` is False."""
 
-    def __init__(self, model: nn.Module, session: CountsPasses) -> None:
+    def __init__(self, model: nn.Module, session: Any) -> None:
         self._model, self._session = weakref.ref(model), weakref.ref(session)
         self.were_seen = False  # whether there were such steps
         self._handle = register_weakly(register_optimizer_step_post_hook, self, UnseenSteps._after_step)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from paredown.autograd.graph import NO_SEQUENCE, tensors_in
+from paredown.autograd.graph import nodes_behind, tensors_in
 from paredown.codec.runtime_formats import is_narrow
 from paredown.errors import ApplyError
 from paredown.plan.plan import Plan
@@ -221,7 +221,7 @@ class RoundedValues(OperationListener):
             return
         is_rounded = is_summed or value.num_uses == 1  # a sum of several rounded gradients has more bits than each of them
         is_narrow = is_product and is_rounded and self._are_narrow([*self._operands(operation), value.error])
-        for node in _nodes(out.grad_fn, operation.first):
+        for node in nodes_behind(out, operation.first):
             slots = _slots_of_edges(node, edges)
             if slots:
                 node.register_hook(self._round_outgoing(slots))
@@ -250,17 +250,6 @@ def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]])
             if slot is not None and target is other and output == other_output:
                 by_edge[index] = slot
     return by_edge
-
-
-def _nodes(last: Any, first: int) -> list[Any]:
-    """Return the autograd nodes with sequence number `first` or later that lead to `last`."""
-    nodes, pending = list[Any](), [last]
-    while pending:
-        node = pending.pop()
-        if node is not None and first <= node._sequence_nr() < NO_SEQUENCE and node not in nodes:
-            nodes.append(node)
-            pending.extend(edge for edge, _ in node.next_functions)
-    return nodes
 
 
 class StraightThroughRounding(torch.autograd.Function):

@@ -204,7 +204,7 @@ class Activations:
         """Record that the running forward pass of this thread entered the model through a submodule (`PassOutputs.begin`)."""
         storage = self._current_storage()
         self._local.outputs.begin(storage, arguments, outputs)
-        storage.pack_again(self.count, pack_mask)
+        storage.pack_again(self.count)
 
     def end(self, output: Any) -> None:
         """End a forward pass: where the original storage stays alive anyway, refer to it instead of a packed copy.
@@ -215,7 +215,7 @@ class Activations:
         storage, self._local.storage = self._local.storage, None
         assert storage is not None
         self._running = [other for other in self._running if other is not storage]
-        storage.pack_delayed(pack_mask)
+        storage.pack_delayed()
         not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
         outputs = {t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()}
         if storage.is_inside:

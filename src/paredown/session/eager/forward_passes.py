@@ -23,7 +23,6 @@ from torch import Tensor
 
 from paredown.session.eager.slot_decisions import SlotDecisions
 from paredown.session.eager.stored_tensors import (
-    PackMask,
     StorageRef,
     StoredForm,
     StoredMask,
@@ -86,21 +85,21 @@ class ForwardStorage:
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
 
-    def pack_delayed(self, pack_mask: PackMask) -> None:
+    def pack_delayed(self) -> None:
         """Pack the delayed masks for which no later operation has encoded the tensor."""
         for mask, slot in self.masks.values():
             if mask.delayed is not None:
                 slot.is_delayed = False
-                mask.pack(pack_mask)
+                mask.pack()
 
-    def pack_again(self, count: ForwardCount, pack_mask: PackMask) -> None:
+    def pack_again(self, count: ForwardCount) -> None:
         """Pack again the outputs of earlier passes that this pass got as arguments.
 
         While the caller held such an output, its form referred to the original in place of packed data.
         """
         for form in self.forms.values():
             if type(form) is StoredMask:
-                form.pack_again(pack_mask)
+                form.pack_again()
             elif type(form) is StoredValues and (plain := form.plain_values) is not None and plain._version == form.version:
                 form.replace(form.codec, form.codec.encode(plain, count.at(plain)))
 

@@ -28,9 +28,6 @@ class RecomputedValues(StoredForm):
         super().__init__(piece)
         self.source, self.steps = source, steps
 
-    def _packed_bytes(self) -> int:
-        return 0
-
     def _unpacked(self) -> Tensor:
         return self._recomputed((self.numel,), (1,))
 
@@ -45,9 +42,6 @@ class RecomputedValues(StoredForm):
         if steps.norm is not None:
             steps.norm.check()
         return source.codec.recompute(source.stored, steps, self.dtype, (size, stride))
-
-    def _drop(self) -> None:
-        pass
 
 
 def decode_steps_of(

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from paredown.autograd.graph import is_packed_whole
 from paredown.codec.packed import FlatCodec, PackedTensor
-from paredown.codec.recompute import NO_BOUND, ReluOutput, unpack_mask
+from paredown.codec.recompute import NO_BOUND, ReluOutput, pack_mask, unpack_mask
 from paredown.optim.packed_weight import MODIFIED
 
-PackMask = Callable[[Tensor, float, float], Tensor]  # `codec.recompute.pack_mask`
 has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
 
@@ -97,6 +96,8 @@ def no_tensor() -> Tensor | None:
 class StoredForm(ABC):
     """The abstract base class of what is stored in place of a flat piece of memory."""
 
+    packed_data: tuple[str, ...] = ()  # attributes that are None once the form refers to the original
+
     __slots__ = (
         *(
             "__weakref__",
@@ -154,7 +155,8 @@ class StoredForm(ABC):
         if holder.untyped_storage()._cdata != self.weak_storage:
             return False
         self.plain_values = holder.detach().as_strided((self.numel,), (1,), 0)  # shares the version counter
-        self._drop()
+        for name in self.packed_data:
+            setattr(self, name, None)
         return True
 
     def refer_to(self, values: Tensor) -> None:
@@ -166,19 +168,17 @@ class StoredForm(ABC):
         return self.values().as_strided(size, stride)
 
     @abstractmethod
-    def _packed_bytes(self) -> int: ...
-
-    @abstractmethod
     def _unpacked(self) -> Tensor: ...
 
-    @abstractmethod
-    def _drop(self) -> None: ...
+    def _packed_bytes(self) -> int:
+        return 0
 
 
 @final
 class StoredValues(StoredForm):
     """Values encoded in a format."""
 
+    packed_data = ("stored",)
     __slots__ = ("_copies", "_copy", "codec", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
@@ -226,9 +226,6 @@ class StoredValues(StoredForm):
         if self.num_views > 1 or self.plain_values is not None or not self.codec.takes_address:
             return self.values().as_strided(size, stride)
         return self.codec.decode(self.stored, size, stride)
-
-    def _drop(self) -> None:
-        self.stored = None
 
 
 class DecodedCopy:
@@ -298,6 +295,7 @@ class StoredMask(StoredForm):
     the forward pass ends.
     """
 
+    packed_data = ("bits", "delayed")
     __slots__ = ("bits", "bounds", "delayed", "inside", "outside")
 
     def __init__(
@@ -314,13 +312,13 @@ class StoredMask(StoredForm):
         self.bits, self.delayed, self.bounds = bits, delayed, bounds
         self.inside, self.outside = values
 
-    def pack(self, pack_mask: PackMask) -> None:
+    def pack(self) -> None:
         """Pack a delayed mask, if it is not packed yet."""
         tensor, self.delayed = self.delayed, None
         if tensor is not None and tensor._version == self.version:
             self.bits = pack_mask(tensor, *self.bounds)
 
-    def pack_again(self, pack_mask: PackMask) -> None:
+    def pack_again(self) -> None:
         """Pack the mask after `restore_original`, and drop the reference to the original."""
         if self.plain_values is not None and self.plain_values._version == self.version:
             self.bits, self.plain_values = pack_mask(self.plain_values, *self.bounds), None
@@ -334,14 +332,12 @@ class StoredMask(StoredForm):
         out = torch.empty(self.numel, dtype=self.dtype, device=self.bits.device)
         return unpack_mask(self.bits, out, inside=self.inside, outside=self.outside)
 
-    def _drop(self) -> None:
-        self.bits = self.delayed = None
-
 
 @final
 class StoredIntegers(StoredForm):
     """Integers that are stored in a smaller dtype."""
 
+    packed_data = ("small",)
     __slots__ = ("small",)
 
     def __init__(self, piece: StoragePiece, width: torch.dtype) -> None:
@@ -355,9 +351,6 @@ class StoredIntegers(StoredForm):
         assert self.small is not None
         return self.small.to(self.dtype)
 
-    def _drop(self) -> None:
-        self.small = None
-
 
 @final
 class StoredShape(StoredForm):
@@ -369,14 +362,8 @@ class StoredShape(StoredForm):
         super().__init__(piece)
         self.device = piece.tensor.device
 
-    def _packed_bytes(self) -> int:
-        return 0
-
     def _unpacked(self) -> Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
-
-    def _drop(self) -> None:
-        pass
 
 
 class ViewLayout(NamedTuple):
