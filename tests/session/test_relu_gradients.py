@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paredown import Plan, apply
 from paredown.codec import recompute
 from paredown.codec.recompute import NO_BOUND, ReluOutput, pack_mask
-from paredown.session.eager import activations, slot_decisions
+from paredown.session.eager import activations, slot_decisions, stored_tensors
 from paredown.session.eager.stored_tensors import StoragePiece, StoredMask, StoredView
 
 pytest.importorskip("triton")
@@ -132,6 +132,7 @@ class Run:
         monkeypatch.setattr(slot_decisions, "IN_ONE_PASS", devices)
         monkeypatch.setattr(activations, "pack_mask", self._pack)
         monkeypatch.setattr(slot_decisions, "pack_mask", self._pack)
+        monkeypatch.setattr(stored_tensors, "pack_mask", self._pack)
         torch.manual_seed(0)
         self.model = Layers().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.x = torch.randn(6, 4, 11, 11, device=device).to(memory_format=torch.channels_last)
