@@ -267,6 +267,8 @@ class Trace:
     def from_json(value: Any) -> Trace:
         """Return the trace whose `to_json()` is `value`; raise TraceError, with the reason, for any other value."""
         parts = object_parts(value, "trace", FIELDS, ("version", "model", "slots"), VERSION, TraceError, oldest=VERSION)
+        inner = {name: {"version": VERSION, **part} for name in OF_OTHER_STEPS if isinstance(part := parts.get(name), dict)}
+        parts = {**parts, **inner}  # files have no version in traces of other steps
         trace = read_dataclass(Trace, parts, "trace", TraceError)
         check_trace(trace)
         return trace
@@ -282,6 +284,7 @@ class Trace:
 
 
 FIELDS = tuple(field.name for field in fields(Trace))
+OF_OTHER_STEPS = ("without_packing", "in_4_bits", "unmodified")
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
@@ -338,7 +341,7 @@ def check_trace(trace: Trace) -> None:
     if trace.backward_at > trace.length:
         raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
     check_rows(trace.slots, trace.outputs, trace.length)
-    for other in (trace.without_packing, trace.in_4_bits, trace.unmodified):
+    for other in (getattr(trace, name) for name in OF_OTHER_STEPS):
         if other is not None:
             check_trace(other)
 
