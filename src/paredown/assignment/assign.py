@@ -145,7 +145,10 @@ def assign(
 
 @dataclass(frozen=True)
 class Planning:
-    """A budget, and the size of a plan that must be within it: `bound_bytes` of its footprint, or without margin its `peak_bytes`."""
+    """The budget of a search, and which size of a plan must be within it: with the margin for unpredicted memory, or without.
+
+    These are `bound_bytes` and `peak_bytes` of the plan's footprint.
+    """
 
     budget_bytes: int
     within_bytes: int
@@ -153,7 +156,7 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return a budget of which a margin is kept free for memory that is not predicted (`bound_bytes`).
+        """Return the budget of a search that keeps a margin for memory that is not predicted.
 
         The margin is at most an eighth of the budget.
         """
@@ -275,7 +278,7 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any]) -> Plan:
-    """Return the plan of a solution of the search; raise BudgetError if its footprint exceeds the budget.
+    """Return the plan that follows from a solution of the search; raise BudgetError if its footprint exceeds the budget.
 
     It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py).
     """
@@ -292,7 +295,7 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield several lists of rules that store each slot as `point` chooses; the first list whose plan fits is used.
+    """Yield several lists of rules that give slots the formats of `point`; the first list whose plan fits is used.
 
     Rules without one for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors of a
     compiled step, for which it has a rule for activations.
@@ -367,7 +370,7 @@ def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
 
 @dataclass(frozen=True)
 class PlanTemplate:
-    """A budget and a method of `assign`, from which plans for different traces are made; its text reads "assign 50% role"."""
+    """A budget and a method from which `assign` makes a plan for any trace; its text reads "assign 50% role"."""
 
     budget: str
     method: str = "role"
@@ -377,7 +380,7 @@ class PlanTemplate:
 
     @staticmethod
     def parse(text: str) -> PlanTemplate:
-        """Return the template whose text is `text`."""
+        """Return the template that a text such as "assign 50% role" names."""
         parts = text.split()
         if len(parts) != 3 or parts[0] != "assign":
             raise PlanError(f"template {text!r} cannot be read; it is 'assign BUDGET METHOD', such as 'assign 40% role'.")
@@ -396,9 +399,10 @@ OnInfeasible = Callable[[PlanTemplate, BudgetError], object]
 
 
 def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible: OnInfeasible | None = None) -> list[Plan]:
-    """Return the plans of templates for one step. If templates give equal plans, one is returned, with all of them in `made_for`.
+    """Return the plans that templates (`assign` with a budget) make for one step.
 
-    `on_infeasible` is called for each template whose budget no plan fits; without it, the first such template raises its BudgetError.
+    If templates give equal plans, one is returned, with all of them in `made_for`. `on_infeasible` is called for each template
+    whose budget no plan fits; without it, the first such template raises its BudgetError.
     """
     plans: dict[object, Plan] = {}
     for template in templates:
@@ -468,7 +472,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence that says so if a plan would fit without pins, which keep slots at a minimum precision; else ""."""
+    """Return a sentence if a plan would fit the budget without pins, which keep slots at a minimum precision; else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""
@@ -489,7 +493,7 @@ def _unpinned(slot: Slot) -> Slot:
 
 
 def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence that recommends method="role" if it has a plan within the budget, else ""."""
+    """Return a sentence that recommends method="role" if that has a plan within the budget; else ""."""
     if problem.method.order is None and not problem.method.keeps_residue:
         return ""
     peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder, keeps_margin=False).smallest.peak_bytes

@@ -77,7 +77,7 @@ class AssignmentProblem:
         known: KnownItems | None = None,
         keeps_margin: bool = True,
     ) -> AssignmentProblem:
-        """Set up the search for a trace by `method`.
+        """Return the search for plans of a trace by `method`, ready for any budget.
 
         `sensitivities`: measured gradient errors of slots. `ladder`: the formats of activations, the most precise first; then parameters
         are unmodified. `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks
@@ -182,7 +182,7 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
 
 
 def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
-    """Return a rule for the role activation, with the most frequent format, and rules for slots with other formats.
+    """Return rules for activations: one for the role with the most frequent format, and one for each slot with another format.
 
     The rule for the role also packs masks.
     """
@@ -212,7 +212,7 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Return rules for the slots of `rest`, by a pattern of names where it matches no slot with another format, else by names.
+    """Return short rules for the slots of `rest`: patterns of names where these match no slot with another format, else names.
 
     `rest` and `wanted` map names of slots to formats. Without `is_short`, all rules are names.
     """

@@ -195,7 +195,7 @@ def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> flo
 def with_layers(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float
 ) -> Solution | None:
-    """Return the solution that checkpoints the fewest layers such that its predicted error is at most `tolerated`.
+    """Return the solution that checkpoints the fewest layers for which the predicted error is at most `tolerated`.
 
     If no number of layers brings the error there, return the solution of least error; None if no solution fits the budget.
     """

@@ -63,9 +63,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of `repair`: the new plan, the slots whose format changed, and requests for a wider format that were met or
-    refused.
-    """
+    """The result of `repair`: the new plan, the slots that changed, and which requests for a wider format were met or refused."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -197,7 +195,7 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """Return the choice of formats `chosen` with fewer bits for other slots until the peak fits; None if that is impossible.
+        """Return a choice of formats with fewer bits for other slots than those of `chosen`, so that the peak fits; None if impossible.
 
         Slots with the least added error per byte are lowered first. `floors`: the fewest bits per value that a slot may have, by its name.
         """
@@ -217,7 +215,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the change of format among `allowed` that adds least error per byte freed at a tick; None if none frees any.
+        """Return the change of format among `allowed` that adds least error per byte freed at an operation; None if none frees any.
 
         A tick is a position in the step's list of operations.
         """
@@ -258,7 +256,7 @@ def bits_per_value(format: Format | None) -> float:
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """Return `item` (slots that are stored together) with the way in which the plan stores it now added to its options."""
+    """Return `item` (slots that are stored together) with one more way to store it: the one of the current plan."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
@@ -267,7 +265,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Return one item for all weights, gradients and optimizer state, whose only option is how the plan stores them."""
+    """Return all weights, gradients and optimizer state as one item that can only be stored as the plan does."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

@@ -142,7 +142,7 @@ class Sensitivities:
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """Return the errors of one slot by the canonical text of the format, after checking them."""
+    """Return the checked errors of one slot, by the canonical text of the format."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
@@ -158,7 +158,10 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """Return a squared error read from a file as a finite number, LARGEST for infinity, after checking it."""
+    """Return a squared error from a file as a finite number; raise an error if it is none.
+
+    Infinity becomes LARGEST.
+    """
     try:
         value = NAN if isinstance(error, str | bytes | bool) else float(error)  # accepts scalars of numpy and torch
     except (TypeError, ValueError, OverflowError):

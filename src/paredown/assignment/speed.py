@@ -136,7 +136,7 @@ def quickest_solution(
     *,
     has_layers: bool,
 ) -> Candidate:
-    """Return the quickest of `candidates` and of solutions that pack tensors.
+    """Return the quickest of the `candidates` and of further solutions that pack tensors.
 
     The first candidate is the solution of prefer="accuracy".
 

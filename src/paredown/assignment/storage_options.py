@@ -80,7 +80,7 @@ FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store slots whose storage is decided together (an `Item`), with its bytes over time and its predicted error.
+    """One way to store slots that are stored alike (an `Item`), with its bytes over time and its predicted error.
 
     `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that torch.optim updates.
     """
@@ -99,9 +99,7 @@ class StorageOption:
 
 @dataclass(frozen=True)
 class Item:
-    """Slots whose storage is decided together, such as views of one tensor, and their options: unmodified, then fewer and fewer
-    bits.
-    """
+    """Slots that are stored alike, such as views of one tensor, with the ways to store them: unmodified, then in fewer and fewer bits."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -122,7 +120,7 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield the activations in groups whose storage is decided together, those that share memory, each with its options.
+    """Yield groups of activations that are stored alike since they share memory, each with the formats to choose from.
 
     `ladder_of`: the formats that a slot may have. `error_of`: the error of a slot in a format. `is_free`: slots of an item may have
     different formats. `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
@@ -210,7 +208,7 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(
     trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield each parameter, together with its gradient, moments and casts, as one item with the ways to store it.
+    """Yield each parameter with its gradient, moments and casts, and the ways in which they can be stored together.
 
     `rows`: the ways to store it, {role: format} each; `frozen_rows`: those of a parameter that is not trained. `known`: the items of traces
     that share slots with this one; new ones are added.
@@ -277,7 +275,7 @@ def _by_parameter(trace: Trace) -> dict[Slot, tuple[Slot, ...]]:
 
 
 def unowned(trace: Trace) -> list[Interval]:
-    """Return the time intervals of optimizer moments that belong to no parameter of the trace, so that no plan changes their bytes."""
+    """Return the intervals of bytes of optimizer moments that belong to no parameter of the trace, which no plan changes."""
     owned = {id(slot) for slots in _by_parameter(trace).values() for slot in slots}
     moments = [slot for slot in trace.slots if slot.role in (Role.MOMENT1, Role.MOMENT2) and id(slot) not in owned]
     return [Interval(slot.role, slot.module, slot.birth, slot.death, slot.nbytes) for slot in moments]
@@ -291,7 +289,7 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """A table of bytes: one row for each option of each item, one column for each tick (operation of the step).
+    """A table of the bytes that each way to store a slot takes (row) at each operation of the step (column, or tick).
 
     Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
 
@@ -313,7 +311,7 @@ class Ledger:
 
     @staticmethod
     def of(trace: Trace, items: Sequence[Item], *, keeps_margin: bool = True) -> Ledger:
-        """Return the table of bytes (options x ticks) of a trace whose activations and parameters are `items`."""
+        """Return the table of bytes for the activations and parameters (`items`) of a trace."""
         device = DEVICES[trace.device]
         allocated = partial(device.bound, is_compiled=trace.is_compiled) if keeps_margin else device.rounded
         rows = [option for item in items for option in item.options]
@@ -344,19 +342,22 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Return the bytes in memory at each tick (operation), (ticks,), if item i is stored as in row `chosen[i]`.
+        """Return the bytes in memory at each operation of the step under a choice of formats, (ticks,).
 
         What the optimizer's step allocates is left out.
         """
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """Return the bytes in memory at each tick under the choice `after`; `load` has those under the choice `before`."""
+        """Return the bytes in memory at each operation after a choice of formats changed from `before` to `after`.
+
+        `load` has the bytes before.
+        """
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return the bytes in memory at each tick, with what the optimizer's step allocates, which `load` leaves out."""
+        """Return the bytes in memory at each operation, with what the optimizer's step allocates, which `load` leaves out."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -365,13 +366,11 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes if item i is stored as in row `chosen[i]`: its plan's `bound_bytes`, or `peak_bytes` without
-        margin.
-        """
+        """Return the peak bytes of a choice of formats, `bound_bytes` of its plan's footprint, or `peak_bytes` without margin."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
-        """Return the peak bytes after each of `changes` to the choice `chosen`. `load` has the bytes of `chosen` at each tick.
+        """Return the peak bytes after each of `changes` to a choice of formats.
 
         `changes` is (changes, 2): the new rows of two items, equal if one item changes. `columns`: the ticks that count; None: all.
         """
@@ -404,9 +403,7 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """Return the intervals in which bytes are held, (intervals, 4): row of the ledger, first tick, end, bytes with rounding and
-    margin.
-    """
+    """Return the intervals in which bytes are held, (intervals, 4): row of the ledger, first and last operation, bytes with margin."""
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -421,7 +418,7 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 
 
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
-    """Return the fewest and the most bytes that can be in memory at each tick, over all choices of options.
+    """Return the fewest and the most bytes that can be in memory at each operation, whatever formats are chosen.
 
     `spans`: intervals as numbers (`_spans`). Between one of its births or deaths and the next, the bytes of an item are constant: such a
     stretch takes one value for each row, not one for each tick.
@@ -443,7 +440,7 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return at each tick the sum over items of the fewest (np.minimum) or most (np.maximum) bytes of their options."""
+    """Return the fewest (np.minimum) or most (np.maximum) bytes in memory at each operation, summed over all slots."""
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row
     reduce.at(bytes_of, stretch_of, cells)
@@ -455,7 +452,7 @@ def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, 
 
 
 def _held(spans: Ints, ticks: Ints, num_rows: int) -> Ints:
-    """Return the bytes that each option holds at each tick, (rows, ticks)."""
+    """Return the bytes that each storage option holds at each operation, (options, operations)."""
     row, birth, death, nbytes = spans.T
     width = len(ticks) + 1
     changes = np.zeros(num_rows * width, dtype=np.int64)

@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A choice of formats with its predicted peak and error; `chosen` has the row of the ledger for each item."""
+    """A choice of formats for all slots, with its predicted peak and error."""
 
     chosen: Ints
     peak_bytes: int
@@ -68,7 +68,7 @@ def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> Assignm
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """Return choices of formats that a greedy search finds, each with its peak and error, and improvements of some of them."""
+    """Return the choices of formats that a greedy search finds, and those that improve on them, each with its peak and error."""
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -83,7 +83,7 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the choices of formats that arise if items, slots that are stored together, are quantized in `order`.
+    """Return the choices of formats that arise if slots are quantized one after the other, in this order.
 
     All items get their second option one after the other, then all get their third, and so on.
     """
@@ -102,13 +102,13 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """Return the choice `chosen` (a row of the ledger for each item) with its peak and error. `load` has its bytes at each tick."""
+    """Return a choice of formats with its peak and error; `load` has its bytes at each operation."""
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the choices of formats of the greedy search, from the baseline down: each stores one more item in fewer bytes.
+    """Yield the choices of formats of the greedy search, from the baseline down, each with fewer bytes for one more slot.
 
     The item is the one that adds the least error for each byte that it frees at the peak.
     """
@@ -147,7 +147,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the option (row of the ledger) that lowers the peak most if one item changes to it; None if none does."""
+    """Return the change of one slot's storage that lowers the peak most; None if no change lowers it."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -158,7 +158,7 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the option among `rows` of the ledger that adds least error per byte freed at a tick; None if none frees any.
+    """Return the change of storage among `rows` that adds least error per byte freed at an operation; None if none frees any.
 
     Of equal options, the one that frees most is returned.
     """
@@ -173,7 +173,7 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each option frees while the optimizer steps; 0 if `tick` is another time."""
+    """Return the bytes that each storage option frees while the optimizer steps; 0 if `tick` lies outside of its step."""
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
     for ticks, most in ledger.transients:
@@ -183,7 +183,7 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
-    """Return choices of less error than `point`, with wider formats for some items and a peak of at most `cap_bytes`.
+    """Return choices of formats with less error than `point`, by wider formats, and a peak of at most `cap_bytes`.
 
     The largest error is lowered first; the list is empty if no wider format fits. `load` has the bytes of `point` at each tick.
     """
@@ -196,7 +196,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the option of higher precision that removes most error while the peak stays below `cap` bytes; None if none fits."""
+    """Return the change to a wider format that removes most error while the peak stays below `cap` bytes; None if none does."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -224,7 +224,7 @@ class PointFront:
         self._errors: list[float] = []
 
     def add(self, point: AssignmentPoint) -> bool:
-        """Add a point unless another one is as good, remove points that it beats, and return whether it was added."""
+        """Add a choice of formats to the front, drop those that it beats, and return whether it was added."""
         index = bisect_right(self._peaks, point.peak_bytes)
         if index and self._errors[index - 1] <= point.error:
             return False
@@ -242,7 +242,7 @@ class PointFront:
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that could join the front if they had their lowest possible peaks, `least_peaks`."""
+        """Return the indices of candidates that join the front if their peaks are as low as possible (`least_peaks`)."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
@@ -256,7 +256,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of all choices that differ from one of them in one or two items."""
+    """Return the Pareto front of `points` and of all choices of formats that differ from them in one or two slots."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -277,7 +277,7 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two items of a choice that could join the front, with their peaks and errors.
+    """Return changes of one or two slots of a choice of formats that could join the front, with their peaks and errors.
 
     A change is a pair of rows of the ledger, which are equal if one item changes. The last result is the number of additions that computing
     all changes takes.
@@ -304,7 +304,7 @@ def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tu
 
 
 def _highest_ticks(total: Ints) -> Ints:
-    """Return the tick with the most bytes in each of BOUND_TICKS equal parts of the step. `total` has the bytes of each tick."""
+    """Return the operation with the most bytes in memory in each of BOUND_TICKS equal parts of the step."""
     stretch = -(-max(len(total), 1) // BOUND_TICKS)
     return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
 

@@ -39,7 +39,7 @@ DECAY = 0.9  # weight of the previous value in the usual norm and the usual erro
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits at which a guard acts.
+    """The limits on rounding errors and gradients at which a guard acts.
 
     Errors are squared and relative: |x - decoded|^2 / |x|^2. To raise a slot is to give it the next more precise format, to lower it
     the next less precise one.

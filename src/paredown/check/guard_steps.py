@@ -117,7 +117,7 @@ class GuardRunner(SessionGuard):
     # --- before a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Skip the step that `optimizer` is about to take, or repair the plan, if the measurements require it."""
+        """Skip the step that `optimizer` is about to take, or repair the plan first, if measurements exceed their limits."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         if not parameters or not self.signals.has_any or not getattr(optimizer, "updates_next", True):
             return

@@ -224,7 +224,7 @@ class LastCall:
         add_explanation(error, trace, plan, learning_rate=self.learning_rate)
 
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hook that records calls."""
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:

@@ -157,7 +157,7 @@ class ProbeMeasurement:
 
 
 def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
-    """Return at most `count` groups of slots, about equally large: neighbours in the forward pass, which the same operation saved.
+    """Return at most `count` groups of slots, about equally large, each with neighbouring slots of the same operation.
 
     >>> groups({"a": "norm", "b": "gelu", "c": "norm", "d": "norm", "e": "gelu"}, 3)
     [['a'], ['c', 'd'], ['b', 'e']]

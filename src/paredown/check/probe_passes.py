@@ -60,7 +60,7 @@ class HeldSlot:
     )  # for several nodes that use the slot one by one
 
     def resolved(self, format: Format) -> Format | None:
-        """Return the format in which a session would store this slot if a plan requests `format`; None if it stays unmodified."""
+        """Return the format in which a session stores this slot if a plan requests `format`; None if unmodified."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
         return resolve_format(
             Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()
@@ -178,7 +178,7 @@ class NodeEnergies:
 
 
 class NoiseMeasurement:
-    """Measures in one exact backward pass how much rounding each slot changes the gradients.
+    """A measurement, in one exact backward pass, of how much rounding each slot changes the gradients.
 
     `trials`: by autograd node, the slots that the node saved, once for each format.
     """
@@ -197,7 +197,7 @@ class NoiseMeasurement:
                 handle.remove()
 
     def errors(self, parameters: Sequence[Tensor], energies: Sequence[float]) -> dict[tuple[str, str], tuple[float, float]]:
-        """Return two squared gradient errors for each (slot, format).
+        """Return two gradient errors for each (slot, format): of parameters that its node leads to directly, and of all others.
 
         The first is the error in parameters to which an edge of the slot's node leads directly, the second an estimate for all others.
         `energies`: the sum of squares of each parameter's gradient, in the order of `parameters`.

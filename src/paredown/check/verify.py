@@ -143,7 +143,7 @@ def verify_step(
 
 
 def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
-    """Return the open session of the model or None; raise ApplyError if the model or the arguments do not allow to verify."""
+    """Return the open session of the model or None; raise ApplyError if the model or the arguments cannot be verified."""
     if not isinstance(model, nn.Module) or not (plan is None or isinstance(plan, Plan)):
         types = f"{type(model).__name__} and {type(plan).__name__}"
         raise ApplyError(

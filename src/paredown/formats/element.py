@@ -256,7 +256,7 @@ def _parse(text: str) -> Element:
 
 
 def _text_of(value: float) -> str:
-    """Return the text of a number in an element's table of values, without a plus sign, which separates a format's minimum."""
+    """Return the text of a number in a table of values, without "+", which would begin a format's minimum."""
     return repr(float(value)).removesuffix(".0").replace("+", "")
 
 

@@ -112,9 +112,7 @@ class Format:
 
     @cached_property
     def has_tensor_scale(self) -> bool:
-        """Whether a tensor has one float32 scale on top of the scales of its blocks, as 8-bit floats span too small a range for
-        these.
-        """
+        """Whether a tensor has one more float32 scale, by which the 8-bit scales of its blocks are multiplied."""
         return self.scale is not None and self.scale.kind is ElementKind.FLOAT and self.scale.width == 8
 
     @property

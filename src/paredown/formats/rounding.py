@@ -95,7 +95,7 @@ class Seed:
         return mix(k0 ^ (step & WORD)), mix(k1 ^ (step & WORD))
 
     def base_keys(self) -> tuple[int, int]:
-        """Return two 32-bit keys that do not yet depend on the step, for a kernel that reads the step from device memory."""
+        """Return the two keys before the step is included, for a kernel that reads the step from device memory."""
         return _base_keys(int(self.value), int(self.tensor))
 
 
@@ -108,7 +108,7 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
 
 
 def high_key(index: int) -> int:
-    """Return the number that key k1 is xored with for elements whose global index is `index` or more; 0 below 2^32."""
+    """Return the number that changes the second key of the random bits for indices from 2^32 on; 0 below."""
     high = ((index >> 32) * HIGH_INDEX) & WORD
     return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 

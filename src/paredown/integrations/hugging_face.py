@@ -124,7 +124,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         _ATTACHED[self.session] = self.plan, self._options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """Restore the session's state from the trainer's, if the run resumes from a checkpoint."""
+        """Restore the session's state from the trainer's if the run resumes from a checkpoint."""
         session = self._open()
         if unwrapped(model) is not session.model:
             raise ApplyError(

@@ -37,7 +37,7 @@ def shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
 
 @final
 class Basic(nn.Module):
-    """The residual layer of ResNet-18 and ResNet-34: two 3 x 3 convolutions and a sum."""
+    """The residual layer of ResNet-18 and ResNet-34, which has two 3 x 3 convolutions."""
 
     expansion = 1
 
@@ -58,7 +58,7 @@ class Basic(nn.Module):
 
 @final
 class Bottleneck(nn.Module):
-    """The residual layer of ResNet-50 and larger: convolutions of 1 x 1, 3 x 3 (which has the stride) and 1 x 1, and a sum."""
+    """The residual layer of ResNet-50 and larger, which has convolutions of 1 x 1, 3 x 3 (with the stride) and 1 x 1."""
 
     expansion = 4
 
@@ -81,7 +81,7 @@ class Bottleneck(nn.Module):
 
 @final
 class ResNet(nn.Module):
-    """Four groups of residual layers; the last three groups halve height and width and double the channels."""
+    """A ResNet with four groups of residual layers; the last three groups halve height and width and double the channels."""
 
     def __init__(
         self, layer: type[Basic | Bottleneck], depths: Sequence[int], *, num_classes: int, width: int, small_input: bool
@@ -149,7 +149,7 @@ class SumLast(nn.Module):
 
 @final
 class SumLastResNet(nn.Module):
-    """Four groups of two SumLast layers; the last three groups halve height and width and double the channels."""
+    """PEPPP's ResNet with four groups of two SumLast layers; the last three groups halve height and width."""
 
     def __init__(self, *, num_classes: int = 10, width: int = 64) -> None:
         super().__init__()

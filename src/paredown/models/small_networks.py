@@ -66,7 +66,7 @@ START_SCALE = 1e-6  # initial layer scale, so that each layer starts close to th
 
 @final
 class ChannelNorm(nn.Module):
-    """Layer norm over the channels of (num, channels, height, width)."""
+    """A layer norm over the channels of each pixel of (num, channels, height, width)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class ConvNeXt(nn.Module):
 
 
 def double_conv(num_in: int, num_out: int) -> nn.Sequential:
-    """Return a 3 x 3 convolution, batch norm and ReLU, two times."""
+    """Return a sequence of twice a 3 x 3 convolution, batch norm and ReLU."""
     return nn.Sequential(
         *(nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
         *(nn.Conv2d(num_out, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),

@@ -29,7 +29,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
-    """Return the logits, together with their loss if there are targets."""
+    """Return logits alone, or with their loss if there are targets."""
     return logits if targets is None else Scored(logits, token_loss(logits, targets))
 
 
