@@ -79,12 +79,9 @@ class ModuleCall:
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # (frame, slot name of its inputs) of the checkpoint whose first module this is
 
-    def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int, cache: Any = None) -> None:
-        """Begin a call. `path` ends with @2 for a second call of the module; `first` is the number of the first node created in it.
-
-        `cache`: what the last call of a module without children saved (`graph_parts.CallCache`).
-        """
-        self.module, self.path, self.is_plain_leaf, self.first, self.cache = module, path, is_plain_leaf, first, cache
+    def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int) -> None:
+        """Begin a call. `path` ends with @2 for a second call of the module; `first` is the number of the first node created in it."""
+        self.module, self.path, self.is_plain_leaf, self.first = module, path, is_plain_leaf, first
         self.counts: dict[str, int] = {}  # operation -> number of nodes that saved tensors
 
     @property
@@ -114,7 +111,8 @@ class Pass:
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of the branch's arguments, which another thread created
     saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
-    parts: Any = None  # `graph_parts.KnownParts` of passes that enter through the same module
+    # `graph_parts.Segment` of the last pass that entered through the same module, by the path of a call and whether it was read before it
+    segments: dict[tuple[str, bool], Any] = field(default_factory=dict)
     entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
     depth: int = 0  # running calls of `entrance`
     _constants: dict[int, tuple[str, Tensor]] | None = None

@@ -1,8 +1,7 @@
 """Parts of autograd's graph that one pass read, so that later passes read what the same nodes saved without a search.
 
     GraphPart   the way from the outputs of a part to the nodes in it that saved activations
-    CallCache   the part that one call of a module without children created
-    Segment     the part between calls of modules
+    Segment     the part that was read when a call of a module returned, or from the arguments of one
 
 A part is read again where a pass created as many nodes as the one before, from tensors of the same sizes and dtypes; then each node on the
 way is compared by its name. Where anything differs, `read_again` returns None and has changed nothing: the graph is searched
@@ -13,21 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paredown.autograd.graph import ModuleCall, Pass, Saved, next_number, tensors_in
+from paredown.autograd.graph import Pass, Saved, next_number, tensors_in
 from paredown.autograd.operations import Operand, row_of
 
 NEEDED, NOT_NEEDED = (True,), (False,)
 FoundAgain = tuple[Saved, Any, Any, Tensor]  # description in an earlier pass; node, handle and tensor of this one
-PartKind = Literal[
-    "call", "before", "between"
-]  # of a call without children, before it, or between calls, read when the outer one returns
 # (number, node) of nodes, and (number of the node, description) of the tensors that they saved
 Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]
+Moment = tuple[tuple[Any, ...], list[dict[str, int]]]  # `point_of`, and the counts of the running calls
 
 
 class SavedTrail(NamedTuple):
@@ -168,47 +165,7 @@ def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
     return needed
 
 
-# --- a call, and what lies between calls -------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class CallCache:
-    """The tensors that the last call of a leaf module saved. With them, later calls are read without a search of autograd's graph."""
-
-    num_nodes: int
-    layout: tuple[torch.Size, torch.dtype]  # size and dtype of the output
-    needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
-    part: GraphPart
-
-    @staticmethod
-    def of(call: ModuleCall, found: Report, output: Tensor) -> CallCache | None:
-        """Return the cache for this call; None if some of its nodes were not reached, or a node is of a custom function.
-
-        `found`: the descriptions of what the call saved. `output`: the tensor that it returned.
-        """
-        nodes, reported = found
-        created = {number: node for number, node in nodes if number >= call.first}
-        saved_here = [(number, saved) for number, saved in reported if number >= call.first]
-        if len(created) != next_number() - call.first or not is_plain(created, saved_here):
-            return None
-        part = GraphPart.of([output.grad_fn], created, saved_here)
-        return CallCache(len(created), (output.size(), output.dtype), call.needs, part)
-
-    def read_again(self, current: Pass, call: ModuleCall, args: Any, output: Any) -> list[FoundAgain] | None:
-        """Return the tensors that this call saved, found where the last call saved its own; None if the call differs."""
-        first, end, seen = call.first, next_number(), current.seen
-        if (
-            end - first != self.num_nodes
-            or first - current.calls[0].first - len(seen) != current.unreached  # nodes of the parents come first
-            or not isinstance(output, Tensor)
-            or (output.size(), output.dtype) != self.layout
-            or needs_of(args) != self.needs
-        ):
-            return None
-        tensors = self.part.follow((output.grad_fn,))
-        if tensors is not None:
-            seen.update(range(first, end))
-        return tensors
+# --- moments of a pass ------------------------------------------------------------------------------------------------------------
 
 
 def needs_of(args: Any) -> tuple[bool, ...]:
@@ -220,9 +177,9 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """The tensors that nodes between two module calls saved. With them, the next forward pass is read without a search of the graph."""
+    """The tensors that nodes saved which were read at one moment of a pass. With them, the next pass is read without a search."""
 
-    point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
+    point: tuple[Any, ...]  # `point_of` the moment before it was read
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
     reached: list[int]  # numbers of its nodes, counted from the first node of the pass
     unreached: int  # `Pass.unreached` after it was read
@@ -230,13 +187,14 @@ class Segment:
     part: GraphPart
 
     @staticmethod
-    def of(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
-        """Return the segment that was read from the tensors in `values`.
+    def of(start: Moment, current: Pass, found: Report, values: Any) -> Segment | None:
+        """Return the segment that was read from the tensors in `values`; None if later passes cannot find it, as of custom functions.
 
-        `point` identifies the moment of the pass before it was read (`point_of`), and `counts` are those of the running calls at that
-        moment.
+        `start`: the moment of the pass before it was read.
         """
-        nodes, reported = found
+        (point, counts), (nodes, reported) = start, found
+        if current.hidden is not None or not is_plain(dict(nodes), reported):
+            return None
         tensors = list(tensors_in(values))
         changed = [(i, dict(call.counts)) for i, call in enumerate(current.calls) if call.counts != counts[i]]
         part = GraphPart.of([tensor.grad_fn for tensor in tensors], dict(nodes), reported)
@@ -262,37 +220,12 @@ class Segment:
         return found
 
 
-def point_of(current: Pass, before: int | None) -> tuple[int, ...]:
-    """Return numbers that identify a moment of a forward pass: its nodes created, seen and not reached, and its running calls.
+def point_of(current: Pass, before: int | None) -> tuple[Any, ...]:
+    """Return values that identify a moment of a pass: its nodes created, seen and not reached, and its running calls.
 
-    `before`: the number of the first node after that moment; None for the next node that is created.
+    The last value says which arguments of the innermost call require a gradient. `before`: the number of the first node after that moment;
+    None for the next node that is created.
     """
     calls = current.calls
     created = (next_number() if before is None else before) - calls[0].first
-    return created, len(current.seen), current.unreached, len(calls)
-
-
-class KnownParts:
-    """The parts of autograd's graph that the last forward pass read, by the module calls that they belong to."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, CallCache] = {}  # by the path of a call
-        self.segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
-
-    def keep(
-        self, current: Pass, start: tuple[tuple[int, ...], list[dict[str, int]]], found: Report, values: Any, kind: PartKind
-    ) -> None:
-        """Store the part that was read from `values` for later passes, unless it cannot be found there again.
-
-        `start`: the moment of the pass before it was read (`point_of`), with the counts of the running calls. `kind`: whether the part is a
-        call, or lies before or between calls.
-        """
-        innermost = current.calls[-1]
-        if kind == "call":
-            cache = CallCache.of(innermost, found, values) if found[0] and isinstance(values, Tensor) else None
-            if cache is not None:
-                self.calls[innermost.path] = cache
-            elif found[0]:
-                self.calls.pop(innermost.path, None)
-        elif current.hidden is None and is_plain(dict(found[0]), found[1]):
-            self.segments[innermost.path, kind == "before"] = Segment.of(*start, current, found, values)
+    return created, len(current.seen), current.unreached, len(calls), calls[-1].needs

@@ -2,10 +2,10 @@
 
 When a module returns, the autograd graph is read backward from its outputs (autograd/graph.py), over the nodes that are new since
 the last time, in the order in which they were created. Autograd numbers its nodes; a node belongs to the innermost module that was running
-when its number was assigned. A module without children that creates as many nodes as in its last call is assumed to have saved the same
-tensors, and so are the nodes between calls: the graph is not searched again (autograd/graph_parts.py). Nothing is intercepted: the model
-runs unmodified. Saved tensors that hooks of other code hold (as checkpointing does) are reported without their values, and are not read;
-of a checkpoint its inputs are reported (autograd/checkpoints.py).
+when its number was assigned. Where a pass has created as many nodes as the last one, they are assumed to have saved the same tensors: the
+graph is not searched again (autograd/graph_parts.py). Nothing is intercepted: the model runs unmodified. Saved tensors that hooks of other
+code hold (as checkpointing does) are reported without their values, and are not read; of a checkpoint its inputs are reported
+(autograd/checkpoints.py).
 
     layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
     encoder.3:mul.other      an operand of a multiplication in the forward of `encoder.3`; of a second one, `encoder.3:mul#2.other`
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from paredown.autograd.checkpoints import HiddenLayer, running_checkpoint
 from paredown.autograd.graph import ModuleCall, Pass, Saved, is_around, is_plain_leaf, next_number, passed_over, tensors_in
-from paredown.autograd.graph_parts import KnownParts, needs_of
+from paredown.autograd.graph_parts import needs_of
 from paredown.autograd.hooks import Hook, call_always, num_running, patched_attributes
 from paredown.autograd.pass_chains import Between, PassChain
 from paredown.autograd.saved_reports import SavedAgain, SavedReports
@@ -72,7 +72,7 @@ class Watch(SavedReports):
         self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
-        self._parts: dict[nn.Module, KnownParts] = {model: KnownParts()}  # by the module that a pass entered through
+        self._segments: dict[nn.Module, dict[tuple[str, bool], Any]] = {}  # by the module that a pass entered through
         self._parameters = [module._parameters for module in self._paths]
         self.entrance = model  # module whose call began the last pass
         self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
@@ -169,7 +169,7 @@ class Watch(SavedReports):
 
     def _forget(self) -> None:
         """Forget how earlier passes were read, so that the next pass is read by searching autograd's graph."""
-        self._parts = {self.model: KnownParts()}
+        self._segments = {}
 
     def _remove(self, modules: list[nn.Module]) -> None:
         for module in modules:
@@ -202,7 +202,7 @@ class Watch(SavedReports):
         between = None if entrance is self.model else self._chain().before(arguments)
         held = between.held if between is not None else frozenset(t.untyped_storage()._cdata for t in arguments)
         self._running.current = current = Pass(held, self._paths, [ModuleCall(self.model, path, is_plain_leaf, next_number())])
-        current.parts = self._parts.setdefault(entrance, KnownParts())
+        current.segments = self._segments.setdefault(entrance, {})
         current.checkpoints.add(running_checkpoint())  # a checkpoint around the model: the caller holds its inputs
         self._passes.append(current)
         if between is not None:
@@ -274,8 +274,7 @@ class Watch(SavedReports):
             self._on_enter(path, args)
         if not is_grad_enabled():
             self._enter_hidden(current, module, path, args)
-        cache = None if current.is_branch else current.parts.calls.get(path)
-        current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number(), cache))
+        current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number()))
         current.is_repeated = False
         if top_default_hooks(True) is not None and current.saves is None:
             self.checkpoints.find(current, args)
@@ -353,37 +352,21 @@ class Watch(SavedReports):
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
         """Report the tensors that a call of a module saved, when it returns."""
-        call, over = current.calls[-1], current.over
-        cache, tensors = call.cache, None
-        if cache is not None and call.module is module and over is None:
-            tensors = cache.read_again(current, call, args, output)
-        if cache is None or tensors is None:
-            if over is None or over is module:
-                self._read_call(current, module, args, output)
+        calls, over = current.calls, current.over
+        if over is not None and over is not module:
             return
-        self._report_tensors(current, tensors)
-        if call.checkpoint is None and current.hidden is None:
-            current.calls.pop()
-        else:
-            self._end_call(current, call, output)
-
-    def _read_call(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report the tensors that a call of a module saved, by reading autograd's graph from its output."""
-        calls = current.calls
         while len(calls) > 1 and calls[-1].module is not module:  # calls that ended by an exception which the model caught
             calls.pop()
         if len(calls) > 1:
             call = calls[-1]
             call.needs = needs_of(args)
-            if (call.cache or current.over) is not None and call.first - calls[0].first - len(current.seen) != current.unreached:
-                self._report_again(current, args, before=call.first)  # nodes that the parents created before this call
-            if current.over is not None:
-                current.seen.update(range(call.first, next_number()))
-                current.over = None
-            elif call.cache is None or (tensors := call.cache.read_again(current, call, args, output)) is None:
+            if over is None:
                 self._report_again(current, output)
             else:
-                self._report_tensors(current, tensors)
+                if call.first - calls[0].first - len(current.seen) != current.unreached:
+                    self._report_again(current, args, before=call.first)  # nodes that the parents created before this call
+                current.seen.update(range(call.first, next_number()))
+                current.over = None
             self._end_call(current, call, output)
         if current.is_branch and len(calls) == 1:
             self._running.current = None

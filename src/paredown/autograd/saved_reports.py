@@ -26,7 +26,7 @@ from paredown.autograd.graph import (
     packable_bytes,
     saved_of,
 )
-from paredown.autograd.graph_parts import FoundAgain, point_of
+from paredown.autograd.graph_parts import FoundAgain, Segment, point_of
 from paredown.autograd.operations import OperationRow, row_of
 
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -42,7 +42,6 @@ class SavedReports:
     def __init__(self, model: nn.Module, on_saved: Callable[[Saved], None], min_numel: int) -> None:
         self._min_numel, self._on_saved = min_numel, on_saved  # smaller tensors are not reported
         self.on_saved_again: SavedAgain | None = None
-        self._leaves = {path for path, m in model.named_modules() if next(m.children(), None) is None and m is not model}
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
         self.collects_small = True  # whether the running pass collects names for `small`
@@ -55,11 +54,10 @@ class SavedReports:
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
         key = current.calls[-1].path, before is not None
-        segment = current.parts.segments.get(key) if not current.is_branch else None
+        segment = current.segments.get(key) if not current.is_branch else None
         tensors = segment.read_again(current, values, before) if segment is not None else None
-        if tensors is None or segment is None:
-            if current.parts is not None:
-                current.parts.segments.pop(key, None)
+        if tensors is None:
+            current.segments.pop(key, None)
             self._report(current, values, before)
         else:
             self._report_tensors(current, tensors)
@@ -94,9 +92,9 @@ class SavedReports:
         reported = self._report_nodes(current, nodes) if nodes else []
         if not self._min_numel or current.is_branch or current.of_threads:
             return
-        is_leaf = current.calls[-1].path.partition("@")[0] in self._leaves
-        kind = "before" if before is not None else "call" if is_leaf else "between"
-        current.parts.keep(current, (point, counts), (nodes, reported), values, kind)
+        segment = Segment.of((point, counts), current, (nodes, reported), values)
+        if segment is not None:
+            current.segments[current.calls[-1].path, before is not None] = segment
 
     def _report_nodes(self, current: Pass, nodes: list[tuple[int, Any]]) -> list[tuple[int, Saved]]:
         innermost, reported = current.calls[-1], list[tuple[int, Saved]]()
