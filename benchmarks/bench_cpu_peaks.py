@@ -1,9 +1,7 @@
-"""Measured peaks of trials on a CPU beside their predictions, and what `pick` expects of each plan after trials of the others.
+"""Measured peaks of trials on a CPU beside their predictions.
 
-    python benchmarks/bench_cpu_peaks.py                                  # some minutes; rows in results/cpu_peaks.json
-    python benchmarks/bench_cpu_peaks.py --task "digits#model=vit,steps=3"
-
-`expected`: the peak of a plan by `pick.pick_loop.expected_peaks`, from the trials of all other plans of the task.
+python benchmarks/bench_cpu_peaks.py                                  # some minutes; rows in results/cpu_peaks.json
+python benchmarks/bench_cpu_peaks.py --task "digits#model=vit,steps=3"
 """
 
 from __future__ import annotations
@@ -13,18 +11,14 @@ import json
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from measure import RESULTS, machine
 from torch import nn
 
 import paredown as pare
-from paredown.study.pick.candidates import ROLES, features_of
-from paredown.study.pick.pick_loop import expected_peaks
 from paredown.study.tasks.data import Examples
 from paredown.study.tasks.lookup import find_task
 from paredown.study.tasks.task import Task
-from paredown.study.tasks.task_trace import trace_task
 
 PATH = RESULTS / "cpu_peaks.json"
 
@@ -53,23 +47,15 @@ def pictures() -> Task:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """A trial of each plan, and what the others say of its peak."""
-    task, rows, roles = pictures() if name == PICTURES else find_task(name), list[dict[str, Any]](), list[Any]()
+    """A trial of each plan."""
+    task, rows = pictures() if name == PICTURES else find_task(name), list[dict[str, Any]]()
     for label, plan in PLANS.items():
         trial = pare.evaluate(task, plan, device="cpu")
-        assert trial.predicted_peak_bytes is not None and trial.measured_peak_bytes is not None, trial.reason
-        rows.append({"task": name, "plan": label, "predicted": trial.predicted_peak_bytes, "measured": trial.measured_peak_bytes})
-        roles.append(features_of(plan, trace_task(task, plan, "cpu"))[: len(ROLES)] > 0)
-    memory = np.array([float(row["predicted"]) for row in rows])
-    for i, row in enumerate(rows):
-        others = [(j, other["measured"]) for j, other in enumerate(rows) if j != i]
-        row["expected"] = int(expected_peaks(memory, others, np.array(roles))[i])
-        ratios = (row["measured"] / row["predicted"], row["measured"] / row["expected"])
-        print(
-            f"{name:42s} {row['plan']:26s}" + "".join(f"{row[key] / 2**20:10.2f}" for key in ("predicted", "expected", "measured")),
-            end="",
-        )
-        print("   measured / predicted {:.2f}   measured / expected {:.2f}".format(*ratios), flush=True)
+        predicted, measured = trial.predicted_peak_bytes, trial.measured_peak_bytes
+        assert predicted is not None and measured is not None, trial.reason
+        rows.append({"task": name, "plan": label, "predicted": predicted, "measured": measured})
+        sizes = f"{predicted / 2**20:10.2f}{measured / 2**20:10.2f}   measured / predicted {measured / predicted:.2f}"
+        print(f"{name:42s} {label:26s}{sizes}", flush=True)
     return rows
 
 

@@ -20,12 +20,6 @@ from tests.study.pick.test_pick import PRIOR, as_in_prior, make_task, tried
 __all__ = ["tried"]
 
 
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The excess of a trial counts as on a GPU, though this is a CPU."""
-    monkeypatch.setattr(pick_module, "PickLoop", lambda **given: PickLoop(**{**given, "excess_differs": False}))
-
-
 def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any) -> None:
     """What it had reached is below its prediction: plans still need what the others took beyond theirs."""
     tried()
@@ -106,7 +100,7 @@ def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeyp
     monkeypatch.setattr(
         pick_module,
         "PickLoop",
-        lambda **found: given.setdefault("it", PickLoop(**{**found, "excess_differs": False})),
+        lambda **found: given.setdefault("it", PickLoop(**found)),
     )
     pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
     picking = given["it"]
@@ -150,23 +144,8 @@ def test_the_smallest_that_is_named_is_one_that_may_train() -> None:
     )
 
 
-def test_on_a_cpu_a_measured_peak_counts_for_all_plans_that_quantize(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial takes twice the budget: no plan that quantizes something fits, whichever roles it quantizes."""
-    monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
-    tried()
-    before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
-    assert sum(point.fits is True for point in before.frontier.points) > 5
-    tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": 2 * before.budget_bytes})
-    found = pick(make_task(), "75%", 1, prior=PRIOR, device="cpu")
-    assert all(point.plan.quantizes_nothing for point in found.frontier.points if point.fits)
-    assert found.plan is None or found.plan.quantizes_nothing
-
-
-def test_what_is_picked_is_on_the_front_within_the_budget_and_not_above_the_baseline(
-    tried: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_picked_is_on_the_front_within_the_budget_and_not_above_the_baseline(tried: Any) -> None:
     """On a CPU each quantized plan takes a quarter of the baseline beyond its prediction: small plans still fit."""
-    monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
     tried()
     before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
     predicted = {point.plan: point.predicted_bytes for point in before.frontier.points}
@@ -194,9 +173,8 @@ def test_the_answer_says_whether_trials_can_help(tried: Any) -> None:
     )
 
 
-def test_an_untried_plan_is_not_taken_at_a_prediction_that_all_trials_exceed(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untried_plan_is_not_taken_at_a_prediction_that_all_trials_exceed(tried: Any) -> None:
     """On a CPU every plan takes the same scratch memory beyond its prediction: what is answered fits, tried or not, and says so."""
-    monkeypatch.setattr(pick_module, "PickLoop", PickLoop)
     tried()
     before = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu")
     predicted = {point.plan: point.predicted_bytes for point in before.frontier.points}
@@ -212,35 +190,15 @@ def test_an_untried_plan_is_not_taken_at_a_prediction_that_all_trials_exceed(tri
         )
 
 
-def by_definition(memory: list[float], peaks: list[tuple[int, int]], roles: list[set[str]], plan: int) -> float:
-    """The expected peak of one plan: its own trials, else those of plans most like it, and of plans that quantize a part of its roles."""
-    own = [nbytes for other, nbytes in peaks if other == plan]
-    alike = [
-        (len(roles[t] ^ roles[plan]), abs(memory[t] - memory[plan]), n - memory[t]) for t, n in peaks if not roles[t] or roles[plan]
-    ]
-    if own:
-        return memory[plan] + max(0.0, max(own) - memory[plan])
-    least = min((apart, gap) for apart, gap, _ in alike) if alike else None
-    parts = [n - memory[t] for t, n in peaks if roles[t] and roles[t] <= roles[plan]] if least and least[0] else []
-    return memory[plan] + max([0.0, *parts, *(excess for apart, gap, excess in alike if (apart, gap) == least)])
+def by_definition(memory: list[float], peaks: list[tuple[int, int]], plan: int) -> float:
+    """The expected peak of one plan: its own trials, else those of plans of the nearest size."""
+    gaps = [-1.0 if other == plan else abs(memory[other] - memory[plan]) for other, _ in peaks]
+    return memory[plan] + max(0.0, *(n - memory[other] for gap, (other, n) in zip(gaps, peaks, strict=True) if gap == min(gaps)))
 
 
-def test_both_packings_take_what_activations_alone_took_beyond_their_prediction() -> None:
-    """lpmm took what was predicted, 8-bit activations 1.4 times that: a plan of both is not promised its prediction."""
-    roles = np.array([[False, True, True], [True, False, False], [True, True, True]])
-    assert expected_peaks(np.array([200.0, 100.0, 90.0]), [(0, 200), (1, 140)], roles).tolist() == [200, 140, 130]
-
-
-def test_expected_peaks_follow_the_most_alike_trial() -> None:
-    draw, names = np.random.default_rng(0), ("activation", "weight", "moment1")
+def test_expected_peaks_follow_the_trial_of_the_nearest_prediction() -> None:
+    draw = np.random.default_rng(0)
     for _ in range(300):
         memory = draw.integers(1, 6, size=6).astype(float) * 100
-        roles = draw.random((6, 3)) < 0.5
         peaks = [(int(plan), int(draw.integers(50, 900))) for plan in draw.integers(0, 6, size=draw.integers(1, 5))]
-        sets = [{name for name, has in zip(names, row, strict=True) if has} for row in roles]
-        wanted = [by_definition(memory.tolist(), peaks, sets, plan) for plan in range(6)]
-        assert expected_peaks(memory, peaks, roles).tolist() == wanted
-        everything = [{"activation"}] * 6
-        assert expected_peaks(memory, peaks, None).tolist() == [
-            by_definition(memory.tolist(), peaks, everything, i) for i in range(6)
-        ]
+        assert expected_peaks(memory, peaks).tolist() == [by_definition(memory.tolist(), peaks, plan) for plan in range(6)]

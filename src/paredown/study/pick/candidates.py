@@ -157,11 +157,6 @@ class Candidates:
         return np.array([row.features for row in self.rows]).reshape(len(self.rows), len(NAMES))
 
     @property
-    def roles(self) -> NDArray[np.bool_]:
-        """Whether each candidate quantizes each role, (plans, roles)."""
-        return self.features[:, : len(ROLES)] > 0
-
-    @property
     def memory(self) -> Array:
         """The predicted peak bytes of the candidates, (plans,)."""
         return np.array([row.predicted_bytes for row in self.rows], dtype=float)

@@ -98,7 +98,6 @@ def pick(
             step=step,
             candidates=rows,
             task_prior=TaskPrior.of(prior_data),
-            excess_differs=torch_device.type == "cpu",
             device=device_name(torch_device),
             max_error_increase=max_error_increase,
             confidence=confidence,

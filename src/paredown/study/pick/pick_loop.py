@@ -57,11 +57,10 @@ class PickLoop:
     """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
 
     `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
-    prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too;
-    `excess_differs`: the excess is taken from trials that quantize the same roles, if there are any. `device`: name of the device that
-    the plan is for, as trials record it. `others`: trials of the same task that a store already had. `max_error_increase`: if given, the
-    pick is the smallest plan whose error is, with the probability `confidence`, at most this much above the baseline's, instead of the
-    plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
+    prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too. `device`:
+    name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
+    `max_error_increase`: if given, the pick is the smallest plan whose error is, with the probability `confidence`, at most this much
+    above the baseline's, instead of the plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
     """
 
     task: str
@@ -71,7 +70,6 @@ class PickLoop:
     step: TaskStep
     candidates: Candidates
     task_prior: TaskPrior
-    excess_differs: bool = False
     device: str = ""
     max_error_increase: float | None = None
     confidence: float = 0.9
@@ -161,15 +159,9 @@ class PickLoop:
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
     def expected(self) -> Array:
-        """Return the expected peak bytes of each plan, (plans,): its prediction plus the excess of trials (`expected_peaks`).
-
-        It is the prediction alone if no peak was measured. On a CPU most of the excess is copies of convolutions' operands, which depend
-        on the roles that are quantized; `excess_differs` is for that.
-        """
+        """Return the expected peak bytes of each plan, (plans,): its prediction plus the excess of trials (`expected_peaks`)."""
         memory, peaks = self.candidates.memory, self._peaks
-        if not peaks:
-            return memory
-        return expected_peaks(memory, peaks, self.candidates.roles if self.excess_differs else None)
+        return expected_peaks(memory, peaks) if peaks else memory
 
     def needed(self) -> Array:
         """Return the expected peak bytes of each plan, (plans,); infinite if it cannot be trained, or needs more than the baseline."""
@@ -256,9 +248,8 @@ class PickLoop:
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
         fits = fits if np.isin(fits, diverged).all() else np.setdiff1d(fits, diverged)
         best = estimate.best(self.budget_bytes, is_cautious=False).plan  # it may be one that is picked only after a trial
-        is_least = (
-            best in self._exact and not (estimate.times[fits] < estimate.times[best]).any()
-        )  # no trial finds less error, or a quicker plan
+        times = comparable_times(time[:2] for time in self.step_times())
+        is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
         if best in estimate.tried and (is_least or is_settled(estimate, fits)):
             self.is_settled = True
             return None
@@ -410,28 +401,17 @@ class PickLoop:
         return Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")
 
 
-def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]], roles: NDArray[np.bool_] | None) -> Array:
+def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]]) -> Array:
     """Return the expected peak bytes of each plan, (plans,): the predicted `memory` plus the excess of a trial.
 
     The excess is what a trial took beyond its prediction; `peaks` has (plan, measured bytes). The trial is the plan's own if there is one,
-    otherwise the trial of nearest prediction, and of several the one of most excess. `roles` (plans, roles) says which roles each plan
-    quantizes; with it, trials are preferred that differ from the plan in the fewest quantized roles. If no trial quantizes the same roles,
-    trials that quantize some of them count too. For a plan that quantizes nothing, trials of other plans do not count.
+    otherwise the trial of nearest prediction, and of several the one of most excess.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
     distance = np.abs(memory[:, None] - memory[tried])
-    is_part = np.zeros(distance.shape, bool)
-    if roles is not None:
-        num_apart = (roles[:, None] ^ roles[tried]).sum(axis=2).astype(float)
-        num_apart[roles[tried].any(axis=1) & (roles.sum(axis=1) == 0)[:, None]] = np.inf
-        is_part = (
-            roles[tried].any(axis=1) & ~(roles[tried] & ~roles[:, None]).any(axis=2) & (num_apart.min(axis=1, keepdims=True) > 0)
-        )
-        distance[num_apart > num_apart.min(axis=1, keepdims=True)] = np.inf
-        distance[np.isinf(num_apart)] = np.inf
     distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size
-    nearest = (distance == distance.min(axis=1, keepdims=True)) & np.isfinite(distance)
-    return memory + np.where(nearest | is_part, measured - memory[tried], 0.0).max(axis=1, initial=0.0)
+    is_nearest = distance == distance.min(axis=1, keepdims=True)
+    return memory + np.where(is_nearest, measured - memory[tried], 0.0).max(axis=1, initial=0.0)
 
 
 def _mean(errors: Iterable[float | None]) -> float | None:
