@@ -18,17 +18,14 @@ from numpy.typing import NDArray
 from seed_effects import VarianceParts, is_calm, variance_parts_of, without_seed_effects
 
 from paredown.errors import PlanError
-from paredown.plan.plan import Plan
 from paredown.study.pick.pareto import undominated
-from paredown.study.pick.prior_collection import row_of
 from paredown.study.pick.prior_data import PriorData
 from paredown.study.pick.priors import available, load
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results" / "priors.json", ROOT / "docs" / "pictures"
-FULL = row_of(Plan()).label
-PLAIN = row_of(Plan.preset("lpmm")).label.partition(", ")[0]  # of unmodified activations, in labels such as "bf16, lpmm"
+FULL, PLAIN = "baseline", "unmodified"  # the second: activations in labels such as "unmodified, lpmm"
 CROSSED = (PLAIN, "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
 TIER_ORDER = ("full", "half", "lpmm")
 WIDE = ("e4m3", "e4m4", "e5m2", "e5m3")  # low formats of 8 and 9 bits, but for those of 3 exponent bits

@@ -40,9 +40,9 @@ from low_budget_tasks import SETS, TaskSet, rates_of, tiny
 
 from paredown.assignment.assign import PlanTemplate
 from paredown.errors import BudgetError
+from paredown.formats.catalog import TIERS
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.study.pick.prior_collection import STATE_FORMATS
 from paredown.study.tasks.evaluate import (
     NUM_STEPS,
     MemoryMeter,
@@ -67,6 +67,15 @@ MOST_ATTEMPTS = 2
 TRAINED = 0.9  # most loss of the baseline of a task that trains, relative to random guessing
 START = "start "  # of the key of a job that trains weights to start from
 BASELINE = {"plan": Plan().to_json(), "bytes": 0}
+
+WEIGHT4, GRADIENT4 = {"weight": "int4/64@e8m0"}, {"gradient": "int4/64@bf16"}
+STATE_FORMATS: Mapping[str, Mapping[str, str]] = {
+    **TIERS,
+    "lpmm4 weight4": {**TIERS["lpmm4"], **WEIGHT4},
+    "lpmm4 gradient4": {**TIERS["lpmm4"], **GRADIENT4},
+    "lpmm4 weight4 gradient4": {**TIERS["lpmm4"], **WEIGHT4, **GRADIENT4},
+    "lpmm weight4 gradient4": {**TIERS["lpmm"], **WEIGHT4, **GRADIENT4},
+}  # tiers, and what labels call their variants with weights or gradients in 4 bits
 
 
 def task_name(data: str, how: Mapping[str, Any], **more: Any) -> str:

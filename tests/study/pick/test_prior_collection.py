@@ -51,7 +51,7 @@ def test_each_number_is_in_its_place() -> None:
         for seed in (0, 2)
     ]
     found = collect(rows, "mine")
-    assert [plan.label for plan in found.plans] == ["baseline", "unmodified, lpmm", "int4/64@bf16, full"]
+    assert [plan.label for plan in found.plans] == ["baseline", "lpmm", "activations4"]
     assert [task.text for task in found.tasks] == [SMALL, OTHER]
     assert [task.name for task in found.tasks] == [SMALL, OTHER], "digits mlp would be both"
     for i, j in np.ndindex(2, 3):
@@ -110,7 +110,7 @@ def test_what_cannot_be_a_prior_has_a_sentence() -> None:
 def test_a_sweep_brings_what_other_sweeps_know_of_its_tasks() -> None:
     rates = [row(task, PLANS[0], 0, error, sweep="rates") for task, error in ((SMALL, 0.3), (OTHER, 0.4))]
     found = collect([*rates, row(SMALL, PLANS[1], 0, 0.5, propensity=0.4)], "mine", sweeps=["s"])
-    assert [plan.label for plan in found.plans] == ["unmodified, lpmm", "baseline"]
+    assert [plan.label for plan in found.plans] == ["lpmm", "baseline"]
     assert found.errors.tolist() == [[0.5, 0.3]] and found.propensity.tolist() == [[0.4, 1.0]]
     twice = collect([*rates, row(SMALL, PLANS[0], 0, 0.7)], "mine", sweeps=["s"])
     assert twice.errors.tolist() == [[0.7]], "a sweep that was named comes first"

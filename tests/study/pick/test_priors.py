@@ -312,7 +312,7 @@ def test_plans_have_names_and_levels() -> None:
 
     peppp = row_of(peppp_plan((4, 3), (6, 7)))
     assert (peppp.label, peppp.level) == ("e4m3 e6m7", "e4m3")
-    assert row_of(Plan.preset("activations4")).label == "int4/64@bf16, full"
+    assert row_of(Plan.preset("activations4")).label == "activations4"
     assert row_of(Plan()).label == "baseline"
 
 

@@ -14,18 +14,12 @@ text='digits#model=mlp,steps=5')
 
 The column of a plan has a label and, for PEPPP's configurations, a level.
 
->>> row = row_of(Plan.uniform(activation="int4/64@bf16", weight="bf16"))
->>> row_of(Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm"])).label, row.label
-('int4/64@bf16, lpmm', '2 rules, 02432e')
->>> row_of(Plan.uniform(activation="int4/64@bf16", **STATE_FORMATS["lpmm4 weight4"])).label
-'int4/64@bf16, lpmm4 weight4'
->>> row_of(Plan()).label
-'baseline'
+>>> [row_of(plan).label for plan in (Plan(), Plan.preset("lpmm"), Plan.uniform(activation="int4/64@bf16", weight="bf16"))]
+['baseline', 'lpmm', 'weight bf16, activation int4/64@bf16']
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -40,27 +34,17 @@ import numpy as np
 
 from paredown.assignment.assign import templates_of
 from paredown.errors import ParedownError, PriorError
-from paredown.formats.catalog import TIERS
 from paredown.plan.plan import Plan
 from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
 from paredown.study.pick.prior_data import Array, PlanRow, PriorData, TaskRow, mean_of_seeds
 from paredown.study.pick.task_prior import random_guess_error
-from paredown.study.sweeps.plan_labels import distinct
+from paredown.study.sweeps.plan_labels import distinct, plan_label
 from paredown.study.tasks.lookup import cached_task, parse_options, portable_text
-from paredown.study.tasks.task import Task
-from paredown.study.tasks.task_family import task_family
+from paredown.study.tasks.task import Task, task_family
 from paredown.study.tasks.task_trace import peppp_bytes
 from paredown.study.tasks.trial import Status, Trial, with_baseline_steps
 
 NO_CNN = ("mlp", "vit", "gpt", "lstm")  # models that are families, for tasks that cannot be loaded here
-WEIGHT4, GRADIENT4 = {"weight": "int4/64@e8m0"}, {"gradient": "int4/64@bf16"}
-STATE_FORMATS: Mapping[str, Mapping[str, str]] = {
-    **TIERS,
-    "lpmm4 weight4": {**TIERS["lpmm4"], **WEIGHT4},
-    "lpmm4 gradient4": {**TIERS["lpmm4"], **GRADIENT4},
-    "lpmm4 weight4 gradient4": {**TIERS["lpmm4"], **WEIGHT4, **GRADIENT4},
-    "lpmm weight4 gradient4": {**TIERS["lpmm"], **WEIGHT4, **GRADIENT4},
-}  # tiers, and what labels call their variants with weights or gradients in 4 bits
 OWN = "own"  # family of other models, and metric that is a function
 PEPPP_FORMAT = re.compile(r"(e\d+m\d+)b\d+fns")
 COUNTED = (Status.DONE, Status.STOPPED, Status.DIVERGED)
@@ -183,7 +167,9 @@ def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict
     rows = zip(_distinct_task_rows([row_of_task(text, folder) for text in texts], name), full, strict=True)
     tasks = [replace(row, full_bytes=None if np.isnan(nbytes) else float(nbytes)) for row, nbytes in rows]
     runs = _with_diverged(by_seed["runs"], [row.blind for row in tasks])
-    columns, provenance = tuple(plans.values()), provenance_of(entries)
+    labels = distinct(plan.label for plan in plans.values())
+    columns = tuple(replace(plan, label=label) for plan, label in zip(plans.values(), labels, strict=True))
+    provenance = provenance_of(entries)
     return PriorData(name, mode, tuple(tasks), columns, runs, memory, measured, diverged, propensity, step_ratio, provenance)
 
 
@@ -275,16 +261,4 @@ def row_of(plan: Plan) -> PlanRow:
     low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
     if low and high:
         return PlanRow(f"{low[1]} {high[1]}", plan.to_json(), "", low[1])
-    return PlanRow(_label(plan, formats), plan.to_json())
-
-
-def _label(plan: Plan, formats: dict[str, str]) -> str:
-    if plan.changes_nothing:
-        return "baseline"
-    state = {key: text for key, text in formats.items() if key != "activation"}
-    tier = next((name for name, tier_formats in STATE_FORMATS.items() if dict(tier_formats) == state), None)
-    if tier is None or len(formats) != len(plan.rules) or plan.recompute or plan.tiles:
-        key = plan.key if plan.tiles else plan.key[:4] if plan.offload else plan.key[:2]  # labels of plans without it are as before
-        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:6]
-        return f"{len(plan.rules)} rules, {digest}"
-    return f"{formats.get('activation', 'unmodified')}, {tier}"
+    return PlanRow(plan_label(plan), plan.to_json())
