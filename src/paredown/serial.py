@@ -99,12 +99,17 @@ WHOLE = Check(is_whole, "a whole number of at most 64 bits")
 COUNT = Check(is_count, "a whole number from 0 up to 2^63 - 1")
 NUMBER = Check(is_number, "a finite number")
 SUMMED = Check(lambda value: is_number(value, LARGEST), "a finite number of at most 1e300")
+FROM_0 = Check(lambda value: is_number(value, LARGEST) and value >= 0, "a finite number from 0 up")
 TEXT = Check(is_text, "text")
 
 
 def or_none(check: Check) -> Check:
     """Return a check that allows None and whatever `check` allows."""
     return Check(lambda value: value is None or check.holds(value), f"{check.expected}, or None")
+
+
+FromZero = Annotated[float, FROM_0]
+FromZeroOrNone = Annotated[float | None, or_none(FROM_0)]
 
 
 def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Raises) -> None:

@@ -175,11 +175,9 @@ def test_the_shell_completes_names(typed: str, wanted: set[str]) -> None:
 
 
 def test_completed_names_are_those_that_are_known() -> None:
-    from paredown.cli.application import MODEL_NAMES, PLAN_NAMES, TASK_NAMES
-    from paredown.cli.output import BASELINE
+    from paredown.cli.application import MODEL_NAMES, TASK_NAMES
     from paredown.models import MODELS
-    from paredown.plan.presets import PRESETS
     from paredown.study.tasks.lookup import WITH_FILE, WITHOUT_FILE
 
-    assert tuple(MODELS) == MODEL_NAMES and (BASELINE, *PRESETS) == PLAN_NAMES
+    assert tuple(MODELS) == MODEL_NAMES
     assert (*WITHOUT_FILE, *(f"{name}:" for name in WITH_FILE)) == TASK_NAMES

@@ -31,7 +31,7 @@ import typer
 
 import paredown
 from paredown.cli.budget import CARDS
-from paredown.cli.output import say
+from paredown.cli.output import BASELINE, say
 from paredown.errors import BudgetError, ParedownError
 from paredown.sizes import parse_bytes
 
@@ -247,41 +247,32 @@ def check_size(text: str | None) -> str | None:
     return text
 
 
-def starting(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a function for shell completion: from a beginning to the names that begin with it.
+def starting(names: Sequence[str] | Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
+    """Return a function for shell completion: from a beginning to the names that begin with it; `names` may be a function.
 
     Without any, the shell completes file names.
 
     >>> starting(["lpmm", "lpmm4", "safe"])("lp")
     ['lpmm', 'lpmm4']
     """
-    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+    return lambda incomplete: [name for name in (names() if callable(names) else names) if name.startswith(incomplete)]
 
 
-# names for shell completion, which must not wait for torch: equal to those of paredown.models, tasks and presets (tests/cli/test_help.py)
+# names for shell completion, which must not wait for torch: equal to those of paredown.models and tasks (tests/cli/test_help.py)
 MODEL_NAMES = (
     *("mlp", "resnet18", "resnet50", "sumlast18", "squeezenet", "shufflenet", "mobilenet"),
     *("convnext", "unet", "vit", "gpt", "lstm"),
 )
 TASK_NAMES = ("digits", "fashion_mnist", "images:", "text:")
-PLAN_NAMES = (
-    "baseline",
-    "activations8",
-    "activations8f",
-    "activations4",
-    "activations4a",
-    "activations2",
-    "fp8",
-    "int8_products",
-    "auto_products",
-    "frozen8",
-    "frozen4",
-    "safe",
-    "fine_tune",
-    "half",
-    "lpmm",
-    "lpmm4",
-)
+
+
+def plan_names() -> list[str]:
+    """Return the names of plans."""
+    from paredown.plan.presets import PRESETS
+
+    return [BASELINE, *PRESETS]
+
+
 SPELLED = (
     "A task or model: digits, digits#model=vit,steps=200, resnet50#width=64, file.py:function, module:function, or a Hugging Face "
     "config.json."

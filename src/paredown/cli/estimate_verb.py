@@ -18,7 +18,6 @@ import typer
 
 from paredown.cli.application import (
     LOOK,
-    PLAN_NAMES,
     BudgetOption,
     Exit,
     GpuOption,
@@ -28,6 +27,7 @@ from paredown.cli.application import (
     SubjectOptions,
     app,
     option,
+    plan_names,
     starting,
     step_text,
     verb,
@@ -60,7 +60,7 @@ class EstimateRequest:
     gpu: GpuOption = None
     plan: Annotated[
         list[str] | None,
-        option("A preset, a plan.json, or role=format,... May be repeated.", metavar="PLAN", autocompletion=starting(PLAN_NAMES)),
+        option("A preset, a plan.json, or role=format,... May be repeated.", metavar="PLAN", autocompletion=starting(plan_names)),
     ] = None
     batch: BatchOption = None
     length: Annotated[int | None, option("Tokens of one example; the same as --input tokens:N.", min=1)] = None

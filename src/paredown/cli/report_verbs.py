@@ -101,15 +101,4 @@ def _source(source: str, sweep: str | None) -> Any:
     if value is None or (isinstance(value, dict) and "title" in value and "frontier" not in value):
         return open_source(source, sweep=sweep)
     loaded = read_source(source)
-
-    class Once(RecordSource):
-        """One record that does not change."""
-
-        record: Record | None = loaded
-
-        def read(self) -> Record | None:
-            """Return the record at the first call, then None."""
-            record, self.record = self.record, None
-            return record
-
-    return Once()
+    return RecordSource(lambda: 0, lambda: loaded)

@@ -11,7 +11,6 @@ import typer
 
 from paredown.cli.application import (
     CHOOSE,
-    PLAN_NAMES,
     BudgetOption,
     Exit,
     GpuOption,
@@ -22,6 +21,7 @@ from paredown.cli.application import (
     TaskArgument,
     app,
     option,
+    plan_names,
     say_missing,
     starting,
     verb,
@@ -51,7 +51,7 @@ class TrainRequest:
 
     task: TaskArgument
     plan: Annotated[
-        str | None, option("A plan.json, a preset, or role=format,...", metavar="PLAN", autocompletion=starting(PLAN_NAMES))
+        str | None, option("A plan.json, a preset, or role=format,...", metavar="PLAN", autocompletion=starting(plan_names))
     ] = None
     budget: BudgetOption = None
     gpu: GpuOption = None

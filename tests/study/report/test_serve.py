@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from paredown.errors import ParedownError, ReportError
 from paredown.plan.plan import Plan
 from paredown.study.report.page import drawn
 from paredown.study.report.record import Record
-from paredown.study.report.server import MOST_STREAMS, FileSource, RecordSource, Server, WatchedSource, open_source, serve
+from paredown.study.report.server import MOST_STREAMS, RecordSource, Server, WatchedSource, open_source, serve
 from tests.study.report.made import record, trial
 
 pytest.importorskip("sqlalchemy")
@@ -143,7 +144,7 @@ def test_no_other_machine_is_served(host: str) -> None:
 
 def test_a_port_that_is_taken_or_none_is_a_sentence(server: Server, tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=f"port {server.port} of 127.0.0.1 cannot be used"):
-        Server(FileSource(tmp_path / "record.json"), port=server.port)
+        Server(open_source(tmp_path / "record.json"), port=server.port)
     with pytest.raises(ReportError, match="whole number"):
         serve(tmp_path / "record.json", port=70000)
 
@@ -234,20 +235,17 @@ def test_streams_end_with_the_server(tmp_path: Path) -> None:
 
 
 def test_a_source_is_closed_whatever_happens(tmp_path: Path) -> None:
-    class Counted(FileSource):
-        closed = 0
+    closed: list[str] = []
 
-        def close(self) -> None:
-            self.closed += 1
+    def counted(name: str) -> RecordSource:
+        return replace(open_source(tmp_path / name), close=lambda: closed.append(name))
 
-    source = Counted(tmp_path / "none.json")
     with pytest.raises(ReportError, match="cannot be read"):
-        Server(source)
-    assert source.closed == 1
+        Server(counted("none.json"))
+    assert closed == ["none.json"]
     record().save(tmp_path / "record.json")
-    source = Counted(tmp_path / "record.json")
-    Server(source).close()  # one that was never started
-    assert source.closed == 1
+    Server(counted("record.json")).close()  # one that was never started
+    assert closed == ["none.json", "record.json"]
 
 
 def test_too_many_streams_are_refused(server: Server) -> None:
@@ -349,21 +347,16 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Broken(RecordSource):
-    """Fails from the second time on."""
+def test_what_was_read_last_stays_while_there_is_trouble() -> None:
+    num = count()
 
-    def __init__(self) -> None:
-        self.num = 0
-
-    def read(self) -> Record | None:
-        self.num += 1
-        if self.num > 1:
+    def load() -> Record:
+        """Fail from the second time on."""
+        if next(num):
             raise ReportError("gone")
         return Record.of_trials("t", [trial("lpmm")])
 
-
-def test_what_was_read_last_stays_while_there_is_trouble() -> None:
-    watched = WatchedSource(Broken(), seconds=0.01)
+    watched = WatchedSource(RecordSource(lambda: None, load), seconds=0.01)
     watched.start()
     assert watched.wait(1, 120) == 2
     assert watched.event() == ("trouble", '"gone"')

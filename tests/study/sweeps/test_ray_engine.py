@@ -106,8 +106,8 @@ def test_slots_are_the_trials_that_fit(fake_ray: FakeRay) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"gpus": -1}', "gpus of a trial on Ray is a finite number from 0, or None, not -1"),
-        ('{"cpus": "2"}', "cpus of a trial on Ray is a finite number from 0, not '2'"),
+        ('{"gpus": -1}', "gpus of a trial on Ray is a finite number from 0 up, or None, not -1"),
+        ('{"cpus": "2"}', "cpus of a trial on Ray is a finite number from 0 up, not '2'"),
         ('{"resources": {"disk": 0}}', "resources of a trial on Ray is an object of positive numbers"),
         ('{"labels": {"kind": 1}}', "labels of a trial on Ray is an object of texts"),
         ('{"placement": "PACK"}', "placement of a trial on Ray is DEFAULT or SPREAD, not 'PACK'"),

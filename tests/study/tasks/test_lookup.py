@@ -14,8 +14,7 @@ from torch import nn
 from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.study.tasks.lookup import find_task
-from paredown.study.tasks.task import OptimizerSettings, Task
-from paredown.study.tasks.task_family import task_family
+from paredown.study.tasks.task import OptimizerSettings, Task, task_family
 from tests.study.tasks.made import CPU, DATA, make_task, needs_data, write_npz
 
 OF_CLASSES = [name for name in MODELS if name not in OF_TEXT | OF_PIXELS]

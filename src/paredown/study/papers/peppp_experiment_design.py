@@ -128,11 +128,6 @@ def first_at_random(num_plans: int, count: int, *, seed: int) -> list[int]:
     return np.random.RandomState(seed).choice(num_plans, count, replace=False).tolist()
 
 
-DESIGNS: Mapping[str, Callable[[Array, int], list[int]]] = MappingProxyType(
-    {"optimal": optimal, "relaxed": relaxed, "pivoted": pivoted}
-)
-
-
 # --- vectors of plans and tasks ----------------------------------------------------------------------------------------
 
 
@@ -331,13 +326,11 @@ def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> d
 
 PICKERS: Mapping[str, Picker] = MappingProxyType(
     {
-        "ED-MF": factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count)),
-        "ED-MF+5": factorised(
-            lambda vectors, count, seed: DESIGNS["optimal"](vectors, count + RANK)
-        ),  # the released code takes five more
-        "ED-MF plugged": plugged(factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count))),
-        "ED-MF relaxed": factorised(lambda vectors, count, seed: DESIGNS["relaxed"](vectors, count)),
-        "QR-MF": factorised(lambda vectors, count, seed: DESIGNS["pivoted"](vectors, count)),
+        "ED-MF": factorised(lambda vectors, count, seed: optimal(vectors, count)),
+        "ED-MF+5": factorised(lambda vectors, count, seed: optimal(vectors, count + RANK)),  # the released code takes five more
+        "ED-MF plugged": plugged(factorised(lambda vectors, count, seed: optimal(vectors, count))),
+        "ED-MF relaxed": factorised(lambda vectors, count, seed: relaxed(vectors, count)),
+        "QR-MF": factorised(lambda vectors, count, seed: pivoted(vectors, count)),
         "random-MF": factorised(lambda vectors, count, seed: scattered(vectors.shape[1], count, seed=seed)),
         "BO-MF": bayesian(lambda known: embed(known.completed).T),
         "BO-MF worst": bayesian(lambda known: embed(known.completed).T, is_released=True),

@@ -26,16 +26,13 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
 from paredown.plan.plan import Plan
-from paredown.serial import SUMMED, Check, dump_dataclass, or_none, read_versioned
+from paredown.serial import Check, FromZero, FromZeroOrNone, dump_dataclass, read_versioned
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.study.pick.pareto import at_least_exact, cautious, quickest_of_ties
 from paredown.study.tasks.trial import Trial
 
 Array = NDArray[np.float64]
 VERSION = 3  # of the JSON
-FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite number from 0 up")
-FromZero = Annotated[float, FROM_0]
-FromZeroOrNone = Annotated[float | None, or_none(FROM_0)]
 
 
 def one_of(*names: str) -> Check:

@@ -36,7 +36,7 @@ from paredown.errors import PriorError
 from paredown.formats.catalog import TIERS
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import closest
-from paredown.serial import SUMMED, Check, dump_dataclass, load_json, or_none, read_versioned, save_text
+from paredown.serial import Check, FromZeroOrNone, dump_dataclass, load_json, read_versioned, save_text
 from paredown.study.pick.prior_data import MATRICES, Array, PlanRow, PriorData, TaskRow, join_priors
 
 VERSION = 3  # of the file format
@@ -46,8 +46,6 @@ SHIPPED = ("stored", "low_budgets", "state_budgets", "simulated")
 MODES = ("store", "simulate")
 FOLDER_VARIABLE = "PAREDOWN_PRIORS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite number from 0 up")
-FromZeroOrNone = Annotated[float | None, or_none(FROM_0)]
 Matrix = tuple[tuple[FromZeroOrNone, ...], ...]
 
 ABOUT = "errors of earlier trainings under plans, for paredown's pick; docs/priors.md says what the fields are"

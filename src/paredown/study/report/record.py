@@ -282,22 +282,14 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
 
 def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
     """Return a trial as a row of the report, with its curve if `has_curve`."""
+    same = ("task", "seed", "error", "loss", "seconds", "step_seconds", "step_ratio", "reason", "device", "commit")
     return ReportedTrial(
-        trial.task,
-        label,
-        trial.seed,
-        trial.status.value,
-        error=trial.error,
-        loss=trial.loss,
+        plan=label,
+        status=trial.status.value,
         predicted_bytes=trial.predicted_peak_bytes,
         measured_bytes=trial.measured_peak_bytes,
-        seconds=trial.seconds,
-        step_seconds=trial.step_seconds,
-        step_ratio=trial.step_ratio,
-        reason=trial.reason,
-        device=trial.device,
-        commit=trial.commit,
         curve=thin(trial.curve) if has_curve else (),
+        **{name: getattr(trial, name) for name in same},
     )
 
 

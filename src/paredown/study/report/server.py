@@ -18,8 +18,9 @@ import json
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import PathLike
@@ -33,68 +34,43 @@ from paredown.study.report.record import Record, scrub
 PATIENCE_SECONDS = 2.0  # a store that is busy for longer is reported on the page
 
 
-class RecordSource(ABC):
-    """A source of records that can be read repeatedly."""
+@dataclass
+class RecordSource:
+    """A source of records that can be read repeatedly: `load` reads the record, and `state` differs whenever it has changed."""
 
-    @abstractmethod
+    state: Callable[[], object]
+    load: Callable[[], Record]
+    close: Callable[[], object] = lambda: None  # releases resources
+    _seen: object = field(init=False, default=None)
+
     def read(self) -> Record | None:
         """Return the current record; None if it has not changed since the last call. ParedownError if it cannot be read."""
-
-    def close(self) -> None:
-        """Release resources; by default there are none."""
-        return
-
-
-class FileSource(RecordSource):
-    """A source that reads the record in a JSON file."""
-
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self._path = Path(path)
-        self._seen: object = None
-
-    def read(self) -> Record | None:
-        """Return the record if the file has changed since the last call; otherwise None."""
-        try:
-            status = self._path.stat()
-            seen = (status.st_mtime_ns, status.st_size)
-        except OSError:
-            seen = None  # Record.load below raises the error
-        if seen is not None and seen == self._seen:
+        state = self.state()
+        if state is not None and state == self._seen:
             return None
-        record = Record.load(self._path)
-        self._seen = seen
+        record = self.load()
+        self._seen = state
         return record
-
-
-class StoreSource(RecordSource):
-    """A source that makes the record of a store's trials."""
-
-    def __init__(self, address: str | PathLike[str], *, sweep: str | None = None) -> None:
-        from paredown.study.sweeps.store import Store
-
-        self._store = Store(str(address), may_create=False, patience_seconds=PATIENCE_SECONDS)
-        self._sweep = sweep
-        self._seen: object = None
-
-    def read(self) -> Record | None:
-        """Return the record if a trial was added, claimed or finished since the last call; otherwise None."""
-        from paredown.study.sweeps.status import count
-
-        seen = count(self._store)
-        if seen == self._seen:
-            return None
-        record = Record.of_store(self._store, sweep=self._sweep)
-        self._seen = seen
-        return record
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
 
 
 def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> RecordSource:
     """Return the source that a text names: a record for a name ending in .json, else a store."""
-    return FileSource(source) if str(source).lower().endswith(".json") else StoreSource(source, sweep=sweep)
+    if str(source).lower().endswith(".json"):
+        return RecordSource(partial(_file_state, Path(source)), partial(Record.load, source))
+    from paredown.study.sweeps.status import count
+    from paredown.study.sweeps.store import Store
+
+    store = Store(str(source), may_create=False, patience_seconds=PATIENCE_SECONDS)
+    return RecordSource(partial(count, store), partial(Record.of_store, store, sweep=sweep), store.close)
+
+
+def _file_state(path: Path) -> object:
+    """Return time and size of a file; None if it cannot be read, which `Record.load` raises as an error."""
+    try:
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size
+    except OSError:
+        return None
 
 
 class WatchedSource:

@@ -335,21 +335,17 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
     if point.measured_bytes is None and point.needs > point.predicted_bytes:
         texts.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
     nbytes = point.needs if point.measured_bytes is None else point.measured_bytes
+    same = ("label", "measured", "measured_bytes", "step_seconds", "step_ratio", "step_source")
     return PlanMark(
-        point.label,
-        nbytes,
+        nbytes=nbytes,
         error=point.mean if point.trains else None,
         low=max(0.0, point.mean - half) if point.trains else None,
         high=point.mean + half if point.trains else None,
-        measured=point.measured,
-        measured_bytes=point.measured_bytes,
         num_trials=num_trials,
         note="; ".join(filter(None, texts)),
         words=in_words(point.plan),
         predicted_bytes=point.predicted_bytes if nbytes != point.predicted_bytes else None,
-        step_seconds=point.step_seconds,
-        step_ratio=point.step_ratio,
-        step_source=point.step_source,
+        **{name: getattr(point, name) for name in same},
     )
 
 

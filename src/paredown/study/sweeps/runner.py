@@ -69,27 +69,7 @@ class TaskFolder:
         return make_setting(task, spec.plan, seed=spec.seed, device=settings.device, mode=settings.mode)
 
 
-def _local(run: RunTrial, slots: int | None) -> Engine:
-    gpus = find_gpus()
-    return LocalEngine(run, slots=slots or max(1, len(gpus)), gpus=gpus)
-
-
-def _graphs(run: RunTrial, slots: int | None) -> Engine:
-    return GraphsEngine(run, lanes=slots or NUM_LANES, gpus=find_gpus())
-
-
-def _inline(run: RunTrial, slots: int | None) -> Engine:
-    if slots not in (None, 1):
-        raise SweepError(f"the inline engine runs one trial at a time, not {slots}. Start more workers instead.")
-    return InlineEngine(run)
-
-
-ENGINES: dict[str, Callable[[RunTrial, int | None], Engine]] = {
-    "local": _local,
-    "graphs": _graphs,
-    "inline": _inline,
-    "ray": lambda run, slots: RayEngine(run, slots=slots),
-}
+ENGINES = ("local", "graphs", "inline", "ray")
 
 
 def engine_for(sweep: Sweep) -> str:
@@ -108,11 +88,18 @@ def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayO
     """
     if name not in ENGINES:
         raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
-    if ray is not None:
-        if name != "ray":
-            raise SweepError(f"options for Ray were given with engine {name!r}. Use the ray engine, or leave them out.")
+    if ray is not None and name != "ray":
+        raise SweepError(f"options for Ray were given with engine {name!r}. Use the ray engine, or leave them out.")
+    if name == "ray":
         return RayEngine(run, slots=slots, options=ray)
-    return ENGINES[name](run, slots)
+    if name == "inline":
+        if slots not in (None, 1):
+            raise SweepError(f"the inline engine runs one trial at a time, not {slots}. Start more workers instead.")
+        return InlineEngine(run)
+    gpus = find_gpus()
+    if name == "graphs":
+        return GraphsEngine(run, lanes=slots or NUM_LANES, gpus=gpus)
+    return LocalEngine(run, slots=slots or max(1, len(gpus)), gpus=gpus)
 
 
 def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:

@@ -33,7 +33,7 @@ from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -291,18 +291,6 @@ BEGUN, ALONE, ENDED = "begun", "alone", "ended"  # events of a child: a trial ru
 PER_LANE = 2  # claims for each lane, so that the next trial is at hand when one ends
 
 
-class Trains(Protocol):
-    """A function that runs trials (`RunTrial`), and also returns the setup of a trial."""
-
-    def __call__(self, spec: TrialSpec) -> Trial:
-        """Run one trial."""
-        ...
-
-    def setting(self, spec: TrialSpec) -> Any:
-        """Return the TrainingSetup of a trial."""
-        ...
-
-
 @dataclass
 class GpuProcess:
     """The process of a GPU, the parent's ends of its pipes, and the trials that were sent to it, with their deadlines."""
@@ -411,15 +399,15 @@ class GraphsEngine(Engine):
         self._others.stop()
 
 
-def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
-    """Run the trials of one GPU, in a process of its own, until the pipe is closed."""
+def serve(pipe: Connection, life: Connection, run: Any, resources: TrialResources, lanes: int) -> None:
+    """Run the trials of one GPU, in a process of its own, until the pipe is closed; `run.setting(spec)` is the setup of a trial."""
     settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)
     os._exit(0)
 
 
-def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
+def _serve(pipe: Connection, run: Any, lanes: int) -> None:
     bench, specs = GraphBench(lanes), dict[str, TrialSpec]()
     while True:
         while pipe.poll(0 if bench.is_busy else None):

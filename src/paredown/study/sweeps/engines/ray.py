@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, final
 
 from paredown.errors import SweepError
-from paredown.serial import NUMBER, Check, check_fields, is_number, object_parts, or_none, read_json
+from paredown.serial import FROM_0, Check, check_fields, is_number, object_parts, or_none, read_json
 from paredown.study.sweeps.engines.engine import Engine, RunTrial, deadline_of, late, run_safely
 from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.study.tasks.trial import Trial
 
 STRATEGIES = ("DEFAULT", "SPREAD")  # the scheduling strategies that Ray names by text
 MAX_FILE_BYTES = 1 << 20
-AMOUNT = Check(lambda value: NUMBER.holds(value) and value >= 0, "a finite number from 0")
 AMOUNTS = Check(
     lambda value: isinstance(value, Mapping) and all(is_number(part) and part > 0 for part in value.values()),
     "an object of positive numbers",
@@ -37,17 +36,13 @@ TEXTS = Check(
     lambda value: isinstance(value, Mapping) and all(isinstance(part, str) for part in value.values()), "an object of texts"
 )
 CHECKS = {
-    "cpus": AMOUNT,
-    "gpus": or_none(AMOUNT),
+    "cpus": FROM_0,
+    "gpus": or_none(FROM_0),
     "resources": AMOUNTS,
     "labels": TEXTS,
     "placement": Check(lambda value: not isinstance(value, str) or value in STRATEGIES, f"{' or '.join(STRATEGIES)}"),
     "runtime_env": Check(lambda value: isinstance(value, Mapping), "an object"),
 }
-
-
-def _empty() -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -67,10 +62,10 @@ class RayOptions:
 
     cpus: float = 1.0
     gpus: float | None = None
-    resources: Mapping[str, float] = field(default_factory=_empty)
-    labels: Mapping[str, str] = field(default_factory=_empty)
+    resources: Mapping[str, float] = field(default_factory=dict[str, Any])
+    labels: Mapping[str, str] = field(default_factory=dict[str, Any])
     placement: Any = "DEFAULT"
-    runtime_env: Mapping[str, Any] = field(default_factory=_empty)
+    runtime_env: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS, "trial on Ray", SweepError)
@@ -170,14 +165,13 @@ class RayEngine(Engine):
 
     def _end_late(self) -> list[EndedTrial]:
         """Kill the trials whose time limit has passed, and return their results."""
-        now = time.monotonic()
-        running = [values for values, trial in self._running.items() if trial.deadline is not None and now >= trial.deadline]
-        return [self._end(values) for values in running]
-
-    def _end(self, values: Any) -> EndedTrial:
-        trial = self._running.pop(values)
-        self._ray.cancel(values, force=True)
-        return late(trial.claim, trial.host)
+        now, ended = time.monotonic(), list[EndedTrial]()
+        for values, trial in list(self._running.items()):
+            if trial.deadline is not None and now >= trial.deadline:
+                del self._running[values]
+                self._ray.cancel(values, force=True)
+                ended.append(late(trial.claim, trial.host))
+        return ended
 
     def _num_fitting(self, options: RayOptions) -> int:
         """Return the number of trials that the cluster has resources for; SweepError if there is none."""
