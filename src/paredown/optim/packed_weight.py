@@ -66,7 +66,7 @@ class Weight:
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
-        "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "is_checked", "is_pinned", "on_use", "on_write",
+        "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "in_graphs", "is_checked", "is_pinned", "on_use", "on_write",
         "places", "references", "residue", "rounding_error", "seen", "size", "stride", "users", "version", "was_compiled", "written",
     )  # fmt: skip
 
@@ -95,6 +95,7 @@ class Weight:
         self.seen = 0  # `_version` of the parameter when it was made plain
         self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
         self.is_pinned = False  # whether it always has plain memory besides its codes (compiled models)
+        self.in_graphs = False  # whether compiled graphs read the codes, which are then written at once
         self.is_checked = False  # whether its modules are known not to write it through .data, which autograd does not count
         self.was_compiled = False  # whether torch.compile traced a function of it
         self.rounding_error: float | None = None  # |rounded - original| / |original| when it was packed; None: not measured
@@ -216,7 +217,7 @@ class Weight:
 
         The tensor is encoded later, and must not be changed until then.
         """
-        if self.address:
+        if self.address or self.in_graphs:
             self.store(values)
             return
         last = _LAST.pop()() if _LAST else None

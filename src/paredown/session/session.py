@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from paredown.autograd.module_watch import Watch, is_wrapped_by_compile, unwrapped
 from paredown.autograd.operations import MIN_PACKED_NUMEL, SMALL
 from paredown.errors import ApplyError
-from paredown.loss.output_head import CHUNKED_LOSS, LOSS_SLOTS, OutputHead
+from paredown.loss.output_head import CHUNKED_LOSS, LOSS_SLOTS, OutputHead, find_head
 from paredown.optim.parameter_state import request_formats, withdraw_requests
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
@@ -203,8 +203,7 @@ class Session:
         self._head.detach()
         self.products.detach()
         if self._compiled is None:
-            self._weights.detach()  # hooks that decode a weight just in time would break the graphs
-            self._weights = Weights(self.plan, model, is_compiled=True)
+            self._weights = self._weights.in_graphs(model, find_head(model)[1])
             self._weights.attach()
             signals = self._guard.signals if self._guard is not None else None
             self._compiled = CompiledGraphs(
@@ -214,6 +213,7 @@ class Session:
                 signals=signals,
                 head=self._head,
                 products=self.products if self.plan.multiplies else None,
+                before_call=self._weights.check_frozen,
             )
         if self._guard is not None:
             self._guard.read_formats(self._compiled.format_of)

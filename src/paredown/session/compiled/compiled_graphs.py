@@ -11,7 +11,7 @@ the state of the session draws the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -53,7 +53,9 @@ class CompiledGraphs:
         signals: Signals | None = None,
         head: OutputHead | None = None,
         products: ProductLayers | None = None,
+        before_call: Callable[[], None] = lambda: None,
     ) -> None:
+        self.before_call = before_call  # raises an error if no graph may run
         self.plan, self.seed, self.calls = plan, seed, calls
         self.head, self.products = head, products  # whose loss is computed in chunks, and whose products multiply codes
         self._signals = signals  # of a guard

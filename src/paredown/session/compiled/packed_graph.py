@@ -53,6 +53,7 @@ class PackedGraph:
         is_fake = any(isinstance(arg, FakeTensor) for arg in args)  # DDP splits graphs, and calls each part with fake tensors first
         if is_fake or not torch.is_grad_enabled():
             return self._outputs(self._compiled(*args, *self._added), args)
+        self._backend.graphs.before_call()
         if self._seed != self._backend.graphs.seed:  # the session loaded the state of another one
             self._compiled = self._compile_for_seed(list(args))
         if self._plan is not self._backend.graphs.plan and not self._is_dynamic:  # a guard changed it

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from paredown.plan.plan import Plan
 from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
 from paredown.session.weights import unattached_weights
+from paredown.session.weights.graph_linears import GraphLinears
 from paredown.session.weights.saved_weights import (
     COMPILED,
     Accumulators,
@@ -73,9 +74,18 @@ class Weights:
     """The packed weights of one model."""
 
     def __init__(
-        self, plan: Plan, model: nn.Module, *, is_compiled: bool, checkpointed: frozenset[nn.Module] = frozenset()
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        is_compiled: bool,
+        checkpointed: frozenset[nn.Module] = frozenset(),
+        graphs: GraphLinears | None = None,
     ) -> None:
-        """Prepare packing; the hooks of the `checkpointed` modules, those in plan.recompute, end before the hooks registered here."""
+        """Prepare packing; the hooks of the `checkpointed` modules, those in plan.recompute, end before the hooks registered here.
+
+        `graphs`: the layers whose weights compiled graphs decode.
+        """
         self.weights: dict[str, Weight] = {}  # those of `shards` too
         self.shards: dict[str, PackedShard] = {}  # the packed weights that fully_shard manages
         self.small: dict[str, Format] = {}
@@ -85,6 +95,7 @@ class Weights:
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
         self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
         self._plan, self._model, self._is_compiled, self._checkpointed = plan, weakref.ref(model), is_compiled, checkpointed
+        self._graphs = graphs
         # weights that other code refers to -> whether references to the Python object count, and the handle of the hook that tries again
         self._held: dict[Weight, tuple[bool, Any]] = {}
         self._running, self._lock = threading.local(), threading.RLock()
@@ -110,7 +121,9 @@ class Weights:
             weight.release()
             return
         weight.attach(weakref.WeakMethod(self.used), hook_of_checkpoint)
-        self.weights[name], self._packed_before[name] = weight, format
+        self.weights[name] = weight
+        if self._graphs is None or name in self._graphs.packed_before:
+            self._packed_before[name] = format
         self._writes.watch(name, weight)
 
     def _pack_parameter(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
@@ -204,6 +217,8 @@ class Weights:
         model = self._model()
         assert model is not None
         reasons = parameters_without_hooks(model, self._is_compiled)
+        for key in self._graphs.weights if self._graphs is not None else ():
+            reasons.pop(key, None)
         sharded: dict[str, tuple[DTensor, Format]] = {}
         for name, parameter in model.named_parameters():
             format = self._format(name, parameter)
@@ -249,12 +264,17 @@ class Weights:
                 self._handles.append(module.register_state_dict_post_hook(Hook(export_plain)))
             if weights:
                 self._handles.append(module.register_state_dict_post_hook(Hook(export_plain)))
+                if self._graphs is not None:
+                    continue
                 if is_frozen_linear(module):
                     self._frozen_linears.setdefault(weights[0], []).append(weakref.ref(module))
                 else:
                     self._register_hooks_of(module, weights)
-        self._handles.append(model.register_forward_pre_hook(Hook(self._begin), prepend=True))
-        self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
+        if self._graphs is None or self.shards:
+            self._handles.append(model.register_forward_pre_hook(Hook(self._begin), prepend=True))
+            self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
+        if self._graphs is not None:
+            self._graphs.attach()
         self._handles.append(model.register_load_state_dict_post_hook(Hook(self._loaded)))
         self._handles += self._writes.attach(model)
 
@@ -270,8 +290,27 @@ class Weights:
         self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
 
-    def detach(self, packed_base: bool | None = None) -> None:
-        """Remove the hooks, and decode parameters; frozen ones stay packed if `packed_base`, or if None and packed before apply."""
+    def in_graphs(self, model: nn.Module, head: nn.Module | None) -> Weights:
+        """Return what stores the weights of a model whose graphs are compiled, in place of this: hooks would break the graphs.
+
+        Weights of frozen linear layers stay packed, but for the output `head`; the others are decoded.
+        """
+        graphs = GraphLinears(model, head, frozenset(self._packed_before))
+        self.detach(stay=graphs.weights)
+        return Weights(self._plan, model, is_compiled=True, graphs=graphs)
+
+    def check_frozen(self) -> None:
+        """Raise ApplyError if a weight that compiled graphs decode is no longer frozen."""
+        if self._graphs is not None:
+            self._graphs.check()
+
+    def detach(self, packed_base: bool | None = None, stay: Collection[int] = ()) -> None:
+        """Remove the hooks, and decode parameters; frozen ones stay packed if `packed_base`, or if None and packed before apply.
+
+        `stay`: ids of parameters that stay packed in any case.
+        """
+        if self._graphs is not None:
+            self._graphs.detach()
         for handle in self._handles + [handle for _, handle in self._held.values() if handle is not None]:
             handle.remove()
         self._handles.clear()
@@ -284,11 +323,10 @@ class Weights:
         self.shards = {}
         for name, weight in self.weights.items():
             weight.keep_changes()
-            (
-                weight.detach
-                if unattached_weights.stays_packed(weight, packed_base, name in self._packed_before)
-                else weight.release
-            )()
+            stays = (
+                unattached_weights.stays_packed(weight, packed_base, name in self._packed_before) or id(weight.parameter) in stay
+            )
+            (weight.detach if stays else weight.release)()
         if packed_base and model is not None:
             unattached_weights.export_decoded(model)
         self.weights, self._held, self._hooks, self._frozen_linears, self._running = {}, {}, {}, {}, threading.local()
