@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from paredown import Plan, apply
+from paredown import Plan, apply, footprint, trace_step
 from paredown.errors import ApplyError
 from paredown.optim.packed_parameter import PackedParameter
 from tests.programs.compiling import compiles_quickly
@@ -151,3 +151,17 @@ def test_the_whole_session_is_as_before_after_close() -> None:
     session.close()
     assert all(torch.equal(net.state_dict()[name], value) for name, value in state.items())
     assert state.keys() == before.keys() and all(state[name].shape == value.shape for name, value in before.items())
+
+
+def test_predictions_of_compiled_steps_count_packed_weights_and_one_decoded_copy() -> None:
+    net, plan = Layers(), Plan.uniform(frozen="nf4/64@bf16")
+    trace = trace_step(net, (rows(), rows()), loss=nn.functional.mse_loss, optimizer="adamw", compiled=True, device="cpu")
+    weights = [net.up.base.weight, net.down.base.weight]
+    stored = sum(nf4_bytes(weight) for weight in weights)
+    saved = sum(weight.nbytes for weight in weights) - stored - max(weight.nbytes for weight in weights)
+    assert footprint(trace, Plan()).peak_bytes - footprint(trace, plan).peak_bytes == saved
+
+
+def nf4_bytes(weight: Tensor) -> int:
+    """Bytes of a weight in nf4: half a byte for each value, and a scale in bfloat16 for 64 of them."""
+    return weight.numel() // 2 + weight.numel() // 64 * 2

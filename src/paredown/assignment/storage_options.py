@@ -56,7 +56,7 @@ Ints = NDArray[np.int64]
 ErrorOf = Callable[[Slot, Format], float]
 LADDER: Ladder = (None, *(Format.parse(text) for text in ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
 MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more have the same one
-OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value, Role.FROZEN.value)
+OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value)
 Rows = Mapping[str, Mapping[str, str]]  # name -> role -> format
 _TIERS = {
     name: row for name, row in TIERS.items() if row and name != "fine_tune"
@@ -214,7 +214,9 @@ def parameter_items(
     that share slots with this one; new ones are added.
     """
     known = {} if known is None else known
-    trained, frozen = _tiers(rows, trace), _tiers(frozen_rows, trace)
+    if trace.is_compiled:  # trained weights of a compiled model are not packed
+        rows = {name: {role: text for role, text in row.items() if role not in OF_WEIGHT} for name, row in rows.items()}
+    trained, frozen = _tiers(rows), _tiers(frozen_rows)
     for weight, slots in _by_parameter(trace).items():
         key = tuple(map(id, slots))
         if key not in known:
@@ -223,9 +225,7 @@ def parameter_items(
         yield known[key]
 
 
-def _tiers(rows: Rows, trace: Trace) -> list[Tier]:
-    if trace.is_compiled:  # weights of a compiled model are not packed
-        rows = {name: {role: text for role, text in row.items() if role not in OF_WEIGHT} for name, row in rows.items()}
+def _tiers(rows: Rows) -> list[Tier]:
     return [Tier.of(name, row) for name, row in rows.items()]
 
 

@@ -101,7 +101,7 @@ FULL = ParameterFormats(True)
 def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
     """Return the formats under `plan` of one parameter and its gradient; `weight` is the parameter's slot.
 
-    `is_compiled`: the model runs under torch.compile, where weights are not packed.
+    `is_compiled`: the model runs under torch.compile, where trained weights are not packed.
     """
     requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
     if weight.is_frozen and plan.rules:
@@ -110,7 +110,7 @@ def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = F
         return FULL
     if is_small(weight.shape):
         return ParameterFormats(False, residue_bytes=weight.numel if weight.dtype == "bfloat16" else 0)
-    format = None if is_compiled else requested[Role.WEIGHT]
+    format = None if is_compiled and not weight.is_frozen else requested[Role.WEIGHT]
     has_residue = requested[Role.RESIDUE] is not None and str(format) == WITH_RESIDUE
     if format is not None and format.nbytes(weight.shape) >= weight.nbytes:
         format = None

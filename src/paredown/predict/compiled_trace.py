@@ -15,7 +15,7 @@ a convolution, attention) the decoded tensor is written to memory until its last
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from paredown.roles import Role
 from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, obstacle
 from paredown.session.compiled.graph_slots import aten_name, hint, is_boolean, module_path, slot_of
 from paredown.session.compiled.recomputed_tensors import RecomputedTensor, is_tensor, recomputable_tensors
+from paredown.session.weights.saved_weights import COMPILED
 
 GRADIENT = "it is a gradient, which a loss in chunks computes in forward"
 EIGHT_BITS = Format.parse("int8/64@bf16")
@@ -350,10 +351,14 @@ def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Outpu
 # --- the trace --------------------------------------------------------------------------------------------------------
 
 
-def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
-    """Return the trace of a compiled step. `base` has its parameters, inputs, gradients, and what runs outside of the graphs."""
+def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] = ()) -> Trace:
+    """Return the trace of a compiled step. `base` has its parameters, inputs, gradients, and what runs outside of the graphs.
+
+    `decoded`: names of the frozen weights that graphs decode.
+    """
     outside = tuple(
-        replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot for slot in base.slots
+        replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot
+        for slot in _frozen_weights(base, decoded)
     )
     base = replace(base, slots=tuple(_numbered(outside)), notes=(*base.notes, *_notes(capture)), is_compiled=True)
 
@@ -364,6 +369,21 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
     has_chains = any(call.graph.in_4_bits is not call.graph.packed for call in capture.calls)
     in_4_bits = trace(lambda graph: graph.in_4_bits) if has_chains else None
     return replace(trace(lambda graph: graph.packed), without_packing=trace(lambda graph: graph.plain), in_4_bits=in_4_bits)
+
+
+def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
+    """Yield the slots of `base`, with the reason for frozen weights that stay unmodified in graphs.
+
+    The largest decoded weight has its decoded copy during the whole step, an upper bound: graphs decode one weight at a time.
+    """
+    largest = max((slot for slot in base.slots if slot.name in decoded), key=lambda slot: slot.nbytes, default=None)
+    for slot in base.slots:
+        if slot.role is not Role.WEIGHT or not slot.is_frozen:
+            yield slot
+        elif slot.name not in decoded:
+            yield replace(slot, stays=slot.stays or COMPILED)
+        else:
+            yield replace(slot, parts=(), running=((0, base.length),) if slot is largest else ())
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:

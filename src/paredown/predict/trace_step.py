@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from paredown.autograd.graph import tensors_in
 from paredown.errors import TraceError
-from paredown.loss.output_head import CHUNKED_LOSS, OutputHead
+from paredown.loss.output_head import CHUNKED_LOSS, OutputHead, find_head
 from paredown.plan.trace import DEVICES, Output, Slot, Trace
 from paredown.predict.fake.fake_step import LOSS, Arguments, FakeStep, merged
 from paredown.predict.fake.fake_tensors import FakeTensors, check_model, with_fake_tensors
@@ -29,6 +29,7 @@ from paredown.predict.saved_lifetimes import OUTSIDE, held_slots, slots_of
 from paredown.predict.timeline import Allocation
 from paredown.roles import Role
 from paredown.session.view_outputs import ViewOutputs
+from paredown.session.weights.graph_linears import GraphLinears
 from paredown.sizes import say_bytes
 
 __all__ = ["Slot", "Trace", "trace_step"]
@@ -130,9 +131,9 @@ def _run(
         return lambda trace: trace
     from paredown.predict.compiled_trace import GraphCapture, compiled_trace  # Inductor takes seconds to import
 
-    capture = GraphCapture(step)
+    capture, linears = GraphCapture(step), GraphLinears(step.model, find_head(step.model)[1])
     step.run(arguments, loss, autocast, capture.forward)
-    return lambda trace: compiled_trace(trace, capture)
+    return lambda trace: compiled_trace(trace, capture, linears.names)
 
 
 def _device(device: Any) -> str:

@@ -84,7 +84,7 @@ torch.library.register_autograd("paredown::frozen_linear", _backward, setup_cont
 class GraphLinears:
     """The layers of one model whose frozen packed weights compiled graphs decode."""
 
-    def __init__(self, model: nn.Module, head: nn.Module | None, packed_before: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module | None, packed_before: frozenset[str] = frozenset()) -> None:
         """Choose them; `head` is the output head, which is left out. `packed_before`: names of weights that were packed before apply."""
         self.packed_before = packed_before
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -99,8 +99,13 @@ class GraphLinears:
         self._attached: dict[str, tuple[nn.Module, Weight]] = {}
 
     @property
+    def names(self) -> set[str]:
+        """The names of the parameters that may stay packed in compiled graphs."""
+        return {f"{name}.weight" if name else "weight" for name in self._modules}
+
+    @property
     def weights(self) -> set[int]:
-        """The ids of the parameters that may stay packed in compiled graphs."""
+        """The ids of these parameters."""
         return {id(module.weight) for module in self._modules.values()}
 
     def attach(self) -> None:
