@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,24 @@ def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
         part.write_text("newer")
         raise KeyboardInterrupt
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "age", "is_removed"),
+    [
+        (".123-0123abcd.part", 2 * 3600, True),
+        (".123-0123abcd.part", 60, False),  # its writer may be at work, here or on another machine
+        (".mine.part", 2 * 3600, False),
+        ("123-0123abcd.part", 2 * 3600, False),
+    ],
+)
+def test_parts_of_killed_writers_are_removed_by_the_next_one(name: str, age: float, is_removed: bool, tmp_path: Path) -> None:
+    part = tmp_path / name
+    part.write_text("half of a pl")
+    os.utime(part, (time.time() - age,) * 2)
+    Plan().save(tmp_path / "plan.json")
+    assert part.exists() != is_removed
+    assert Plan.load(tmp_path / "plan.json") == Plan()
 
 
 def test_permissions_and_links_stay(tmp_path: Path) -> None:

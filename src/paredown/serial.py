@@ -29,8 +29,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import sys
+import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -46,6 +48,8 @@ from paredown.errors import ParedownError, ReportError
 MOST_BYTES = 1 << 28  # the largest JSON file that is read
 BITS = 63  # of integers, without the sign: what SQLite, PostgreSQL, numpy and torch store
 LARGEST = 1e300  # the largest number that is summed up, so that sums stay finite; stands for infinity, which JSON does not have
+PART = re.compile(r"\.\d+-[0-9a-f]{8}\.part")  # the name of a temporary file: process id and random digits
+STALE_SECONDS = 3600  # a temporary file that was not written to for so long is of a writer that was killed
 SHOWN = 80  # characters of a value in a message
 SHOWN_BITS = 133  # of an integer that is quoted in full: 40 digits
 
@@ -199,7 +203,7 @@ def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
 
     The temporary file is flushed to the disk before it is renamed, and has the permissions of the file that it replaces. If `path`
     is a symbolic link, the file that it points to is replaced. Devices and pipes (/dev/stdout) are written directly. An OSError
-    becomes `error` with advice.
+    becomes `error` with advice. Temporary files that killed writers left in the folder are removed when they are an hour old.
     """
     target = _link_target(path, error)
     part = target.with_name(f".{os.getpid()}-{secrets.token_hex(4)}.part")
@@ -207,6 +211,7 @@ def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
         if target.exists() and not target.is_file() and not target.is_dir():
             yield target
             return
+        _remove_stale(target.parent)
         yield part
         with part.open("r+b") as file:
             os.fsync(file.fileno())
@@ -219,6 +224,14 @@ def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove temporary files of killed writers, also of those on other machines, by their age."""
+    for path in folder.glob(".*.part"):
+        with suppress(OSError):  # another writer may remove it first
+            if PART.fullmatch(path.name) and time.time() - path.stat().st_mtime > STALE_SECONDS:
+                path.unlink()
 
 
 def _link_target(path: PathText, error: Raises) -> Path:
