@@ -22,6 +22,7 @@ from paredown.loss.output_head import CHUNKED_LOSS
 from paredown.plan.plan import Plan
 from paredown.session.open_sessions import check_has_none, forget, register
 from paredown.session.session import Session, start_session
+from paredown.session.unused_plans import warn_of_unused_plan
 from paredown.session.view_outputs import check_is_not_graphed
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
@@ -63,6 +64,7 @@ def apply(
     if mode != "store":
         return _simulated(plan, model, seed, mode, guard)
     checked = checked_guard(guard, plan)
+    warn_of_unused_plan(plan, unwrapped(model))
     if checked is None:
         return start_session(plan, model, seed=seed, chunked_loss=chunked_loss)
     make_guard = partial(GuardRunner, checked, plan, unwrapped(model))

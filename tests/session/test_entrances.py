@@ -326,7 +326,9 @@ def test_a_step_that_calls_no_module_is_told_in_changes_the_summary_and_one_warn
 
 
 def test_a_plan_that_matches_nothing_says_so() -> None:
-    session = apply(Plan.preset("frozen4"), coder())
+    with pytest.warns(UserWarning, match=r"stores nothing of this model: frozen=\*: no parameter is frozen") as warned:
+        session = apply(Plan.preset("frozen4"), coder())
+    assert [one.filename for one in warned] == [__file__], "it points at the call of apply"
     (row,) = session.changes
     assert (row.slot, row.given) == ("frozen=*", "nothing") and "no parameter is frozen" in row.reason
     assert str(session.summary()).startswith("Nothing is stored in a format of this plan")

@@ -55,6 +55,15 @@ def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
     return rows
 
 
+def warn_of_unused_plan(plan: Plan, model: nn.Module) -> None:
+    """Warn, at the line that calls the caller, if no rule of `plan` matches a parameter of `model`."""
+    rows = unused_rules(plan, model)
+    if rows and len(rows) == sum(assignment.format is not None for _, assignment in plan.rules):
+        warnings.warn(
+            f"the plan stores nothing of this model: {'; '.join(f'{row.slot}: {row.reason}' for row in rows)}.", stacklevel=3
+        )
+
+
 def scripted_parts(model: nn.Module) -> list[str]:
     """Return the paths of the outermost scripted modules in `model`; ApplyError if the model itself is scripted."""
     if isinstance(model, torch.jit.ScriptModule):
