@@ -55,22 +55,24 @@ class Layers(nn.Module):
         return x + self.down(silu(run(self.up, x)))
 
 
-def rows() -> Tensor:
-    return torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
+def rows(device: Any = "cpu") -> Tensor:
+    return torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def step(model: Any, net: nn.Module, *, autocast: bool = False) -> list[Tensor]:
     net.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = model(rows())
+    device = net.get_parameter("up.a.weight").device
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        y = model(rows(device))
     y.float().pow(3).sum().backward()
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", ["plain", "checkpointed", "autocast"])
-def test_graphs_decode_frozen_weights_as_eager_mode_does(format: str, kind: str) -> None:
-    net, plan = Layers(is_checkpointed=kind == "checkpointed"), Plan.uniform(frozen=format)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_graphs_decode_frozen_weights_as_eager_mode_does(format: str, kind: str, device: str) -> None:
+    net, plan = Layers(is_checkpointed=kind == "checkpointed").to(device), Plan.uniform(frozen=format)
     other = copy.deepcopy(net)
     with apply(plan, other):
         expected = step(other, other, autocast=kind == "autocast")
@@ -165,3 +167,10 @@ def test_predictions_of_compiled_steps_count_packed_weights_and_one_decoded_copy
 def nf4_bytes(weight: Tensor) -> int:
     """Bytes of a weight in nf4: half a byte for each value, and a scale in bfloat16 for 64 of them."""
     return weight.numel() // 2 + weight.numel() // 64 * 2
+
+
+def test_an_input_of_another_dtype_is_torchs_error() -> None:
+    net = Layers().bfloat16()
+    with apply(Plan.uniform(frozen="int8/64@bf16"), net) as session, pytest.raises(RuntimeError, match="dtype"):
+        session.compile()
+        net(rows())

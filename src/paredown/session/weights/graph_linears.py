@@ -141,7 +141,10 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     if weight is None:  # of a copy of the module, whose parameters are plain
         return functional.linear(x, self.weight, self.bias)
     format, size, dtype, device = self._paredown_kind
+    bias = self.bias
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    bias = None if self.bias is None else self.bias.to(dtype)
-    return torch.ops.paredown.frozen_linear(x.to(dtype), weight.packed.parts.tensors(), format, size, bias)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    elif x.dtype is not dtype:
+        return functional.linear(x, x.new_empty(size, dtype=dtype), bias)  # raises torch's error about dtypes
+    return torch.ops.paredown.frozen_linear(x, weight.packed.parts.tensors(), format, size, bias)
