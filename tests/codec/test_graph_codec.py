@@ -52,7 +52,7 @@ def mixed(count: int, element: str = "e4m3fn") -> Tensor:
 
 
 def parts_of(x: Tensor, text: str, rounding: str = "nearest_even", overflow: str = "saturate", step: int = 7) -> list[Tensor]:
-    return torch.ops.paredown.encode(x, torch.tensor([step], dtype=torch.int32), text, rounding, overflow, 5, 6)
+    return torch.ops.paredown.encode(x, torch.tensor([step], dtype=torch.int32), [0], text, rounding, overflow, 5, 6)
 
 
 @pytest.mark.parametrize("rounding", [r.value for r in Rounding])
@@ -134,7 +134,7 @@ def step_of(text: str, rounding: str) -> Callable[[Tensor, Tensor], list[Tensor]
     format = Format.parse(text)
 
     def step(x: Tensor, number: Tensor) -> list[Tensor]:
-        parts = torch.ops.paredown.encode(x * 2, number, text, rounding, "saturate", 5, 6)
+        parts = torch.ops.paredown.encode(x * 2, number, [0], text, rounding, "saturate", 5, 6)
         bits = pack_mask_in_graph(x > 0)
         decoded = -decode_in_graph(parts, format, x.shape[0], x.dtype)
         return [*parts, bits, decoded, unpack_mask_in_graph(bits, x.shape[0])]

@@ -19,7 +19,7 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx, nn
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, view_to_reshape
 
 from paredown.session.compiled import graph_packing
 from paredown.session.session import Session
@@ -29,6 +29,8 @@ RECOMPILES = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 def run_graph(gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
     """In place of Inductor's kernels: the operations of a graph, one after the other."""
+    view_to_reshape(gm)  # as Inductor does first: it may lay out tensors in other ways
+    gm.recompile()
 
     def run(inputs: list[Any]) -> Any:
         given = list(inputs)

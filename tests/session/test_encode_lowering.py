@@ -34,7 +34,7 @@ def expected(x: Tensor, text: str, rounding: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_encode_has_the_bits_of_the_codec_and_calls_no_operator(device: str) -> None:
-    """Of a value that the graph computes, of a view of one that it also returns, and of an input; sizes that end in part of a block too."""
+    """Of a value that the graph computes, of one in another order of dimensions, and of an input; sizes that end in part of a block."""
     source = torch.Generator().manual_seed(0)
     inputs = [torch.randn(count, 15, generator=source).to(device) for count in (64, 67)]
     step = torch.tensor([7], dtype=torch.int32, device=device)
@@ -46,9 +46,9 @@ def test_compiled_encode_has_the_bits_of_the_codec_and_calls_no_operator(device:
         for text, rounding in CASES:
             for x in inputs:
                 y = x * 2
-                for flat in (y.t().sum(1, keepdim=True).mul(y.t()).reshape(-1), y.reshape(-1), x.reshape(-1)):
-                    parts += torch.ops.paredown.encode(flat, step, text, rounding, "saturate", 5, 6)
-                    values.append(flat)
+                for value, order in ((y.t().sum(1, keepdim=True).mul(y.t()), [0, 1]), (y, [1, 0]), (x, [0, 1])):
+                    parts += torch.ops.paredown.encode(value, step, order, text, rounding, "saturate", 5, 6)
+                    values.append(value.permute(order).reshape(-1))
         return parts, values
 
     (parts, values), code = run_and_get_code(run, inputs, step)
@@ -63,7 +63,7 @@ def test_compiled_encode_has_the_bits_of_the_codec_and_calls_no_operator(device:
 def test_dynamic_sizes_go_through_the_operator(device: str) -> None:
     @torch.compile(fullgraph=True, dynamic=True)
     def run(x: Tensor, step: Tensor) -> list[Tensor]:
-        return torch.ops.paredown.encode(x * 2, step, "int8/64@bf16", "nearest_even", "saturate", 5, 6)
+        return torch.ops.paredown.encode(x * 2, step, [0], "int8/64@bf16", "nearest_even", "saturate", 5, 6)
 
     for count in (640, 1003):
         x, step = torch.randn(count, device=device), torch.tensor([7], dtype=torch.int32, device=device)

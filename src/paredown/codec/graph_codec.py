@@ -10,7 +10,7 @@ are traced into aten operations. Parts are 1-D, in the layout of the reference. 
 multiply-add, so on a GPU the last bit of an affine value may differ from the reference.
 
 >>> step = torch.zeros(1, dtype=torch.int32)
->>> codes, scales = torch.ops.paredown.encode(torch.arange(8.0), step, "int4/8@bf16", "nearest_even", "saturate", 0, 0)
+>>> codes, scales = torch.ops.paredown.encode(torch.arange(8.0), step, [0], "int4/8@bf16", "nearest_even", "saturate", 0, 0)
 >>> [hex(byte) for byte in codes.tolist()], scales.tolist()
 (['0x10', '0x32', '0x54', '0x76'], [1.0])
 >>> decode_in_graph((codes, scales), Format.parse("int4/8@bf16"), 8, torch.float32).tolist()
@@ -48,7 +48,9 @@ DIVIDES_BYTE = (1, 2, 4, 8)
 SCALES = ("fp32", "bf16", "e8m0")
 
 _LIBRARY = torch.library.Library("paredown", "DEF")
-_LIBRARY.define("encode(Tensor x, Tensor step, str format, str rounding, str overflow, int seed, int tensor_id) -> Tensor[]")
+_LIBRARY.define(
+    "encode(Tensor x, Tensor step, int[] order, str format, str rounding, str overflow, int seed, int tensor_id) -> Tensor[]"
+)
 _LIBRARY.define("decode(Tensor[] parts, str format, ScalarType dtype, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 
@@ -68,11 +70,16 @@ def covers(format: Format) -> bool:
 # --- encode -----------------------------------------------------------------------------------------------------------
 
 
-def encode(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
-    """Return the 1-D parts [codes, scales] or [codes, scales, minimums] of 1-D contiguous `x`.
+def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> list[Tensor]:
+    """Return the 1-D parts [codes, scales] or [codes, scales, minimums] of `x`, with its dimensions in `order`.
 
-    `step` is one int32 on the device of `x`.
+    `step` is one int32 on the device of `x`; `how_and_seed`: as in `encode_flattened`.
     """
+    return encode_flattened(x.permute(order).reshape(-1), step, *how_and_seed)
+
+
+def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
+    """Return the 1-D parts of 1-D contiguous `x`."""
     kernels = flat_encoder(x.shape[0], x.is_cuda, format, rounding, overflow, seed, tensor_id)
     if kernels is not None:
         return kernels(x, step)
@@ -96,8 +103,8 @@ def part_kinds(numel: int, format: str, rounding: str, overflow: str) -> list[tu
     return [(part.numel(), part.dtype) for part in parts.tensors()]
 
 
-def _empty_parts(x: Tensor, _step: Tensor, format: str, rounding: str, overflow: str, *_: int) -> list[Tensor]:
-    return [x.new_empty(count, dtype=dtype) for count, dtype in part_kinds(x.shape[0], format, rounding, overflow)]
+def _empty_parts(x: Tensor, _step: Tensor, _order: list[int], format: str, rounding: str, overflow: str, *_: int) -> list[Tensor]:
+    return [x.new_empty(count, dtype=dtype) for count, dtype in part_kinds(x.numel(), format, rounding, overflow)]
 
 
 @lru_cache(maxsize=64)

@@ -50,17 +50,21 @@ class GraphCheck:
 
 
 def check_of(
-    operation: GraphOperation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
+    operation: GraphOperation,
+    users: list[tuple[fx.Node, GraphSlot, Format]],
+    forward: dict[str, fx.Node],
+    in_memory: Callable[[fx.Node], Tensor],
 ) -> GraphCheck | None:
     """Return what to measure for an operation whose operands are packed; None if nothing needs to be measured.
 
-    `users`: the packed operands with their slots and formats. `forward`: the nodes of the forward graph by name.
+    `users`: the packed operands with their slots and formats. `forward`: the nodes of the forward graph by name. `in_memory`: a function
+    that returns a tensor with the strides with which a node's tensor is encoded.
     """
     if not users:
         return None
     if operation.row.op == ATTENTION:
         return _check_of_attention(operation, min((format for _, _, format in users), key=significant_bits), forward)
-    statistics = statistics_of(operation, users, forward)
+    statistics = statistics_of(operation, users, forward, in_memory)
     if statistics is None:
         return None
     *sources, eps = statistics
@@ -83,7 +87,10 @@ def _check_of_attention(operation: GraphOperation, format: Format, forward: dict
 
 
 def statistics_of(
-    operation: GraphOperation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
+    operation: GraphOperation,
+    users: list[tuple[fx.Node, GraphSlot, Format]],
+    forward: dict[str, fx.Node],
+    in_memory: Callable[[fx.Node], Tensor],
 ) -> tuple[fx.Node, fx.Node, float] | None:
     """Return (mean, rstd, eps) of a norm if its packed blocks mix channels, rows or groups; None for other operations."""
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
@@ -91,7 +98,7 @@ def statistics_of(
     if operation.row.op not in NORMS or rstd is None or mean is None:
         return None
     num_groups = hint(rstd.meta["val"].numel())
-    if not any(blocks_mix_groups(node.meta["val"], num_groups, operation.row.op) for node, _, _ in users):
+    if not any(blocks_mix_groups(in_memory(node), num_groups, operation.row.op) for node, _, _ in users):
         return None
     eps = next((a for a in getattr(rstd.args[0], "args", ()) if isinstance(a, float)), 0.0)
     return forward[mean.name], forward[rstd.name], eps

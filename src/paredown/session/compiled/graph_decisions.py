@@ -159,11 +159,13 @@ def fits_bits(value: Tensor) -> bool:
     return hint(value.numel()) >= MIN_PACKED_NUMEL and is_known and not _gaps(value)
 
 
-def mask_codec(value: Tensor) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
-    """Return two functions that encode and decode a boolean tensor: as bits where `fits_bits`, otherwise as a copy."""
+def mask_codec(value: Tensor, order: list[int]) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
+    """Return two functions that encode and decode a boolean tensor: as bits where `fits_bits`, otherwise as a copy.
+
+    `order`: its dimensions as they lie in memory.
+    """
     if not fits_bits(value):
         return lambda x: (x.clone(),), lambda saved: saved.clone()
-    order = memory_order(value)
     sizes, inverse = sizes_in_memory(value, order), inverse_order(order)
 
     def unpack(bits: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ from paredown.session.compiled.graph_decisions import (
     inverse_order,
     is_code,
     mask_codec,
-    memory_order,
     nbytes_of,
     num_values,
     sizes_in_memory,
@@ -48,6 +47,7 @@ from paredown.session.compiled.graph_slots import (
     is_boolean,
 )
 from paredown.session.compiled.lowerings import lowers
+from paredown.session.compiled.memory_orders import MemoryOrders
 from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.session.compiled.recomputed_tensors import end_of_tensors, last_saved
 
@@ -96,6 +96,8 @@ class GraphEditor:
         self._constants: dict[fx.Graph, dict[Any, fx.Node]] = {forward.graph: {}, backward.graph: {}}
         self._written: fx.Node | None = None  # the measured numbers
         self._parts: dict[str, list[fx.Node]] = {}  # of packed tensors, by name
+        self._orders = MemoryOrders(forward)
+        self._code_orders: dict[str, list[int]] = {}  # of packed tensors, by name
 
     def saved_floats(self) -> list[fx.Node]:
         """Return the saved tensors of floating point that have at least MIN_PACKED_NUMEL values."""
@@ -132,7 +134,7 @@ class GraphEditor:
         measured: dict[Any, list[tuple[GraphCheck, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
         for number, operation in joint.operations.items():
             users = [(node, slot, format) for node, slot, format in packed if number in slot.numbers]
-            if check := check_of(operation, users, self._by_name):
+            if check := check_of(operation, users, self._by_name, self._orders.tensor):
                 parts = self._insert_traced(self.forward.graph, check.kind, check.measure, check.sources)
                 measured.setdefault(check.kind, []).append((check, tuple(slot for _, slot, _ in users), parts))
         nodes, count = list[fx.Node](), 0
@@ -156,17 +158,15 @@ class GraphEditor:
             self._returned[place : place + 1] = []
             self.backward.graph.erase_node(old)
             return 0
-        order = memory_order(value)
-        (flat,) = self._insert_traced(self.forward.graph, "flat", lambda x: (x.permute(order).reshape(-1),), [node])
-        parts = self._encoded(flat, codec)
+        order = self._orders.of(node, old)
+        parts = self._encoded(node, order, codec)
         self._returned[place : place + 1] = parts
         new = self._add_placeholders(parts, before=old)
         if codec.format.block:
             self._scales.add(new[1])
-        self._parts[node.name] = parts
-        old.replace_all_uses_with(
-            self._decoded(new, codec.format, value, min(old.users, key=lambda user: self._order.get(user, 0)))
-        )
+        self._parts[node.name], self._code_orders[node.name] = parts, order
+        first = min(old.users, key=lambda user: self._order.get(user, 0))
+        old.replace_all_uses_with(self._decoded(new, codec.format, value, order, first))
         self.backward.graph.erase_node(old)
         return sum(nbytes_of(part) for part in parts)
 
@@ -192,7 +192,7 @@ class GraphEditor:
             )
         numbers: list[fx.Node] = []
         for place, (node, of) in enumerate(found):
-            sources, order = [node, self._step, *self._parts[node.name]], memory_order(node.meta["val"])
+            sources, order = [node, self._step, *self._parts[node.name]], self._code_orders[node.name]
             traced = _trace(lambda x, *t, o=order, f=of: (f(x.permute(o).reshape(-1), *t),), *(n.meta["val"] for n in sources))
             numbers += _insert(graph, traced, sources, _after(sources))
             report.signals.append(GraphSignal(of.slot.names, first + NUM_SIGNALS * place))
@@ -210,22 +210,24 @@ class GraphEditor:
 
     # --- private ---
 
-    def _encoded(self, flat: fx.Node, codec: GraphCodec) -> list[fx.Node]:
-        """Insert the encoding of a flat tensor into the forward graph; return the nodes of codes, scales and minimums."""
+    def _encoded(self, node: fx.Node, order: list[int], codec: GraphCodec) -> list[fx.Node]:
+        """Insert the encoding of a tensor into the forward graph; return the nodes of codes, scales and minimums.
+
+        `order`: the dimensions of the tensor in the order in which it is encoded.
+        """
         graph = self.forward.graph
         self._int_step = self._int_step or self._insert_traced(graph, "step", lambda s: (s.to(torch.int32),), [self._step])[0]
-        return _call(graph, torch.ops.paredown.encode.default, [flat, self._int_step], codec.arguments)
+        return _call(graph, torch.ops.paredown.encode.default, [node, self._int_step], (order, *codec.arguments))
 
-    def _decoded(self, parts: list[fx.Node], format: Format, value: Tensor, before: fx.Node) -> fx.Node:
-        """Insert the decoding of a tensor with the sizes and strides of `value` into the backward graph; return its node."""
-        order = memory_order(value)
+    def _decoded(self, parts: list[fx.Node], format: Format, value: Tensor, order: list[int], before: fx.Node) -> fx.Node:
+        """Insert the decoding of a tensor like `value`, encoded in `order`, into the backward graph; return its node."""
         sizes, dims, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
         if lowers(format, value.numel(), dtype):
             arguments = (parts, str(format), dtype, sizes, dims)
             return _insert_call(self.backward.graph, torch.ops.paredown.decode.default, arguments, before)
         return self._insert_traced(
             self.backward.graph,
-            ("decode", str(format), value.shape, value.stride(), dtype),
+            ("decode", str(format), value.shape, *order, dtype),
             lambda *p: (decode_in_graph(p, format, num_values(value, p[0], format), dtype).reshape(sizes).permute(dims),),
             parts,
             before=before,
@@ -268,9 +270,10 @@ class GraphEditor:
     def _save_mask(self, node: fx.Node) -> int:
         """Compute a boolean tensor of backward in forward instead, save it as bits, and return the bytes of the bits."""
         value: Tensor = node.meta["val"]
-        encode, decode = mask_codec(value)
         source = self._computed_in_forward(node)
-        parts = self._insert_traced(self.forward.graph, "mask", encode, [source])
+        order = self._orders.of(source)
+        encode, decode = mask_codec(value, order)
+        parts = self._insert_traced(self.forward.graph, ("mask", *order), encode, [source])
         if node.op == "placeholder":
             place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is source)
             self._returned[place : place + 1] = parts
@@ -282,7 +285,7 @@ class GraphEditor:
             self._returned[at:at] = parts
             new = self._add_placeholders(parts, after=last_saved(self.backward.graph))
             first = node
-        (result,) = self._insert_traced(self.backward.graph, ("bits", value.shape, value.stride()), decode, new, before=first)
+        (result,) = self._insert_traced(self.backward.graph, ("bits", value.shape, *order), decode, new, before=first)
         node.replace_all_uses_with(result)
         self.backward.graph.erase_node(node)
         return nbytes_of(parts[0])
@@ -297,6 +300,7 @@ class GraphEditor:
         inputs = {i: self._computed_in_forward(i) for i in node.all_input_nodes}
         with self.forward.graph.inserting_before(_after(list(inputs.values()))):
             copy = self.forward.graph.node_copy(node, lambda i: inputs[i])
+        self._orders.add(copy)
         self._by_name[node.name] = copy
         return copy
 

@@ -67,7 +67,7 @@ class SlotMeasure:
         exact = sampled(flat, self.format)
         tensor_id = crc32(self.slot.names[0].encode()) if self.slot.names else 0
         names = str(self.format), self.rounding.value, default_overflow(self.format).value
-        encoded = torch.ops.paredown.encode(exact, step.to(torch.int32), *names, self.seed, tensor_id)
+        encoded = torch.ops.paredown.encode(exact, step.to(torch.int32), [0], *names, self.seed, tensor_id)
         rounded = decode_in_graph(encoded, self.format, exact.shape[0], exact.dtype)
         if self.format.block is None:  # also where Inductor leaves out the cast
             rounded = torch.where(exact.abs() > self.format.element.max_value, inf, rounded)

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch._inductor import virtualized
 from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
 from torch._inductor.lowering import empty_strided, fallback_handler, permute, register_lowering, view
+from torch._inductor.ops_handler import OpCounterCSE
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
@@ -71,9 +72,12 @@ def decode(parts: Sequence[Any], format: str, dtype: torch.dtype, *layout: Any) 
     `layout`: the sizes in memory order and the dimensions by which they are permuted.
     """
     how = Format.parse(format)
-    code, of_block = _code_loader(parts[0], how), [part.make_loader() for part in parts[1:]]
+    load, code = parts[0].make_loader(), _code_loader(parts[0], how)
+    of_block = [part.make_loader() for part in parts[1:]]
 
     def value(i: Any) -> Any:
+        if _counts_operations():
+            return load([i])
         scale, *minimum = (virtualized.ops.to_dtype(load([FloorDiv(i, how.block)]), torch.float32) for load in of_block)
         result = virtualized.ops.mul(virtualized.ops.to_dtype(code(i), torch.float32), scale)
         return virtualized.ops.to_dtype(virtualized.ops.add(result, minimum[0]) if minimum else result, dtype)
@@ -87,10 +91,21 @@ def unpack_bits(bits: Any, *layout: Any) -> Any:
     load = bits.make_loader()
 
     def value(i: Any) -> Any:
+        if _counts_operations():
+            return load([i])
         field = _shifted(virtualized.ops.to_dtype(load([FloorDiv(i, 8)]), torch.int32), ModularIndexing(i, 1, 8))
         return virtualized.ops.ne(virtualized.ops.bitwise_and(field, _int(1)), _int(0))
 
     return _pointwise(bits, torch.bool, value, *layout)
+
+
+def _counts_operations() -> bool:
+    """Return whether Inductor counts operations and reads of a value, to decide whether several readers compute it or read it from memory.
+
+    A decoded tensor counts as one read, as the tensor itself does in a step without packing. Reads of scales, which are small, would
+    else make Inductor write normalized values to memory, in float32.
+    """
+    return isinstance(V.get_ops_handler(), OpCounterCSE)
 
 
 def _code_loader(codes: Any, format: Format) -> Callable[[Any], Any]:
@@ -131,7 +146,7 @@ def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], siz
 
 
 def encoder(*arguments: Any) -> Callable[..., None]:
-    """Return a function f(x, step, codes, scales, [minimums]) that encodes `x` into codes, scales and minimums.
+    """Return a function f(x, step, codes, scales, [minimums]) that encodes the memory of `x` into codes, scales and minimums.
 
     `arguments`: the number of values, whether they are on a GPU, and the arguments of `paredown::encode` after its tensors.
     """
@@ -140,20 +155,29 @@ def encoder(*arguments: Any) -> Callable[..., None]:
         return kernels.encode_into
 
     def encode_into(x: Tensor, step: Tensor, *parts: Tensor) -> None:
-        for part, value in zip(parts, graph_codec.encode(x, step, *arguments[2:]), strict=True):
+        flat = x.as_strided((x.numel(),), (1,))
+        for part, value in zip(parts, graph_codec.encode_flattened(flat, step, *arguments[2:]), strict=True):
             part.copy_(value)
 
     return encode_into
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
-def encode(x: Any, step: Any, *options: Any) -> Any:
-    """Return the lowering of `paredown::encode`: [codes, scales] or [codes, scales, minimums]."""
-    if not _is_known(x.get_size()[:1]):
-        return _through_dispatcher[OPERATOR](x, step, *options)
-    numel, device = int(x.get_size()[0]), x.get_device()
+def encode(x: Any, step: Any, order: Sequence[int], *options: Any) -> Any:
+    """Return the lowering of `paredown::encode`: [codes, scales] or [codes, scales, minimums].
+
+    The call reads the memory of `x`. If the layout of `x` is still open, its dimensions are laid out in `order`; otherwise it is copied.
+    """
+    sizes = x.get_size()
+    if not _is_known(sizes):
+        return _through_dispatcher[OPERATOR](x, step, order, *options)
+    numel, strides = 1, [0] * len(sizes)
+    for d in reversed(order):
+        strides[d], numel = numel, numel * int(sizes[d])
+    device = x.get_device()
     parts = [_empty(device, dtype, count) for count, dtype in graph_codec.part_kinds(numel, *options[:3])]
-    source = ExternKernel.require_stride1(ExternKernel.realize_input(x))
+    x.realize()
+    source = ExternKernel.require_exact_strides(x, strides)
     KernelCall("encoder", (numel, device.type == "cuda", *options), [source, step], parts)
     return parts
 
