@@ -7,9 +7,10 @@
     python benchmarks/bench_products.py --quick                         # a toy on the CPU: whether it runs, no figures
 
 Weights and optimizer state are bfloat16, the optimizer is fused AdamW. Ways: compiled (plain torch.compile, the baseline), int8
-(`activations8`, products unmodified), products (FP8 products, nothing packed), fp8, int8_products, and joins with a tier of the optimizer
-(fp8+half). Every row is a process of its own. All compile at the same time; when the last one has, they take their times one after the
-other, and their median is over --steps steps.
+(`activations8`, products unmodified), products (FP8 products, nothing packed), fp8, int8_products, joins with a tier of the optimizer
+(fp8+half), and torchao's float8 training with scales by row or by tensor (torchao, torchao-tensor), if it is installed. Every row is a
+process of its own. All compile at the same time; when the last one has, they take their times one after the other, and their median is
+over --steps steps.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ class Case:
 
 
 ALL = ("compiled", "int8", "fp8", "int8_products")
+TORCHAO = {"torchao": "rowwise", "torchao-tensor": "tensorwise"}  # way -> recipe
 CASES = {
     case.name: case
     for case in (
-        Case("llama-1b", "text", 2048, 5632, 16, 16, 4, 2048, 32000, (*ALL, "products", "fp8+half")),
-        Case("llama-8b-4-layers", "text", 4096, 14336, 4, 32, 4, 2048, 32000, (*ALL, "products")),
+        Case("llama-1b", "text", 2048, 5632, 16, 16, 4, 2048, 32000, (*ALL, "products", "fp8+half", *TORCHAO)),
+        Case("llama-8b-4-layers", "text", 4096, 14336, 4, 32, 4, 2048, 32000, (*ALL, "products", *TORCHAO)),
         Case("vit-l", "vision", 1024, 4096, 24, 16, 64, 197, 1000, ALL),
         Case("dit-xl", "diffusion", 1152, 4608, 28, 16, 32, 256, 32, ALL),
         Case("toy", "text", 64, 128, 2, 4, 2, 64, 512, ("compiled", "fp8")),
@@ -162,8 +164,10 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def plan_of(way: str) -> pare.Plan | None:
     """The plan of a way; None for plain torch.compile."""
     names = {"int8": "activations8"}
-    if way in ("compiled", "products"):
-        return None if way == "compiled" else pare.Plan.uniform(product="e4m3fn")
+    if way == "products":
+        return pare.Plan.uniform(product="e4m3fn")
+    if way == "compiled" or way in TORCHAO:
+        return None
     return combine_presets([names.get(part, part) for part in way.split("+")])
 
 
@@ -191,6 +195,8 @@ def make_step(case: Case, way: str, device: str) -> tuple[Callable[[], Tensor], 
     dtype = torch.bfloat16
     net, (x, target) = build(case, device, dtype), batch_of(case, device, dtype)
     plan = plan_of(way)
+    if way in TORCHAO:
+        convert(net, TORCHAO[way])
     session = pare.apply(plan, net) if plan is not None else None
     model = session.compile() if session is not None else torch.compile(net)
     if "+" in way:
@@ -206,6 +212,14 @@ def make_step(case: Case, way: str, device: str) -> tuple[Callable[[], Tensor], 
         return loss.detach()
 
     return step, session
+
+
+def convert(net: nn.Module, recipe: str) -> None:
+    """Let the linear layers of the blocks multiply in torchao's float8."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(net, config=config, module_filter_fn=lambda _, path: path.startswith("blocks."))
 
 
 def seconds_of(step: Callable[[], Tensor], device: str, num_steps: int) -> list[float]:
