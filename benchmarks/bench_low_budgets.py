@@ -30,10 +30,9 @@ from bench_pick import SEED_DRAWS, Case, assigned, best_on_average, cases, cover
 from measure import RESULTS, machine
 
 from paredown.study.pick.candidates import BASELINE
-from paredown.study.pick.prior_collection import read_rows, row_of
-from paredown.study.pick.prior_data import PriorData, join_priors
-from paredown.study.pick.priors import load
-from paredown.study.pick.task_prior import random_guess_error
+from paredown.study.priors.prior_collection import read_rows, row_of
+from paredown.study.priors.prior_data import PriorData, join_priors, random_guess_error
+from paredown.study.priors.prior_files import load
 from paredown.study.tasks.trial import Trial
 
 Array = np.ndarray

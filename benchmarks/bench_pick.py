@@ -44,12 +44,12 @@ from seed_effects import is_calm, runs_of_task, without_seed_effects
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
 from paredown.sizes import parse_bytes
-from paredown.study.pick import priors
 from paredown.study.pick.candidates import BASELINE, NAMES, CandidatePlan, Candidates, TaskStep, features_of
 from paredown.study.pick.pick_loop import PickLoop
 from paredown.study.pick.posterior import Run
-from paredown.study.pick.prior_data import PlanRow, PriorData, TaskRow
-from paredown.study.pick.task_prior import WORST, TaskPrior, random_guess_error, scaled
+from paredown.study.pick.task_prior import WORST, TaskPrior, scaled
+from paredown.study.priors import prior_files as priors
+from paredown.study.priors.prior_data import PlanRow, PriorData, TaskRow, random_guess_error
 
 NUM_TRIALS = 6
 TRUTHS = ("matrix", "seeds", "smoothed")

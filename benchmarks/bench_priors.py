@@ -19,8 +19,8 @@ from seed_effects import VarianceParts, is_calm, variance_parts_of, without_seed
 
 from paredown.errors import PlanError
 from paredown.study.pick.pareto import undominated
-from paredown.study.pick.prior_data import PriorData
-from paredown.study.pick.priors import available, load
+from paredown.study.priors.prior_data import PriorData
+from paredown.study.priors.prior_files import available, load
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent

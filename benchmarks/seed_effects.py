@@ -29,8 +29,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paredown.study.pick.prior_data import PriorData
-from paredown.study.pick.task_prior import WORST, random_guess_error, scaled
+from paredown.study.pick.task_prior import WORST, scaled
+from paredown.study.priors.prior_data import PriorData, random_guess_error
 
 Array = NDArray[np.float64]
 SMALLEST = 1e-12  # variance

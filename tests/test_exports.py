@@ -111,7 +111,7 @@ PACKAGES = (
     "plan",
     "session",
     "simulate",
-    *(f"study.{name}" for name in ("papers", "pick", "report", "sweeps", "tasks")),
+    *(f"study.{name}" for name in ("papers", "pick", "priors", "report", "sweeps", "tasks")),
 )
 
 

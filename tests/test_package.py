@@ -40,7 +40,7 @@ trace = pare.trace_step(model, (x, torch.zeros(8, dtype=torch.long)), loss=torch
 assert pare.footprint(trace, pare.Plan.preset("activations8")).peak_bytes > 0
 trial = pare.evaluate("digits#model=mlp,steps=2", pare.Plan(), seed=0, device="cpu")
 assert trial.status.value == "done", trial
-from paredown.study.pick import priors
+from paredown.study import priors
 assert priors.load("stored") and priors.load("simulated")
 page = Path(tempfile.mkdtemp()) / "page.html"
 from paredown.study.report import Record, write

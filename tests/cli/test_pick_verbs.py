@@ -9,7 +9,7 @@ import pytest
 
 from paredown import Plan, evaluate, pick
 from paredown.cli.pick_verbs import record_of
-from paredown.study.pick.priors import made_up_prior, write_prior
+from paredown.study.priors.prior_files import made_up_prior, write_prior
 from paredown.study.sweeps import measurement
 from paredown.study.tasks.lookup import find_task
 from paredown.study.tasks.trial import Trial

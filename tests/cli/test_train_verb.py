@@ -15,7 +15,7 @@ import paredown as pare
 from paredown.cli.train_verb import TrainingRun, runs_table
 from paredown.session.eager.stored_tensors import StoredValues
 from paredown.study.pick.answer import Picked
-from paredown.study.pick.priors import made_up_prior, write_prior
+from paredown.study.priors.prior_files import made_up_prior, write_prior
 from paredown.study.tasks.evaluate import device_name
 from paredown.study.tasks.lookup import find_task
 from paredown.study.tasks.trial import Status, Trial

@@ -37,7 +37,7 @@ def store_bytes(tmp_path: Path) -> bytes:
 
 def looked_at(path: Path) -> None:
     """All that reads a store."""
-    from paredown.study.pick.prior_collection import read_rows
+    from paredown.study.priors.prior_collection import read_rows
     from paredown.study.report.record import Record
     from paredown.study.sweeps.export import export, merge
     from paredown.study.sweeps.status import count, find_best
@@ -125,7 +125,7 @@ def test_databases_of_others_are_sentences_and_stay_as_they_are(tmp_path: Path, 
 
 
 def test_exports_of_others(tmp_path: Path, store_bytes: bytes) -> None:
-    from paredown.study.pick.prior_collection import collect, read_rows
+    from paredown.study.priors.prior_collection import collect, read_rows
     from paredown.study.sweeps.export import export
     from paredown.study.sweeps.store import Store
 

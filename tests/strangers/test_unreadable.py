@@ -12,8 +12,8 @@ import paredown as pare
 from paredown.assignment.sensitivity import Sensitivities
 from paredown.cli.inputs import read_frontier, read_source
 from paredown.errors import ParedownError
-from paredown.study.pick.prior_collection import read_rows
-from paredown.study.pick.priors import read_prior
+from paredown.study.priors.prior_collection import read_rows
+from paredown.study.priors.prior_files import read_prior
 from paredown.study.report.record import Record
 from paredown.study.tasks.data_files import read_text
 

@@ -18,7 +18,7 @@ import paredown as pare
 from paredown.assignment.sensitivity import Sensitivities
 from paredown.cli.inputs import read_frontier, read_source
 from paredown.study.pick.answer import Frontier, Picked, Point
-from paredown.study.pick.priors import made_up_prior, read_prior, write_prior
+from paredown.study.priors.prior_files import made_up_prior, read_prior, write_prior
 from paredown.study.report.record import Record
 from paredown.study.tasks.trial import Status, Trial
 from tests.strangers.mutations import answers, text_of, thousands, wrong_bytes, wrong_json

@@ -15,8 +15,8 @@ from torch import nn
 from paredown import Picked, Plan, Role, Trial, footprint, pick
 from paredown.errors import TaskError
 from paredown.study.pick.candidates import features_of
-from paredown.study.pick.prior_data import PriorData
-from paredown.study.pick.priors import made_up_prior
+from paredown.study.priors.prior_data import PriorData
+from paredown.study.priors.prior_files import made_up_prior
 from paredown.study.sweeps import measurement
 from paredown.study.tasks.task import OptimizerSettings, Task
 from paredown.study.tasks.task_trace import formats_state, trace_task

@@ -12,7 +12,7 @@ import torch
 
 from paredown import Plan, Trial, pick
 from paredown.errors import TaskError
-from paredown.study.pick.prior_data import MATRICES
+from paredown.study.priors.prior_data import MATRICES
 from paredown.study.report.studies import study_of_pick
 from paredown.study.sweeps.sweep import DrawnTrial, TrialSpec
 from paredown.study.tasks.evaluate import device_name

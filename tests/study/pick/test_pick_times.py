@@ -15,9 +15,9 @@ from paredown.errors import PlanError
 from paredown.plan.calibration import REFERENCE
 from paredown.plan.step_time import predict_step
 from paredown.study.pick.answer import Point
-from paredown.study.pick.prior_collection import collect
-from paredown.study.pick.priors import prior_from_json, prior_to_text
 from paredown.study.pick.reasons import say_time
+from paredown.study.priors.prior_collection import collect
+from paredown.study.priors.prior_files import prior_from_json, prior_to_text
 from paredown.study.report.studies import study_of_pick
 from paredown.study.tasks.task_trace import trace_task
 from tests.study.pick.test_pick import PRIOR, make_task, tried

@@ -11,9 +11,9 @@ import pytest
 from paredown import Plan
 from paredown.errors import PriorError
 from paredown.study.pick.candidates import features_of
-from paredown.study.pick.prior_data import MATRICES, PlanRow, PriorData, TaskRow
-from paredown.study.pick.priors import made_up_prior
-from paredown.study.pick.task_prior import TaskPrior, data_set_weights, random_guess_error, scaled
+from paredown.study.pick.task_prior import TaskPrior, data_set_weights, scaled
+from paredown.study.priors.prior_data import MATRICES, PlanRow, PriorData, TaskRow, random_guess_error
+from paredown.study.priors.prior_files import made_up_prior
 from tests.study.pick.test_posterior import estimated
 
 NINE_OF_TEN = 1.645

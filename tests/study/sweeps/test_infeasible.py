@@ -16,7 +16,7 @@ from paredown.cli import app
 from paredown.errors import PriorError, StoreError, SweepError
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.study.pick.prior_collection import collect
+from paredown.study.priors.prior_collection import collect
 from paredown.study.report.record import Record
 from paredown.study.sweeps.engines.engine import InlineEngine
 from paredown.study.sweeps.export import export, merge, rows

@@ -11,7 +11,7 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.predict.trace_step import trace_step
 from paredown.study.pick.pick import task_step
-from paredown.study.pick.priors import load
+from paredown.study.priors.prior_files import load
 from paredown.study.sweeps.sweep_file import load_sweep
 from paredown.study.tasks.evaluate import evaluate
 from paredown.study.tasks.lookup import find_task

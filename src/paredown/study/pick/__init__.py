@@ -9,8 +9,7 @@ from paredown.lazy import loader
 if TYPE_CHECKING:
     from paredown.study.pick.answer import Frontier, Picked
     from paredown.study.pick.posterior import Estimate, Prior
-    from paredown.study.pick.priors import known_prior, made_up_prior, write_prior
 
-__all__ = ["Estimate", "Frontier", "Picked", "Prior", "known_prior", "made_up_prior", "write_prior"]
+__all__ = ["Estimate", "Frontier", "Picked", "Prior"]
 
-__getattr__ = loader(__name__, answer="Frontier Picked", posterior="Estimate Prior", priors="known_prior made_up_prior write_prior")
+__getattr__ = loader(__name__, answer="Frontier Picked", posterior="Estimate Prior")

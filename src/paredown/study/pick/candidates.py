@@ -43,7 +43,7 @@ from paredown.plan.storage import significant_bits
 from paredown.plan.trace import Trace
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
-from paredown.study.pick.prior_data import PlanRow, PriorData
+from paredown.study.priors.prior_data import PlanRow, PriorData
 from paredown.study.sweeps.plan_labels import BASELINE, distinct
 
 Array = NDArray[np.float64]

@@ -5,7 +5,7 @@
 Only plans within the budget are tried. Acquisition chooses the trials that are worth most to the choice (study/pick/posterior.py); the
 last trial runs the plan that is about to be picked, if it was not tried yet. With `evaluations=0` the prior alone decides.
 
->>> from paredown.study.pick.priors import made_up_prior
+>>> from paredown.study.priors.prior_files import made_up_prior
 >>> picked = pick("digits#model=mlp,steps=30", "80%", evaluations=0, prior=made_up_prior(), device="cpu")
 >>> picked.plan is not None, picked.point.predicted_bytes <= picked.budget_bytes, picked.trials
 (True, True, ())
@@ -31,12 +31,12 @@ from paredown.serial import SUMMED
 from paredown.simulate.outline import Outline
 from paredown.simulate.peppp import plan_bytes
 from paredown.sizes import parse_bytes
-from paredown.study.pick import priors
 from paredown.study.pick.answer import Picked
 from paredown.study.pick.candidates import TaskStep, candidates
 from paredown.study.pick.pick_loop import PickLoop
-from paredown.study.pick.prior_data import PriorData
-from paredown.study.pick.task_prior import TaskPrior, random_guess_error
+from paredown.study.pick.task_prior import TaskPrior
+from paredown.study.priors import prior_files as priors
+from paredown.study.priors.prior_data import PriorData, random_guess_error
 from paredown.study.sweeps.measurement import Measurer, Runner, TrialCallback
 from paredown.study.tasks.evaluate import device_name, find_device
 from paredown.study.tasks.lookup import find_task

@@ -3,7 +3,7 @@
 Units: errors are relative to random guessing, and at most 1 (docs/decisions/019). So the share of wrong answers among 10, among
 100, and the loss of a text are comparable, and a run that diverged is 1.
 
->>> from paredown.study.pick.priors import made_up_prior
+>>> from paredown.study.priors.prior_files import made_up_prior
 >>> task_prior = TaskPrior.of(made_up_prior())
 >>> task_prior.prior.gaussian.num_tasks, len(task_prior.prior.levels)
 (11.0, 30)
@@ -28,7 +28,6 @@ exact: trials of new plans inform known ones, and the other way round.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,20 +35,13 @@ from numpy.typing import NDArray
 
 from paredown.errors import PriorError
 from paredown.study.pick.posterior import Gaussian, LevelSums, Prior
-from paredown.study.pick.prior_data import PriorData
+from paredown.study.priors.prior_data import PriorData, random_guess_error
 
 Array = NDArray[np.float64]
 LENGTH = 2.5  # of likeness, in bits of precision lost
 NUGGET = 0.01  # variance that features do not explain, relative to the explained one
 Z_90 = 1.645  # standard deviations to each side of a 90 % interval
 WORST = 1.0  # random guessing
-
-
-def random_guess_error(metric: str, answers: int | None) -> float | None:
-    """Return the error of random guessing in a metric, with equal odds for every answer; None if it is unknown."""
-    if answers is None or answers < 2:
-        return None
-    return {"error": 1 - 1 / answers, "loss": math.log(answers)}.get(metric)
 
 
 @dataclass(frozen=True)

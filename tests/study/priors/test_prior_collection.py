@@ -16,8 +16,8 @@ from paredown.assignment.assign import PlanTemplate, make_plans, templates_of
 from paredown.errors import PriorError, StoreError
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import memory_bytes, peppp_element, peppp_plan
-from paredown.study.pick.prior_collection import collect, read_rows, row_of_task
-from paredown.study.pick.priors import add, load, own_priors, prior_to_text, remove
+from paredown.study.priors.prior_collection import collect, read_rows, row_of_task
+from paredown.study.priors.prior_files import add, load, own_priors, prior_to_text, remove
 from paredown.study.sweeps.export import export
 from paredown.study.sweeps.store import Store
 from paredown.study.sweeps.sweep import EndedTrial, Sweep, TrialSettings

@@ -16,10 +16,10 @@ import pytest
 
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS
-from paredown.study.pick import priors
-from paredown.study.pick.prior_collection import row_of
-from paredown.study.pick.prior_data import PriorData
-from paredown.study.pick.priors import load
+from paredown.study.priors import prior_files as priors
+from paredown.study.priors.prior_collection import row_of
+from paredown.study.priors.prior_data import PriorData
+from paredown.study.priors.prior_files import load
 from paredown.study.sweeps.sweep_file import load_sweep
 
 ROOT = Path(__file__).parents[3]

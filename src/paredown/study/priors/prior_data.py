@@ -21,6 +21,7 @@ PriorData(two: 2 tasks x 2 plans, store mode, 3 of 4 entries, 6 runs, noise 0.01
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,6 +42,13 @@ MATRICES = {
     "propensity": 1.0,
     "step_ratio": np.nan,
 }  # and what they have unless given
+
+
+def random_guess_error(metric: str, answers: int | None) -> float | None:
+    """Return the error of random guessing in a metric, with equal odds for every answer; None if it is unknown."""
+    if answers is None or answers < 2:
+        return None
+    return {"error": 1 - 1 / answers, "loss": math.log(answers)}.get(metric)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from paredown.formats.catalog import TIERS
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import closest
 from paredown.serial import Check, FromZeroOrNone, dump_dataclass, load_json, read_versioned, save_text
-from paredown.study.pick.prior_data import MATRICES, Array, PlanRow, PriorData, TaskRow, join_priors
+from paredown.study.priors.prior_data import MATRICES, Array, PlanRow, PriorData, TaskRow, join_priors
 
 VERSION = 3  # of the file format
 MOST_BYTES = 64 * 2**20
@@ -74,7 +74,7 @@ def load(name: str | os.PathLike[str] = "stored") -> PriorData:
     text = os.fspath(name)
     if text.endswith(".json") or "/" in text or os.sep in text:
         return read_prior(Path(text))
-    shipped = Path(str(resources.files("paredown.study.pick"))) / "shipped"
+    shipped = Path(str(resources.files("paredown.study.priors"))) / "shipped"
     path = (shipped if text in SHIPPED else folder()) / f"{text}.json"
     if not NAME.fullmatch(text) or not path.is_file():
         names = available()

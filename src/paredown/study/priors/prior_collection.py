@@ -36,8 +36,7 @@ from paredown.assignment.assign import templates_of
 from paredown.errors import ParedownError, PriorError
 from paredown.plan.plan import Plan
 from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
-from paredown.study.pick.prior_data import Array, PlanRow, PriorData, TaskRow, mean_of_seeds
-from paredown.study.pick.task_prior import random_guess_error
+from paredown.study.priors.prior_data import Array, PlanRow, PriorData, TaskRow, mean_of_seeds, random_guess_error
 from paredown.study.sweeps.plan_labels import distinct, plan_label
 from paredown.study.tasks.lookup import cached_task, parse_options, portable_text
 from paredown.study.tasks.task import Task, task_family

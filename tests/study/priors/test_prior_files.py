@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from paredown.errors import PlanError, PriorError
 from paredown.plan.plan import Plan
 from paredown.serial import parse_json
-from paredown.study.pick import priors
-from paredown.study.pick.prior_collection import row_of
-from paredown.study.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors, pooled_noise
-from paredown.study.pick.priors import (
+from paredown.study.priors import prior_files as priors
+from paredown.study.priors.prior_collection import row_of
+from paredown.study.priors.prior_data import PlanRow, PriorData, TaskRow, join_priors, pooled_noise
+from paredown.study.priors.prior_files import (
     add,
     available,
     known_prior,
@@ -126,7 +126,7 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
     priors.write_prior(made_up_prior(60, 39, seeds=3), tmp_path / "large.json")
     code = f"""
 import sys
-from paredown.study.pick.priors import load
+from paredown.study.priors.prior_files import load
 load({str(tmp_path / "large.json")!r})
 print(sorted({{"torch", "sqlalchemy", "scipy"}} & set(sys.modules)))
 """
