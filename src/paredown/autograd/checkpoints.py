@@ -87,7 +87,7 @@ WORDS, DIMENSIONS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])"), re.compile(r"(\d)D")
 
 
 def running_checkpoint() -> Any:
-    """Return the frame of the innermost checkpoint (use_reentrant=False) that runs in this thread; None if none runs."""
+    """Return the frame (torch's record) of the innermost checkpoint with use_reentrant=False that runs in this thread, or None."""
     hooks: Any = top_default_hooks(True)
     pack: Any = hooks[0] if hooks is not None else None
     if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.") or pack.__module__ != torch.utils.checkpoint.__name__:
@@ -97,7 +97,7 @@ def running_checkpoint() -> Any:
 
 
 def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
-    """Return (handle, tensor) of each tensor that a checkpoint keeps, except if other hooks hold it or it was modified in place.
+    """Return (handle, tensor) of each input that a checkpoint keeps for backward and that a session may replace by a packed one.
 
     `frame`: the frame that torch.utils.checkpoint made for the checkpoint.
     """
@@ -121,12 +121,12 @@ def _read(raws: Iterable[Any], read: Any) -> list[tuple[Any, Tensor]]:
 
 
 def key_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key of a tensor's memory and layout. Tensor objects that share both have equal keys as long as the memory is allocated."""
+    """Return a key that is equal for tensors with the same memory and layout, as long as the memory is allocated."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
-    """Return the description of a saved tensor that is the input `number` of a checkpoint.
+    """Return the description of input `number` of a checkpoint, as of any other saved tensor.
 
     `place` is the slot's name up to the operand. `raw` is autograd's handle of the tensor. `reason` says why it is not quantized.
     """
@@ -141,13 +141,13 @@ def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str,
 
 
 def op_of(node: Any) -> str:
-    """Return the operation of an autograd node by its name in aten, such as "max_pool2d_with_indices"."""
+    """Return the name of the aten operation that an autograd node belongs to, such as "max_pool2d_with_indices"."""
     name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
     return WORDS.sub("_", DIMENSIONS.sub(r"\1d_", name)).lower().strip("_")
 
 
 def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> str:
-    """Return why the input `tensor` of a checkpointed layer is not quantized, or "" if it may be.
+    """Return why a checkpoint's input must be kept exactly, such as a comparison in the layer; "" if it may be quantized.
 
     `output`: what the layer returned. `first`: the sequence number of the layer's first autograd node.
     """
@@ -161,7 +161,7 @@ def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> s
 
 
 def _routers_in(layer: nn.Module) -> list[str]:
-    """Return the class names of the modules inside `layer` that are named after routing, such as "MoE" or "Router"."""
+    """Return the class names of submodules of `layer` that are named after routing, such as "MoE" or "Router"."""
     return [type(module).__name__ for module in layer.modules() if ROUTER.search(type(module).__name__)]
 
 
@@ -183,7 +183,7 @@ def _selects_weights(node: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class HiddenLayer:
-    """A module that runs under no_grad inside a forward pass with gradients: perhaps the layer of a reentrant checkpoint.
+    """A module that runs under no_grad during a training step, as the layer of a checkpoint with use_reentrant=True does.
 
     `inputs`: `key_of` each argument that needs a gradient -> whether a module inside got it.
     """
@@ -194,17 +194,17 @@ class HiddenLayer:
 
     @staticmethod
     def of(module: nn.Module, path: str, args: Any) -> HiddenLayer | None:
-        """Return the record of a layer that begins to run under no_grad; None if no argument of the layer needs a gradient."""
+        """Return the record of a module that starts to run under no_grad; None if none of its arguments requires a gradient."""
         is_leaf = next(module.children(), None) is None
         inputs = {key_of(arg): is_leaf for arg in _differentiable(args)}
         return HiddenLayer(module, path, inputs) if inputs else None
 
     def enter(self, args: Any) -> None:
-        """Record that a module inside the layer is called with `args`, and which inputs of the layer are among them."""
+        """Record which inputs of the layer are arguments of a module that is called inside of it."""
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
-        """Return why the input `tensor` of this layer is not quantized, or "" if it may be."""
+        """Return why this input of the layer must be kept exactly; "" if it may be quantized."""
         if not tensor.requires_grad:
             return NO_GRADIENT
         routers, comparing = _routers_in(self.module), _comparing_in(self.module)
@@ -214,7 +214,7 @@ class HiddenLayer:
 
 
 def _comparing_in(layer: nn.Module) -> str:
-    """Return the name of a module class or function in `layer` that compares values, such as ReLU; "" if there is none."""
+    """Return the name of a module or function in `layer` that compares values, such as ReLU; "" if there is none."""
     for module in layer.modules():
         if isinstance(module, COMPARING_MODULES):
             return type(module).__name__
@@ -233,7 +233,7 @@ def _differentiable(args: Any) -> list[Tensor]:
 
 
 class Checkpoints:
-    """Describes the inputs of checkpointed layers in the passes that a `Watch` follows, and lets second passes be stored packed."""
+    """Finds the inputs that checkpointed layers keep, in the forward passes that a `Watch` follows, and describes them as slots."""
 
     def __init__(self) -> None:
         self.reports_inputs = True
@@ -245,16 +245,19 @@ class Checkpoints:
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function that is called when a checkpointed layer runs again. It must return a function that packs one saved tensor."""
+        """Set the function that packs what a checkpointed layer saves when backward runs it again.
+
+        `on_recomputation` is called for each such run, and returns a function that packs one saved tensor.
+        """
         self.on_recomputation = on_recomputation
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether tensors that layers of reentrant checkpoints save have no names yet, since no backward has run the layers again."""
+        """Whether layers of reentrant checkpoints have not run in backward yet, so that the tensors that they save have no names."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
-        """Record the checkpoint of torch.utils.checkpoint that runs, if any, when its first module is entered with `args`."""
+        """Record the checkpoint that runs when its first module is called with `args`; do nothing if no checkpoint runs."""
         frame = running_checkpoint()
         if frame is None or frame in current.checkpoints or not self.reports_inputs:
             return
@@ -265,14 +268,14 @@ class Checkpoints:
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
 
     def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
-        """Return descriptions of the inputs of the checkpoint whose first module call was `call`. `output`: what that call returned."""
+        """Return descriptions of the inputs of the checkpoint in which `call` was the first call of a module."""
         assert call.checkpoint is not None
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Let the checkpoint whose first module call was `call` pack what its layer saves when backward runs the layer again."""
+        """Make a checkpoint pack what its layer saves when backward runs the layer again; `call` was its first call of a module."""
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:
@@ -283,7 +286,7 @@ class Checkpoints:
         self.reported.add(call.path)
 
     def reentrant_inputs(self, node: Any, current: Pass, call: ModuleCall) -> list[Saved]:
-        """Return descriptions of the inputs that the node of a reentrant checkpoint saved."""
+        """Return descriptions of the inputs that a checkpoint with use_reentrant=True saved in its autograd node."""
         layer = current.hidden_layers.get(node._sequence_nr())
         place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
         if layer is not None and self.on_recomputation is not None:
@@ -305,6 +308,6 @@ class Checkpoints:
 
 
 def _place_in(call: ModuleCall) -> str:
-    """Return the slot name, up to the operand, for the inputs of the next checkpoint in the forward of a module."""
+    """Return the beginning of the slot names for inputs of the next checkpoint in a module's forward."""
     call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
     return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."

@@ -41,7 +41,10 @@ WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBac
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """A tensor that an autograd node saved for backward. Do not store `tensor`, `node` or `raw`: they keep the graph alive."""
+    """A description of a tensor that an autograd node saved: slot name, operation, and what backward needs.
+
+    Do not store `tensor`, `node` or `raw`: they keep the graph alive.
+    """
 
     name: str
     module: str
@@ -61,11 +64,11 @@ class Saved:
 
     @property
     def needs(self) -> Needs:
-        """What backward needs of the tensor."""
+        """What backward needs of the tensor: its values, one bit each, or less."""
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
-        """Return a copy of this description for the tensor that the same operation saved in a later forward pass.
+        """Return this description for the tensor that the same operation saved in a later forward pass.
 
         `raw`: autograd's handle of that tensor.
         """
@@ -74,7 +77,10 @@ class Saved:
 
 
 class ModuleCall:
-    """A call of a module whose forward is running. Attributes that few calls set have their defaults in the class, which saves time."""
+    """A module whose forward is running.
+
+    Attributes that few calls set have their defaults in the class, which saves time.
+    """
 
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # (frame, slot name of its inputs) of the checkpoint whose first module this is
@@ -92,7 +98,7 @@ class ModuleCall:
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A running forward pass of the model, the branch of one that runs in another thread, or the second one of a checkpointed layer."""
+    """A forward pass that is running: of the model, of a part of it in another thread, or of a checkpointed layer in backward."""
 
     inputs: frozenset[int]  # storages of the caller's arguments
     modules: Iterable[nn.Module]
@@ -149,14 +155,14 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether a call of `module` in another thread may belong to the forward pass `running`: it is inside of the pass's entrance."""
+    """Return whether a module that another thread calls is a part of the module with whose call the pass `running` began."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 
 
 @contextmanager
 def passed_over(current: Pass | None) -> Generator[None]:
-    """Do not follow modules that are called in a forward pass inside of a `with` block. `current`: the pass, None if none runs."""
+    """Return a context in which module calls are not followed. `current`: the forward pass, None if none runs."""
     if current is None or current.over is not None:
         yield
         return
@@ -168,12 +174,12 @@ def passed_over(current: Pass | None) -> Generator[None]:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Return whether a view is packed together with the rest of its storage; if not, it is packed alone."""
+    """Return whether a view is packed together with the rest of its storage, rather than alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Return the bytes that packing a saved tensor covers: those of its whole storage, or of the tensor alone."""
+    """Return how many bytes packing a saved tensor would cover: its whole storage, or the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
@@ -202,7 +208,7 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """Return (number, node) of the autograd nodes that lead to `values` and that the pass created since the last call, in order."""
+    """Return (number, node) of the autograd nodes behind `values` that were created since the last call, in order."""
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -236,7 +242,7 @@ def nodes_behind(values: Any, first: int) -> list[Any]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return (name, handle attribute, tensor attribute) of each tensor that autograd nodes of a type save.
+    """Return the names of the Python attributes in which autograd nodes of this type keep each saved tensor and its handle.
 
     If `only_major`, statistics, library state and parameters are left out.
     """
@@ -250,9 +256,10 @@ Named = tuple[str, Any, Tensor | None]
 
 
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
-    """Return (autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None if hooks of other code hold it.
+    """Return autograd's name, handle and value of each tensor that `node` saved.
 
-    `name`: that of the node. If `only_major`, statistics, library state and parameters are left out.
+    The value is None if hooks of other code hold it. `name`: that of the node. If `only_major`, statistics, library state and
+    parameters are left out.
     """
     saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -277,7 +284,7 @@ def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
 
 
 def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
-    """Append (name, handle, tensor) of each tensor in a list of saved tensors to `saved`.
+    """Append the tensors in a list of saved tensors of a node to `saved`, each with its name and handle.
 
     `attribute`: the name of that list on `node`. `names`, `raws`: the name and autograd's handle of each tensor.
     """
@@ -295,12 +302,12 @@ def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
 
 
 def is_of_weight(hook: Any) -> bool:
-    """Return whether a session registered this saved-tensor hook for a packed weight. Tensors with such a hook are not reported."""
+    """Return whether this saved-tensor hook is that of a packed weight, which is not reported as an activation."""
     return getattr(hook, IS_WEIGHT, False)
 
 
 def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
-    """Return the description of one tensor that an autograd node saved: its slot name, and what backward needs of it."""
+    """Return the description of a tensor that a node saved: its slot name, and what backward needs of it."""
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:
@@ -326,7 +333,7 @@ def _bound(operand: Operand, node: Any) -> int | None:
 
 
 def _prefix(call: ModuleCall, op: str) -> str:
-    """Return the text between module and operand in a slot name: "", "mul." or "mul#2."."""
+    """Return the part of a slot name between the module and the operand: "", "mul." or "mul#2."."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""
     count = call.counts.get(op, 1)
@@ -334,7 +341,7 @@ def _prefix(call: ModuleCall, op: str) -> str:
 
 
 def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
-    """Return the kind of a saved tensor: "activation", "weight" (a parameter, its view or cast), "buffer" or "input" (of the caller)."""
+    """Return what a saved tensor is: "activation", "weight" (a parameter, its view or cast), "buffer", or "input" of the caller."""
     node = tensor.grad_fn
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
@@ -352,19 +359,19 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
 
 
 def is_part_of_parameter(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of a parameter. nn.MultiheadAttention multiplies by views of a third of one."""
+    """Return whether a tensor is a view of a parameter, as in nn.MultiheadAttention, which multiplies by thirds of one."""
     base = tensor._base
     return isinstance(base, nn.Parameter) and base.is_leaf
 
 
 def is_view_modified_in_place(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
+    """Return whether a tensor is a view whose base was last modified through a view, in place."""
     node = tensor._base.grad_fn if tensor._base is not None else None
     return node is not None and node.name() == IN_PLACE_ON_VIEW
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, and in attributes of objects in them (such as a key-value cache) up to `depth` levels."""
+    """Yield the tensors in nested containers, and in attributes of objects in these, up to `depth` levels deep."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -384,5 +391,5 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_plain_leaf(module: nn.Module) -> bool:
-    """Return whether `module` is of torch.nn and has no children: its slots are named by module and operand, without the operation."""
+    """Return whether `module` is one of torch.nn without children, whose slots need no operation in their names."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

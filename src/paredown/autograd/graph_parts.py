@@ -28,7 +28,7 @@ Moment = tuple[tuple[Any, ...], list[dict[str, int]]]  # `point_of`, and the cou
 
 
 class SavedTrail(NamedTuple):
-    """The way to one saved tensor of a `GraphPart` in a later graph, with the tensor's last description."""
+    """The path through autograd's graph to a saved tensor, by which later passes find it again."""
 
     node_index: int
     raw: str
@@ -39,7 +39,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """A part of autograd's graph that was read once, stored as paths, so that the same part of a later graph is read along them.
+    """The paths through a part of autograd's graph that one pass has read, so that later passes need no search.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
     """
@@ -50,7 +50,7 @@ class GraphPart:
 
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """Return the part of the graph that is reached from the nodes `starts`, among the nodes `created` in a pass (by number).
+        """Return the part of autograd's graph behind the nodes `starts`, limited to nodes `created` in the pass (by number).
 
         `saved`: (number of a node, description) of each tensor that the nodes saved.
         """
@@ -71,7 +71,7 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
-        """Read the same part of a later graph: return (description, node, handle, tensor) of each saved tensor, or None if a node differs.
+        """Return (description, node, handle, tensor) of each saved tensor in the same part of a later graph; None if a node differs.
 
         `starts`: the nodes of the tensors that the part is read from.
         """
@@ -105,9 +105,10 @@ class GraphPart:
 
 
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Return whether later passes can read the tensors that these nodes saved in the same places: no node is of a custom function.
+    """Return whether later passes can find the tensors that these nodes saved along the same paths.
 
-    `created`: the nodes by number. `reported`: (number of a node, description) of each saved tensor.
+    They can if no node belongs to a custom function. `created`: the nodes by number. `reported`: (number of a node, description) of
+    each saved tensor.
     """
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values()):
         return False
@@ -131,7 +132,7 @@ Found = dict[int, tuple[int | None, int]]
 
 
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
-    """Search the graph from `starts`, and return two mappings: how each node was found, and which nodes lie behind it.
+    """Search autograd's graph from `starts`, and return how each node was found, and which nodes lie behind it.
 
     The first maps a node's number to (number of the node before it or None, index of the start or edge), the second to a list of (edge,
     number). `created`: the nodes of the pass by number; no others are visited.
@@ -152,7 +153,7 @@ def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, di
 
 
 def _ancestors(numbers: Iterable[int], found: Found) -> set[int]:
-    """Return the numbers of the nodes on the paths from the starts to the nodes `numbers`, including the nodes themselves.
+    """Return the numbers of all nodes on the paths from the starts to the nodes `numbers`.
 
     `found`: how each node was reached (`_reach`).
     """
@@ -203,7 +204,7 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """Return the tensors that this part of the current pass saved, found where the last pass saved them; None if it differs."""
+        """Return the tensors that the same part of a later pass saved; None if it differs."""
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))

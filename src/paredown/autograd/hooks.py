@@ -27,7 +27,7 @@ CALL = nn.Module._call_impl.__code__  # of every call of a module that has hooks
 
 
 class Hook:
-    """A hook on a module that does nothing in a copy of the model: deepcopy and pickle replace it by an empty one."""
+    """A hook on a module that is replaced by an empty one in copies of the model (deepcopy and pickle)."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
@@ -35,7 +35,7 @@ class Hook:
         self.is_traced = False  # whether trace_step leaves the hook on the model
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function and return its result; return None while torch.compile traces, and in a copy."""
+        """Call the hook's function and return its result; do nothing while torch.compile traces, and in a copy."""
         if is_dynamo_compiling() or compiler._is_compiling_flag:  # compiler.is_compiling() in one call
             self.was_compiled = True
             return None
@@ -49,7 +49,7 @@ class Hook:
 
 
 def num_running(module: nn.Module) -> int:
-    """Return how many calls of `module` run in this thread.
+    """Return how many calls of `module` are running in this thread, found in Python's stack.
 
     torch calls no forward hook after a KeyboardInterrupt: what a pre-hook began has no end then. Only the frames of Python tell.
     """
@@ -61,7 +61,7 @@ def num_running(module: nn.Module) -> int:
 
 
 def call_always(module: nn.Module, handle: Any, *, is_on: bool) -> None:
-    """Set whether a forward hook of `module` is also called after a forward that raised; its output is None then.
+    """Set whether torch also calls a module's forward hook after a forward that raised; its output is None then.
 
     `register_forward_hook` returned the handle.
     """
@@ -82,7 +82,7 @@ _abandoned: list[Handle] = []  # handles of hooks whose owners are gone; the hoo
 
 
 def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Callable[[Owner, Optimizer], None]) -> Handle:
-    """Call `method(owner, optimizer)` at optimizer steps as long as `owner` is alive.
+    """Register a hook that calls `method(owner, optimizer)` at optimizer steps as long as `owner` is alive.
 
     `register` is torch's function that registers such a hook, and its handle is returned.
     """
@@ -102,7 +102,7 @@ def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Cal
 
 @contextmanager
 def patched_attributes(owner: object, **attributes: Any) -> Generator[None]:
-    """Give `owner` these instance attributes inside of a `with` block; they hide attributes of its class with the same names."""
+    """Return a context in which `owner` has these attributes in place of attributes of its class."""
     instance = vars(owner)
     before = {name: instance[name] for name in attributes if name in instance}
     instance.update(attributes)

@@ -47,7 +47,7 @@ BeginInside = Callable[[list[Tensor], set[int]], None]
 
 @final
 class Watch(SavedReports):
-    """Reports every tensor that a model's forward passes save: hooks on every module call `on_saved` for each.
+    """Follows the forward passes of a model by hooks, and calls `on_saved` for every tensor that autograd saves.
 
     `attach()` registers the hooks, `detach()` removes them.
 
@@ -89,11 +89,11 @@ class Watch(SavedReports):
 
     @property
     def was_compiled(self) -> bool:
-        """Whether torch.compile traced the whole model, which is then not followed."""
+        """Whether torch.compile has traced the whole model, in which case no module calls are seen."""
         return self._root_hook.was_compiled
 
     def attach(self, *, follows: bool = True) -> None:
-        """Register the hooks; with `follows=False`, only those of the model itself."""
+        """Register hooks on all modules; with `follows=False`, only on the model itself."""
         for module in self._paths:
             # scripted modules take no hooks: what they save is read when their parent returns
             if not isinstance(module, torch.jit.ScriptModule) and (follows or module is self.model):
@@ -109,12 +109,12 @@ class Watch(SavedReports):
         self._handles[module] = [before, after]
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from all modules."""
         self._remove(list(self._handles))
         self._running = threading.local()
 
     def end_first_pass(self) -> None:
-        """Remove hooks that the first pass showed to be unnecessary, inside of checkpointed modules, and stop collecting small tensors.
+        """Remove hooks that are not needed after the first forward pass, and stop reporting small tensors.
 
         This holds for passes that enter the model through the same module as the pass that began last.
         """
@@ -143,32 +143,32 @@ class Watch(SavedReports):
         self.follow_submodules()
 
     def follow_submodules(self) -> None:
-        """Also follow passes that begin with a call of a module inside of the model, such as model.encoder(x)."""
+        """Also follow forward passes that call a part of the model alone, such as model.encoder(x)."""
         self.follows_submodules = True
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Do not follow forward passes inside of a `with` block."""
+        """Return a context in which no forward pass is followed."""
         with patched_attributes(self, _on_begin=lambda: False):
             yield
 
     def passing_over(self) -> AbstractContextManager[None]:
-        """Return a context in which modules that this thread calls in the forward pass that runs are not followed."""
+        """Return a context in which modules that this thread calls are not followed."""
         return passed_over(getattr(self._running, "current", None))
 
     @contextmanager
     def reporting_to(self, on_saved: Callable[[Saved], None]) -> Generator[None]:
-        """Report all saved tensors to `on_saved` inside of a `with` block, including those in places that earlier passes reported."""
+        """Return a context in which all saved tensors are reported to `on_saved`."""
         with patched_attributes(self, _on_saved=on_saved, on_saved_again=None):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """Stop reporting tensors with these names, from the next pass on, if packing them would cover at most `max_bytes`."""
+        """Stop reporting tensors with these names if packing them would cover at most `max_bytes`."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 
     def _forget(self) -> None:
-        """Forget how earlier passes were read, so that the next pass is read by searching autograd's graph."""
+        """Forget how earlier passes were read, so that the next pass is read by a search of autograd's graph."""
         self._segments = {}
 
     def _remove(self, modules: list[nn.Module]) -> None:
@@ -177,7 +177,7 @@ class Watch(SavedReports):
                 handle.remove()
 
     def where(self) -> str:
-        """Return the path of the module whose forward runs in this thread; "" in the model itself and outside of forward passes."""
+        """Return the path of the module whose forward is running in this thread; "" for the model itself, and if none runs."""
         current = self._current()
         return current.calls[-1].path if current is not None else ""
 
@@ -190,7 +190,7 @@ class Watch(SavedReports):
         self._begin_pass(module, (args, kwargs))
 
     def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
-        """Begin a forward pass of this thread, and return it: `entrance` is the module that is called, `values` are its arguments."""
+        """Begin a forward pass of this thread with the call of the module `entrance`, and return it."""
         with torch._C.DisableTorchFunctionSubclass():  # so that packed parameters run no Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
@@ -210,7 +210,7 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Report what the operations `between` saved, which ran before a pass that begins with a call of a module inside of the model."""
+        """Report what operations between two calls of the model's parts saved, when the second call begins."""
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -220,7 +220,7 @@ class Watch(SavedReports):
             current.calls = calls
 
     def _chain(self) -> PassChain:
-        """Return this thread's record of passes that began with the call of a module inside of the model."""
+        """Return the record of this thread's calls of parts of the model."""
         chain: PassChain | None = getattr(self._running, "chain", None)
         if chain is None:
             self._running.chain = chain = PassChain(self._owns)
@@ -244,13 +244,13 @@ class Watch(SavedReports):
             self._end_pass(current, output)
 
     def _end_pass(self, current: Pass, output: Any) -> None:
-        """End the forward pass of this thread. An `output` of None means that it raised."""
+        """End this thread's forward pass, which returned `output`; None means that it raised."""
         self._running.current = None
         self._passes.remove(current)
         self._on_end(output)
 
     def _end_interrupted(self, called: nn.Module) -> None:
-        """End the pass of this thread if, when `called` is called, the module that the pass entered through no longer runs."""
+        """End the forward pass of this thread if the module with which the pass began no longer runs."""
         current = self._current()
         entrance = self.model if current is None or current.entrance is None else current.entrance
         if current is None or current.is_branch or num_running(entrance) > (entrance is called):
@@ -291,7 +291,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """Return the forward pass that a call of `module` belongs to or begins; None if that call is not followed."""
+        """Return the forward pass that a call of `module` belongs to, begun now if need be; None if the call is not followed."""
         if getattr(self._current(), "entrance", None) is module:
             self._end_interrupted(module)
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
@@ -306,7 +306,10 @@ class Watch(SavedReports):
         return None
 
     def _follow_again(self, module: nn.Module) -> None:
-        """Register the hooks inside of a layer again. They had been removed because a checkpoint held all that the layer saved."""
+        """Register the hooks inside of a checkpointed layer again.
+
+        They were removed while the checkpoint held all that the layer saved.
+        """
         again = [part for part in module.modules() if part in self._unfollowed]
         self._unfollowed.difference_update(again)
         for part in again:
@@ -315,7 +318,7 @@ class Watch(SavedReports):
     # --- passes that enter through a module inside of the model ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin a pass with a call of `module` outside of the model's forward, and return the pass; None if the call is not followed.
+        """Begin a forward pass with a call of a part of the model, and return the pass; None if the call is not followed.
 
         In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
         """
@@ -329,7 +332,7 @@ class Watch(SavedReports):
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """End the pass if the call that ends now began it. An `output` of None means that the call raised."""
+        """End the forward pass that began with this call of a part of the model; an `output` of None means that it raised."""
         current.depth -= 1
         if current.depth:
             return self._return(current, module, args, output)
@@ -351,7 +354,7 @@ class Watch(SavedReports):
         leave(current, module, args, output)
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report the tensors that a call of a module saved, when it returns."""
+        """Report what a call of a module saved, at the end of the call."""
         calls, over = current.calls, current.over
         if over is not None and over is not module:
             return
@@ -383,7 +386,7 @@ class Watch(SavedReports):
         current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin the branch of the running forward pass that another thread starts by calling `module`; None if it is not followed.
+        """Begin the part of the running forward pass that another thread executes by calling `module`, and return it, or None.
 
         Nodes before the arguments belong to the thread that created them. If several forward passes run, it is not known which of them the
         thread belongs to.
@@ -405,7 +408,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin and return the second forward pass of a reentrant checkpoint's layer; None if backward did not call `module` for one."""
+        """Begin the forward pass in which backward runs the layer of a reentrant checkpoint again, and return it, or None."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -429,7 +432,7 @@ class Watch(SavedReports):
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
-        """Record a module that runs under no_grad, as the layer of a reentrant checkpoint does, and which modules read its arguments."""
+        """Record a module that is called under no_grad: the layer of a reentrant checkpoint, or a module inside of it."""
         if current.hidden is not None:
             current.hidden.enter(args)
             return
@@ -443,7 +446,7 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def is_wrapped_by_compile(model: nn.Module) -> bool:
-    """Return whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
+    """Return whether `model` is what torch.compile returned, also inside DistributedDataParallel or DataParallel."""
     return hasattr(model, "_orig_mod") or (isinstance(model, WRAPPERS) and is_wrapped_by_compile(model.module))
 
 

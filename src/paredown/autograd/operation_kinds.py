@@ -37,7 +37,7 @@ POINTWISE = _names("""
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return what an operation of a compiled graph is to Inductor: "view", "extern", "reduction", "scatter" or "pointwise"."""
+    """Return Inductor's kind of an operation in a compiled graph: "view", "extern", "reduction", "scatter" or "pointwise"."""
     name = name_of(node)
     if name in VIEWS:
         return "view"
@@ -50,7 +50,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of an operation without namespace and overload."""
+    """Return the name of a graph's operation without namespace and overload, such as "add"."""
     if node.target is operator.getitem:
         return "getitem"
     schema = getattr(node.target, "_schema", None)
@@ -58,7 +58,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return floating point operations by torch's formula; 0 for operations without one, and for arguments that it does not take."""
+    """Return the floating point operations of a call by torch's formula; 0 if torch has none for it."""
     formula = flop_registry.get(func._overloadpacket)
     try:
         return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0

@@ -35,7 +35,7 @@ MAX_BETWEEN = 128  # nodes that are searched from one argument: a network withou
 
 
 class Between(NamedTuple):
-    """The operations between the outputs of earlier passes and the arguments of a call.
+    """The operations that lead from outputs of calls of the model's parts to the arguments of a later call.
 
     `nodes`: (number, node) of their autograd nodes. `arguments`: the arguments that passes produced. `outputs`: the storages of the outputs
     that lead to these arguments. `held`: the storages of the caller's own tensors.
@@ -48,7 +48,7 @@ class Between(NamedTuple):
 
 
 class PassChain:
-    """The passes of one thread that began with calls of modules inside of a model, and the outputs of these calls.
+    """The calls of a model's parts by code outside of the model, in one thread, with the outputs of these calls.
 
     `owns` returns whether a tensor is a parameter of the model.
     """
@@ -59,7 +59,7 @@ class PassChain:
         self._known: dict[int, int] = {}
 
     def end_pass(self, output: Any, first: int) -> None:
-        """Record the outputs of a pass. `first`: the number of its first node."""
+        """Record the outputs of a call of a part of the model. `first`: the number of the call's first autograd node."""
         made = [(t.grad_fn._sequence_nr(), t) for t in tensors_in(output) if t.grad_fn is not None and has_storage(t)]
         self._add({number: t.untyped_storage()._cdata for number, t in made if number >= first})
 
@@ -69,7 +69,7 @@ class PassChain:
             del self._known[next(iter(self._known))]
 
     def before(self, arguments: Sequence[Tensor]) -> Between:
-        """Return the operations between the outputs of earlier passes and these arguments of a call."""
+        """Return the operations that lead from outputs of earlier calls to the arguments of this one."""
         nodes, produced, outputs, held = dict[int, Any](), list[Tensor](), set[int](), set[int]()
         for argument in arguments if self._known else ():
             way = self._way_to(argument.grad_fn) if argument.grad_fn is not None and has_storage(argument) else None
@@ -85,7 +85,7 @@ class PassChain:
         return Between(sorted(nodes.items()), produced, outputs - given, frozenset(given | held))
 
     def _way_to(self, start: Any) -> tuple[dict[int, Any], set[int]] | None:
-        """Return the nodes on paths from `start` back to outputs of earlier passes, by number, and the storages of these outputs.
+        """Return the nodes between outputs of earlier calls and `start`, by number, with the storages of these outputs; or None.
 
         Return None if there is no such path.
         """
@@ -107,7 +107,7 @@ class PassChain:
         return ({number: found[number] for number in leads}, {known[number] for number in reached} - {0}) if reached else None
 
     def _saved_by_caller(self, nodes: Iterable[Any]) -> set[int] | None:
-        """Return storages of floats that nodes saved and no operation computed; None if a node reads a weight of another network."""
+        """Return storages that nodes saved and no operation computed; None if a node reads another network's weight."""
         held = set[int]()
         for node in nodes:
             name = node.name()
@@ -124,14 +124,14 @@ class PassChain:
         return held
 
     def _is_foreign_weight(self, node: Any) -> bool:
-        """Return whether a node stands for a parameter of another model, its view or its cast."""
+        """Return whether a node stands for a parameter of another model, or for its view or cast."""
         while node is not None and node.name() in WEIGHT_PRESERVING and node.next_functions:
             node = node.next_functions[0][0]
         return node is not None and node.name() == ACCUMULATE and not self._owns(node.variable)
 
 
 def _has_packed_weight(node: Any, name: str) -> bool:
-    """Return whether a node saved a packed weight, of any model: the hooks of a packed weight do not tell which model it belongs to."""
+    """Return whether a node saved a packed weight of any model."""
     if name in SAVES_NOTHING or isinstance(node, torch.autograd.function.BackwardCFunction):
         return name == FROZEN_LINEAR
     raws = [getattr(node, raw_name) for _, raw_name, _ in attributes(name, type(node), False)]

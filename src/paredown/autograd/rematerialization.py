@@ -29,7 +29,7 @@ ACTIVATIONS = frozenset(("gelu", "silu"))
 
 
 class Rematerialization(NamedTuple):
-    """How to recompute a tensor: apply `op` to the operand "input" that node `source` saved.
+    """An instruction to recompute a tensor in backward: apply `op` to what another node saved as its input.
 
     `sign`: the node of a ReLU after `op`. `function`: the node of another activation function after it. `otherwise`: how to recompute the
     tensor if `source` saved nothing that is stored.
@@ -44,7 +44,7 @@ class Rematerialization(NamedTuple):
 
 
 def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
-    """Return how to recompute `tensor` from what a node before it saved; None if that is not known."""
+    """Return how backward can recompute `tensor` from what an earlier node saved; None if it cannot."""
     node = tensor.grad_fn
     if node is None:
         return None
@@ -74,12 +74,12 @@ def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
 
 @cache
 def _may_lead(name: str) -> bool:
-    """Return whether results of autograd nodes with this name may be recomputed."""
+    """Return whether backward may be able to recompute results of autograd nodes of this name."""
     return name in SAME_MEMORY_ORDER or row_of(name).op in SOURCE_OPS
 
 
 def function_name(node: Any) -> str:
-    """Return the operation of an autograd node, by its row in the table of operations."""
+    """Return the name of the operation of an autograd node, from the table of operations."""
     name: str = node.name()
     return row_of(getattr(node, "stands_for", (name,))[0] if isinstance(node, BackwardCFunction) else name).op
 

@@ -34,7 +34,7 @@ SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
 class SavedReports:
-    """Calls `on_saved` for each tensor that the nodes of a pass saved.
+    """The part of `Watch` that reads autograd's graph: it calls `on_saved` for each tensor that new nodes saved.
 
     The subclass `Watch` decides when to read which part of the graph.
     """
@@ -49,7 +49,7 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report new saved tensors as `_report` does, but without a search of the graph if the last pass had come equally far.
+        """Report new saved tensors along the paths that the last pass recorded, or by a search of the graph if these differ.
 
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
@@ -63,7 +63,7 @@ class SavedReports:
             self._report_tensors(current, tensors)
 
     def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
-        """Report saved tensors that were found where an earlier pass found its own."""
+        """Report saved tensors that were found where an earlier pass had found its own."""
         if not tensors:
             return
         is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
@@ -80,7 +80,7 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the saved tensors of new nodes that lead to `values`, each under the innermost running call that created its node.
+        """Report the tensors that new nodes behind `values` saved, each under the module call that created its node.
 
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
@@ -130,7 +130,7 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report a tensor that an autograd node saved, and return its description; None if the tensor is too small or is left out."""
+        """Report a tensor that a node saved, and return its description; None if it is too small or left out."""
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None

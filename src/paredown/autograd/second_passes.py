@@ -30,7 +30,7 @@ top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """Stands in for autograd's handle of a saved tensor, and keeps the pack and unpack hooks that are registered on it."""
+    """A stand-in for autograd's handle of a saved tensor, which keeps the pack and unpack hooks registered on it."""
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -39,12 +39,12 @@ class CapturedHooks:
         self.unpack: Callable[[Any], Tensor] | None = None
 
     def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Call `pack` with the tensor, and keep the result and `unpack`."""
+        """Call `pack` with the tensor, and keep its result together with `unpack`."""
         self.packed, self.unpack = pack(self._tensor), unpack
 
 
 class RecomputedSave:
-    """The stored form of a tensor that a checkpointed layer saves in backward, when it runs again.
+    """The packed form of a tensor that a checkpointed layer saves when backward runs it again.
 
     torch compares its shape, dtype and device with those of the first forward pass.
     """
@@ -55,12 +55,12 @@ class RecomputedSave:
         self.stored, self.shape, self.dtype, self.device = stored, tensor.shape, tensor.dtype, tensor.device
 
     def tensor(self) -> Tensor:
-        """Return the unpacked tensor."""
+        """Return the decoded tensor."""
         return self.stored.tensor()
 
 
 def stored_operand(node: Any) -> Any:
-    """Return the stored form of the operand `self` that an operation of a second forward pass saved; None for other nodes."""
+    """Return the packed form of the operand `self` of an operation in a rerun layer; None for other nodes."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -68,7 +68,7 @@ def stored_operand(node: Any) -> Any:
 
 
 class _State:
-    """The state that the dictionaries of one checkpoint share."""
+    """The state that the dictionaries of recomputed tensors of one checkpoint share."""
 
     __slots__ = ("is_compared", "save")
 
@@ -78,7 +78,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """A dictionary with the tensors of one backward, in place of that of torch.utils.checkpoint. Packed tensors are unpacked when read."""
+    """A dictionary that replaces torch.utils.checkpoint's own for the tensors of one backward, and unpacks them when read."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """A dictionary with the tensors of each backward by its number, in place of that of torch.utils.checkpoint."""
+    """A dictionary that replaces torch.utils.checkpoint's own, from the number of a backward to its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ FRAME = ("recompute_fn", "recomputed", "check_recomputed_tensors_match")  # priv
 
 
 class RecomputedLayer:
-    """A checkpointed layer that stores large tensors packed when backward runs the layer again.
+    """A checkpointed layer that stores large tensors packed when backward runs it again.
 
     `hooked`: what the operations of the layer's first forward pass saved. `begin` starts a second pass, and returns the function that
     stores.
@@ -125,7 +125,7 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Let a checkpoint of this layer store what its second forward pass saves.
+        """Make a checkpoint of this layer store packed what the layer saves when backward runs it again.
 
         Do nothing if the checkpoint saved another number of tensors.
         """
@@ -148,7 +148,7 @@ class RecomputedLayer:
 
 
 def _compare(reference: weakref.ref[Any], number: Any) -> None:
-    """Compare the tensors of both forward passes as torch does, by shape, dtype and device, without unpacking any.
+    """Compare the tensors of a layer's two forward passes by shape, dtype and device as torch does, without unpacking them.
 
     `reference`: the checkpoint's frame. `number`: that of the backward.
     """
@@ -163,7 +163,7 @@ def _compare(reference: weakref.ref[Any], number: Any) -> None:
 
 
 class SecondPass:
-    """Saved-tensor hooks around those of torch.utils.checkpoint, while a layer runs for the second time."""
+    """Saved-tensor hooks outside of those of torch.utils.checkpoint, active while backward runs a layer again."""
 
     def __init__(self, layer: RecomputedLayer, frame: Any, args: Any) -> None:
         self._outer: Any = top_default_hooks(True)
@@ -175,7 +175,7 @@ class SecondPass:
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Store `tensor` if it is large, and return the object that autograd holds in its place."""
+        """Store a large saved tensor packed, and return the object that autograd holds in its place."""
         place, self._place = self._place, self._place + 1
         save = self._save(place, tensor) if place < len(self._saves) and self._saves[place] is not None else None
         self._state.save = save
@@ -198,7 +198,7 @@ class SecondPass:
         return RecomputedSave(stored, tensor) if stored is not None else None
 
     def unpack(self, kept: Any) -> Tensor:
-        """Return the tensor that autograd reads in backward."""
+        """Return the saved tensor for backward, decoded if it was packed."""
         return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
 
     def end(self) -> None:
@@ -210,7 +210,7 @@ class SecondPass:
 
 
 class ReentrantSaves:
-    """Stores the large tensors that the second forward pass of a layer saves, under a checkpoint with use_reentrant=True."""
+    """Packs large tensors that a layer under a checkpoint with use_reentrant=True saves when backward runs it again."""
 
     __slots__ = ("_backward", "_store", "num_large", "num_stored")
 
@@ -220,11 +220,11 @@ class ReentrantSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward that ran the layer again is still running. If a backward raises, it ends without notice."""
+        """Whether the backward that ran the layer again is still running."""
         return self._backward == running_backward()
 
     def __call__(self, saved: Saved) -> None:
-        """Store one tensor, if it is large and its operation allows it."""
+        """Pack a saved tensor if it is large and its operation allows it."""
         tensor = saved.tensor
         if tensor is None or saved.kind != "activation" or not has_storage(tensor):
             return
@@ -239,5 +239,5 @@ class ReentrantSaves:
 
 
 def running_backward() -> int:
-    """Return the number of the backward that runs in this thread; -1 if none does."""
+    """Return the number of the backward pass that runs in this thread; -1 if none runs."""
     return torch._C._current_graph_task_id()

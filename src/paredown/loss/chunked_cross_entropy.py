@@ -55,7 +55,7 @@ FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums under
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The options of torch.nn.functional.cross_entropy; `class_weights` is its `weight`."""
+    """The arguments of torch.nn.functional.cross_entropy other than tensors of logits and targets; `class_weights` is its `weight`."""
 
     class_weights: Tensor | None = None
     ignore_index: int = -100
@@ -65,7 +65,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Casts, products with numbers and tanh, as a transform of logits.
+    """A transform of logits that consists of casts, products with numbers, and tanh, with its gradient.
 
     Its gradient is computed without autograd, which is not available inside operators.
     `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
@@ -78,7 +78,7 @@ class Elementwise:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors around each tanh in float32, (a, b, c) of c tanh(b tanh(a z)); None for calls in float64.
+        """The factors (a, b, c) of c tanh(b tanh(a z)) by which the transform is described; None for calls in float64.
 
         >>> Elementwise((("div", 4.0), ("to", "float32"), ("tanh", None), ("mul", 3.0), ("mul", 2.0))).scales
         (0.25, 6.0)
@@ -94,13 +94,13 @@ class Elementwise:
         return tuple(found)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the transformed logits."""
+        """Return the logits after this transform."""
         for name, value in self.calls:
             logits = ELEMENTWISE[name](logits, value)
         return logits
 
     def gradient(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of the logits, from the gradient of the transformed logits."""
+        """Return the gradient of the logits, given the gradient of the transformed logits."""
         results = [logits]  # before the first call, and of each call
         for name, value in self.calls:
             results.append(ELEMENTWISE[name](results[-1], value))
@@ -125,14 +125,14 @@ SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__"
 
 
 def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """Return the entry of `Elementwise.calls` for a function of this name, whose result has this dtype."""
+    """Return how `Elementwise.calls` describes a call of this function."""
     if name in CASTS:
         return "to", str(dtype).removeprefix("torch.")
     return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
 
 
 def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
-    """Return `calls` without the casts to float32 at the end, which the loss makes itself; None if none are left."""
+    """Return `calls` without final casts to float32, since the loss computes in float32; None if no call is left."""
     wide = [dtype is torch.float64]  # before each call
     for name, value in calls:
         wide.append(value == "float64" if name == "to" else wide[-1])
@@ -144,7 +144,7 @@ def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> 
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """How logits are computed in chunks.
+    """The settings of a loss in chunks: dtype of products, transform of logits, rows in a chunk.
 
     `dtype`: that of the matrix products. `transform`: an elementwise function of the logits, such as soft-capping. `num_rows`: the number
     of rows in a chunk. `loss_dtype`: that of the
@@ -168,7 +168,7 @@ def chunked_cross_entropy(
     options: CrossEntropy | None = None,
     settings: ChunkSettings | None = None,
 ) -> Tensor:
-    """Return the cross entropy of `linear(hidden, weight, bias)` and `target`, class indices of shape `hidden.shape[:-1]`.
+    """Return the cross entropy of `linear(hidden, weight, bias)` and `target` without computing all logits at once.
 
     `adapter`: (rows, weight) of a linear layer of low rank whose result is added to the logits, as LoRA's.
     It differs from torch's by rounding alone. Matrix products are in the autocast dtype where autocast is enabled, and the loss is then
@@ -193,7 +193,7 @@ def chunked_cross_entropy(
 
 
 def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: CrossEntropy) -> None:
-    """Raise ValueError if shapes, target dtype or options of a cross entropy do not fit together."""
+    """Raise ValueError if shapes, dtype of the target or options of a cross entropy do not fit together."""
     if options.reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {options.reduction!r} is unknown. Allowed: 'mean', 'sum' and 'none'.")
     if not 0.0 <= options.label_smoothing <= 1.0:
@@ -212,13 +212,13 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
 
 
 def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
-    """Return the dtype of a matrix product of `hidden` on a type of device: that of autocast if enabled, but never for float64."""
+    """Return the dtype in which a linear layer would multiply `hidden`: that of autocast if enabled, but never for float64."""
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
 
 def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
-    """Return the number of rows whose logits fill a chunk on a type of device.
+    """Return how many rows of logits a chunk has on a type of device.
 
     >>> rows_of_chunk(128256, torch.bfloat16, "cuda")
     512
@@ -229,7 +229,7 @@ def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of one loss other than those that autograd tracks; the target is 1-D, and the settings are complete."""
+    """The arguments of one loss that need no gradient: target, options and settings."""
 
     target: Tensor
     options: CrossEntropy
@@ -237,7 +237,7 @@ class Problem:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors around each tanh of the transform, (1,) without a transform; None if a kernel cannot compute it."""
+        """The factors around each tanh in the transform of logits; None if no kernel can compute the transform."""
         transform = self.settings.transform
         if transform is None:
             return (1.0,)
@@ -245,13 +245,13 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel computes losses and gradient of a chunk: on CUDA, for transforms of products and tanh."""
+        """Whether one kernel computes losses and gradients of a chunk, which is so on CUDA for transforms of products and tanh."""
         is_covered = self.scales is not None and self.settings.dtype in KERNEL_DTYPES
         return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
 
 
 class Rows:
-    """The terms of each row's loss: `own` = (1 - e) w_y, `smooth` = e / V, both 0 for ignored rows; and `total` = sum_i w_y.
+    """The weights by which log probabilities enter each row's loss: `own` for the target class, `smooth` for all classes.
 
     The terms of a chunk are computed from its targets each time: no tensor of this class has a value for every row.
     """
@@ -271,7 +271,7 @@ class Rows:
             torch.ops.aten._assert_async.msg(is_class.all(), f"a target is no class: classes are 0 to {num_classes - 1}")
 
     def _terms(self, part: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return target (0 if ignored), `own`, `smooth`, and whether the row counts, for each row of the chunk `part`, as (num_rows, 1)."""
+        """Return the target, `own`, `smooth`, and whether the row counts, for each row of a chunk, as (num_rows, 1)."""
         target = self._target[part, None]
         is_used = target != self._ignore_index
         target, used = torch.where(is_used, target, 0), is_used.to(self._dtype)
@@ -288,7 +288,7 @@ class Rows:
         return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
-        """Return losses of a chunk; unless `scale` is None, the kernel also overwrites `logits` by the gradient before the transform."""
+        """Return the losses of a chunk, and overwrite `logits` by their gradient unless `scale` is None, in one kernel."""
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
             return torch.empty(len(logits), dtype=self._dtype)
@@ -299,7 +299,7 @@ class Rows:
         return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale, self._scales)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
-        """Return the gradient of the losses of the chunk `part` for its logits, times `scale`; it overwrites `log_probs`."""
+        """Return the gradient of a chunk's losses with respect to its logits, times `scale`; it overwrites `log_probs`."""
         target, own, smooth, _ = self._terms(part)
         own, smooth = own * scale, smooth * scale if smooth is not None else None
         gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
@@ -310,13 +310,13 @@ class Rows:
 
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the weight in the dtype of products. A packed weight is decoded directly in this dtype, without a copy in its own dtype."""
+    """Return a weight in the dtype of products; a packed weight is decoded in this dtype at once."""
     packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
 
 class Linear:
-    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks; `adapter` is added, as LoRA's."""
+    """A linear layer that is applied to chunks of rows, and its gradients, summed over chunks."""
 
     adapter: Linear | None = None
 
@@ -342,7 +342,7 @@ class Linear:
 
     @staticmethod
     def of(tensors: Sequence[Any], problem: Problem, needs: Sequence[bool]) -> Linear:
-        """Return the layer of (hidden, weight, bias, rows and weight of the adapter or None); `needs`: which of these need a gradient."""
+        """Return the layer for these tensors; `needs` says which of them require a gradient."""
         hidden, weight, bias, rows, adapter_weight = tensors
         linear = Linear(hidden, weight, bias, problem, tuple(needs[:3]))
         if rows is not None:
@@ -351,11 +351,11 @@ class Linear:
 
     @property
     def all_gradients(self) -> tuple[Tensor | None, ...]:
-        """The `gradients` of the layer, and those of the adapter's rows and weight."""
+        """The gradients of hidden states, weight, bias, and the rows and weight of the adapter; None where not needed."""
         return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
-        """Return the logits of the chunk `part` before and after the transform.
+        """Return the logits of a chunk before and after the transform.
 
         `tracks`: whether `add_gradients` will go back through the transform. Without a transform the logits have the columns of the padded
         weight; the columns behind `num_classes` are zero.
@@ -373,7 +373,7 @@ class Linear:
             return logits.requires_grad_(tracks), self._transform(logits)
 
     def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
-        """Add the gradients of the chunk `part`; `gradient`, that of its `logits`, may lack the columns of the padding."""
+        """Add what the gradient of a chunk's logits contributes to the layer's gradients."""
         before, after = logits
         gradient = gradient.to(after.dtype)
         if isinstance(self._transform, Elementwise):
@@ -399,7 +399,7 @@ class Linear:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The autograd function of the loss; forward computes the gradients unless reduction is none.
+    """The autograd function of the loss, which computes the gradients in forward unless reduction is "none".
 
     Tensors: rows (num_rows, size), weight (num_classes, size), bias, and an adapter's rows and weight, or None.
     """
@@ -447,7 +447,7 @@ def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, 
 
 
 def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """Return the losses of all rows, and the sum of their class weights; add gradients to `linear` unless `scale` is None.
+    """Return the losses of all rows and the sum of their class weights; unless `scale` is None, add gradients to `linear`.
 
     `scale`: a factor of the gradients, a number or (num_rows, 1).
     """
@@ -472,7 +472,7 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
 
 
 def reduced_loss(linear: Linear, problem: Problem, *, has_gradients: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum or mean of all losses, and the factor by which gradients in `linear` must still be multiplied."""
+    """Return the sum or mean of all losses, and the factor by which the gradients in `linear` must still be multiplied."""
     scale = scale_of_rows(problem, len(problem.target)) if has_gradients else None
     losses, total = run_chunks(linear, problem, scale)
     divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
@@ -485,12 +485,12 @@ def _parts(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return float64 for float64, and float32 for all other dtypes."""
+    """Return the dtype in which losses are computed: float64 for float64, and float32 for all others."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor of gradients between forward and backward: 1, or in float16, whose range is small, a power of two below 1."""
+    """Return the factor by which gradients are scaled between forward and backward: 1, or less in float16, which has a small range."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

@@ -70,7 +70,7 @@ NO_GRADIENT = (
 
 @dataclass(eq=False)
 class HeadUse:
-    """Counts of what was done with the logits of the head at `path`.
+    """Counts of what became of the logits of the head at `path`: deferred, used by a loss in chunks, or computed after all.
 
     `num_deferred`: times that they were deferred. `num_losses`: losses in chunks (those inside of compiled graphs count once).
     `num_graphs`: compiled graphs that have the head. `requests`: the functions that needed all logits.
@@ -87,7 +87,7 @@ class HeadUse:
 
 
 class LogitsFamily:
-    """One output of the head, and all deferred tensors made from it."""
+    """One output of the output head, with all deferred tensors that were made from it."""
 
     def __init__(self, use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> None:
         self.use, self.linear = use, linear
@@ -101,7 +101,7 @@ class LogitsFamily:
         self._logits: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """Return all logits, which are computed at the first call."""
+        """Return all logits of this call of the head, computed once."""
         if self._logits is None:
             self.check()
             with torch.inference_mode(False), torch.enable_grad(), self.autocast():
@@ -109,7 +109,7 @@ class LogitsFamily:
         return self._logits
 
     def check(self) -> None:
-        """Raise RuntimeError if the hidden states or the parameters have changed since the call of the head (the last linear layer)."""
+        """Raise RuntimeError if hidden states or parameters were modified since the call of the head."""
         self.linear.check(self.use.path)
 
     def autocast(self) -> Any:
@@ -117,7 +117,7 @@ class LogitsFamily:
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the head, for a loss that decodes a packed weight itself.
+        """Return weight and bias of the head, packed if they are packed, for a loss that decodes them itself.
 
         Where gradients are off, a packed weight is decoded here.
         """
@@ -127,12 +127,12 @@ class LogitsFamily:
         return self.linear.operands()
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the head, decoded if they are packed; gradients flow to them."""
+        """Return weight and bias of the head, decoded if they are packed, with gradients."""
         self.check()
         return self.linear.values()
 
     def refuse_gradient(self, name: str, remedy: str) -> None:
-        """Raise RuntimeError if a loss in chunks was already computed, since the logits get no gradient from it.
+        """Raise RuntimeError if a loss in chunks was computed already, since the logits then have no gradient.
 
         `name`: the function that requested the gradient. `remedy`: the end of the message, which says what to do.
         """
@@ -140,7 +140,7 @@ class LogitsFamily:
             raise RuntimeError(NO_GRADIENT.format(name=name, path=self.use.path, remedy=remedy))
 
     def make_real(self) -> None:
-        """Compute all logits of this head's call, because something is going to write to them; they are used from then on."""
+        """Compute all logits of this call of the head, before something writes to them."""
         self.is_real = True
         for ref in self.members:
             member = ref()
@@ -149,7 +149,7 @@ class LogitsFamily:
 
 
 class DeferredLogits(Tensor):
-    """Logits that are not computed: their hidden states `rows` and the function calls since the head are known."""
+    """A tensor subclass for logits that are not computed: it has their hidden states and the calls since the head."""
 
     is_deferred = True
     family: LogitsFamily
@@ -164,7 +164,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def __new__(cls: type[DeferredLogits], family: LogitsFamily, rows: Tensor, layout: Layout) -> DeferredLogits:
-        """Return deferred logits of this layout, without memory."""
+        """Return deferred logits with this size, strides and dtype, without memory."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=rows.device
         )
@@ -175,7 +175,7 @@ class DeferredLogits(Tensor):
         return made
 
     def logits(self) -> Tensor:
-        """Return the real logits, which are computed at the first call."""
+        """Return the computed logits, computed once."""
         if self._logits is None:
             if self.parent is None or self.call is None:
                 self._logits = self.family.logits()
@@ -190,7 +190,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run calls that come from C++, which autograd has recorded already, on real logits."""
+        """Run operations that come from C++ on computed logits."""
         given = args, kwargs or {}
         if func._schema.is_mutable:
             make_real(given)
@@ -227,7 +227,7 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def call_eagerly() -> Any:
-    """Return `call_deferred`, wrapped so that compiled loss functions call it without compiling it."""
+    """Return `call_deferred` wrapped such that compiled loss functions call it without compiling it."""
     return _disabled() if "torch._dynamo" in sys.modules else call_deferred
 
 
@@ -245,7 +245,7 @@ def deferred_in(arguments: Any) -> list[DeferredLogits]:
 
 
 def current(arguments: Any) -> Any:
-    """Return `arguments` with real logits in place of deferred ones where the real ones exist: they may have been written to."""
+    """Return `arguments` with computed logits in place of deferred ones, where they were computed already."""
     is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
     return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
 
@@ -264,19 +264,19 @@ def name_of(func: Any) -> str:
 
 
 def real_of(logits: DeferredLogits, name: str) -> Tensor:
-    """Return the real logits, and record that the function `name` needed all of them."""
+    """Return the computed logits, and record that the function `name` needed all of them."""
     logits.family.use.requests[name] += 1
     return logits.logits()
 
 
 def make_real(arguments: Any) -> None:
-    """Compute the deferred logits in `arguments`, because something will write to them; the real ones are used from then on."""
+    """Compute the deferred logits in `arguments`, before something writes to them."""
     for leaf in deferred_in(arguments):
         leaf.family.make_real()
 
 
 def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the result of `func` on real logits."""
+    """Return the result of `func` on the computed logits."""
     given = args, kwargs
     if name in HOOKS or is_write(func, name, args, kwargs):
         make_real(given)
@@ -295,14 +295,14 @@ def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def overloads_of(func: Any) -> list[Any]:
-    """Return the operators of torch.ops that a call of `func` may run; none if `func` is written in Python."""
+    """Return the operators in torch.ops that a call of `func` may run; none for functions written in Python."""
     if isinstance(func, torch._ops.OpOverloadPacket):
         return [getattr(func, overload) for overload in func.overloads()]
     return [func] if isinstance(func, torch._ops.OpOverload) else []
 
 
 def without_aliases(result: Any, arguments: Any) -> Any:
-    """Return the result of a function of real logits.
+    """Return the result of a function of computed logits, and stop deferring if the result may share their memory.
 
     If the result may share their memory, later writes could change them, so the real logits are used from then on.
     """
@@ -322,7 +322,7 @@ def without_aliases(result: Any, arguments: Any) -> Any:
 
 
 def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
-    """Return the deferred result of calling `call` on `logits`; None if the call cannot be recorded and must be computed."""
+    """Return deferred logits for the result of `call` on `logits`; None if that call must be computed."""
     if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
     if call.name in SWAPS:
@@ -342,7 +342,7 @@ def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Return the deferred sum of a head's logits and those of an adapter; None if the terms are anything else."""
+    """Return the deferred sum of the logits of a head and of its adapter; None for other terms."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None
@@ -367,11 +367,11 @@ def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
 
 
 class Summed(torch.autograd.Function):
-    """The autograd function of a deferred sum."""
+    """The autograd function of a deferred sum, which passes the gradient to both terms."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, other: DeferredLogits, make: Any) -> Tensor:
-        """Return the deferred logits that `make` returns."""
+        """Return the deferred sum, which `make` makes."""
         ctx.dtypes = logits.dtype, other.dtype
         return make()
 
@@ -382,7 +382,7 @@ class Summed(torch.autograd.Function):
 
 
 def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> DeferredLogits:
-    """Return the deferred result of a recorded call; `layout` has its size, strides and dtype."""
+    """Return deferred logits for the result of a recorded call, with the size, strides and dtype of `layout`."""
 
     def rows_of(rows: Tensor) -> Tensor:
         if call.name == "__getitem__":
@@ -404,7 +404,7 @@ def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> Defer
 
 
 def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> DeferredLogits:
-    """Return the deferred output of `linear`. `dtype`: that of its matrix product; None for the current autocast dtype."""
+    """Return the deferred output of `linear`, whose product has `dtype` (None: the current autocast dtype)."""
     family = LogitsFamily(use, linear, dtype)
     use.num_deferred += 1
     layout = Layout.contiguous(*linear.hidden.shape[:-1], linear.num_classes, dtype=family.dtype)
@@ -416,21 +416,21 @@ def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) ->
 
 
 class Deferred(torch.autograd.Function):
-    """The autograd function of the output head.
+    """The autograd function of the output head while its logits are deferred.
 
     It gives deferred logits their grad_fn, for functions that autograd records without `__torch_function__`.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, family: LogitsFamily, make: Any) -> Tensor:
-        """Return the deferred logits that `make` returns."""
+        """Return the deferred logits of a call of the head, which `make` makes."""
         ctx.family, ctx.bias_dtype = family, bias.dtype if bias is not None else None
         return make()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the gradients of hidden states, weight and bias, as a linear layer has them."""
+        """Return the gradients of hidden states, weight and bias, as those of a linear layer."""
         family: LogitsFamily = ctx.family
         with torch.no_grad():
             weight, _ = family.values()
@@ -443,11 +443,11 @@ class Deferred(torch.autograd.Function):
 
 
 class Recorded(torch.autograd.Function):
-    """The autograd function of a recorded call."""
+    """The autograd function of a call that deferred logits have recorded."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, call: RecordedCall, make: Any) -> Tensor:
-        """Return the deferred logits that `make` returns."""
+        """Return the deferred result of a recorded call, which `make` makes."""
         ctx.logits, ctx.call = logits, call
         return make()
 
@@ -469,7 +469,7 @@ def _signature() -> inspect.Signature:
 
 
 def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the result of a call of F.cross_entropy on deferred logits, computed in chunks; None if the call needs all logits."""
+    """Return F.cross_entropy of deferred logits, computed in chunks; None if the call needs all logits."""
     bound = _signature().bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

@@ -39,7 +39,7 @@ IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", 
 
 @dataclass(frozen=True)
 class Followed:
-    """Logits at one node of a graph, on their way from the head.
+    """Logits at a node of a graph, followed from the head on, with their hidden states and the calls since.
 
     `rows`: their hidden states, of the same shape but for the last dimension. `calls`: elementwise functions so far; `path`: the nodes
     from the head on; `is_class_first`: the classes are dimension 1.
@@ -53,13 +53,13 @@ class Followed:
 
     @property
     def value(self) -> Tensor:
-        """The logits that Dynamo traced, a fake tensor."""
+        """The logits as Dynamo traced them, a fake tensor."""
         return self.node.meta["example_value"]
 
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """A graph output that would be logits, and is the hidden states instead.
+    """An output of a graph that was logits and now is their hidden states.
 
     `calls`: the functions that make the original output from deferred logits.
     """
@@ -72,14 +72,14 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class DeferredOutputs:
-    """Turns the results of a compiled graph into the outputs of the unmodified graph, with deferred logits."""
+    """A function that turns the results of a rewritten graph into the original outputs, with deferred logits."""
 
     use: HeadUse
     module: nn.Linear
     outputs: tuple[DeferredOutput, ...]
 
     def __call__(self, results: Any, inputs: Sequence[Any]) -> Any:
-        """Return the outputs of one call, from the graph's results and inputs."""
+        """Return the original outputs for one call, given the graph's results and inputs."""
         results, made = list(results), dict[Any, Any]()
         for output in self.outputs:
             hidden, (weight, bias) = results[output.index], output.operands
@@ -94,7 +94,7 @@ class DeferredOutputs:
 
 
 def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, use: HeadUse) -> DeferredOutputs | None:
-    """Compute the loss of `module`'s logits in chunks in this graph of Dynamo.
+    """Rewrite a graph of Dynamo so that the loss of `module`'s logits is computed in chunks.
 
     `inputs`: the examples of its placeholders. Returns an object that restores the graph's original outputs at each call; None if the
     graph does not have the module, or is left unmodified.
@@ -110,7 +110,7 @@ def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, u
 
 
 def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> bool:
-    """Return whether a node is the linear function of `module`, with gradients."""
+    """Return whether a node of a graph is the linear function of `module`, with gradients."""
     if node.op != "call_function" or node.target not in LINEARS or node.kwargs or not isinstance(node.args[1], fx.Node):
         return False
     value = node.meta.get("example_value")
@@ -118,7 +118,7 @@ def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> b
 
 
 class HeadGraph:
-    """One call of the output head in a graph."""
+    """A graph with one call of the output head, and its rewriting."""
 
     def __init__(self, gm: fx.GraphModule, linear: fx.Node, use: HeadUse, places: dict[fx.Node, int]) -> None:
         self.graph, self.linear, self.use, self.places = gm.graph, linear, use, places
@@ -132,7 +132,7 @@ class HeadGraph:
         self.followed: list[fx.Node] = []
 
     def rewrite(self) -> list[DeferredOutput]:
-        """Replace all logits unless something reads them, and return the outputs of the graph that were logits."""
+        """Replace all logits unless something needs their values, and return the graph's outputs that were logits."""
         before = list(self.graph.nodes)
         self._follow(Followed(self.linear, self.hidden))
         self.readers += self._writers(before[before.index(self.linear) + 1 :])
@@ -151,14 +151,14 @@ class HeadGraph:
         return outputs
 
     def _erase(self, kept: list[fx.Node]) -> None:
-        """Erase the nodes that have no users, except for `kept`."""
+        """Erase nodes without users, except for `kept`."""
         known = set(kept)
         for node in reversed(list(self.graph.nodes)):
             if node not in known and not node.users and node.op != "output":
                 self.graph.erase_node(node)
 
     def _writers(self, later: list[fx.Node]) -> list[str]:
-        """Return the names of in-place functions that run after the head and write to a tensor that the head read.
+        """Return the names of in-place functions after the head that write to a tensor which the head read.
 
         The loss in chunks is computed later than the head, and would read what they wrote.
         """
@@ -201,7 +201,7 @@ class HeadGraph:
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
-        """Return the logits that the function `name` at node `user` makes from `logits`; None if deferred logits cannot record it."""
+        """Return the logits that result from the function `name` at node `user`; None if deferred logits cannot record that function."""
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None
@@ -238,7 +238,7 @@ class HeadGraph:
         return replace(found, calls=(*logits.calls, call))
 
     def _same(self, node: fx.Node, rows: fx.Node) -> fx.Node:
-        """Insert the same function call as that of `node`, but on the hidden states `rows`; return the new node."""
+        """Insert the call of `node` on the hidden states `rows` instead of the logits, and return the new node."""
         with self.graph.inserting_before(node):
             return self.graph.create_node(node.op, node.target, (rows, *node.args[1:]), dict(node.kwargs))
 
@@ -253,7 +253,7 @@ class HeadGraph:
     # --- writing ---
 
     def _replace_loss(self, logits: Followed, given: dict[str, Any]) -> None:
-        """Replace a cross entropy by the operator that computes it in chunks; `given`: the arguments of F.cross_entropy by name."""
+        """Replace a cross entropy by the operator that computes it in chunks. `given`: its arguments by name."""
         node, graph = logits.path[-1], self.graph
         wanted: Tensor = node.meta["example_value"]
         settings = self._settings(logits, given)
@@ -286,7 +286,7 @@ class HeadGraph:
         )
 
     def _replace_output(self, logits: Followed, output: fx.Node) -> list[DeferredOutput]:
-        """Put the hidden states in place of logits among the graph's outputs, and return these outputs."""
+        """Put the hidden states in place of logits among the graph's outputs, and return what restores each."""
         values = list(output.args[0])  # type: ignore[arg-type]
         places = [index for index, value in enumerate(values) if value is logits.node]
         output.args = (tuple(self.hidden if value is logits.node else value for value in values),)
@@ -296,7 +296,7 @@ class HeadGraph:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the function that a node calls, as deferred logits name it."""
+    """Return the name of the function that a node calls, as `deferred_logits.name_of` spells it."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return {"truediv": "div"}.get(name, name)
 
@@ -341,7 +341,7 @@ def cross_entropy_arguments(node: fx.Node, logits: Followed) -> dict[str, Any] |
 
 
 def as_function(node: fx.Node, logits: fx.Node) -> Callable[[Any], Any]:
-    """Return the call of a node as a function of the logits."""
+    """Return a node's call as a function of the logits alone."""
     function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
     args, kwargs = node.args, dict(node.kwargs)
     return lambda value: function(*(value if arg is logits else arg for arg in args), **kwargs)

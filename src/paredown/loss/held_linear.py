@@ -31,7 +31,7 @@ PRINTED_VALUES = 2**20  # of a matrix, multiplied at a time
 
 
 class HeldLinear:
-    """Input, weight and bias of one call of F.linear, which can be computed later."""
+    """The input, weight and bias of one call of F.linear, held so that its output can be computed later."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._hidden, self._weight = HeldTensor(hidden, "the input of the layer"), HeldTensor(weight, "its weight")
@@ -39,40 +39,40 @@ class HeldLinear:
 
     @property
     def hidden(self) -> Tensor:
-        """The input of the call."""
+        """The input of the held call."""
         return self._hidden.alias
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a bias."""
+        """Whether the call has a bias."""
         return self._bias is not None
 
     @property
     def num_classes(self) -> int:
-        """The number of outputs."""
+        """The number of outputs of the layer."""
         return self._weight.alias.shape[0]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the operands."""
+        """The dtypes of input, weight and bias."""
         return [held.alias.dtype for held in self._all()]
 
     def check(self, path: str) -> None:
-        """Raise RuntimeError if an operand has changed since the call; `path` is the layer's path in the model, for the message."""
+        """Raise RuntimeError if an operand was modified since the call; `path` names the layer in the message."""
         for held in self._all():
             if held.has_changed():
                 raise RuntimeError(CHANGED.format(path=path, what=held.name))
 
     def forward(self) -> Tensor:
-        """Return the output of the layer."""
+        """Return the output of the held call, computed now."""
         return functional.linear(self.hidden, *self.operands())
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, packed or not; gradients flow to them."""
+        """Return weight and bias of the held call, packed if they are packed, with gradients."""
         return self._weight.operand(), self._bias.operand() if self._bias is not None else None
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, decoded if they are packed; gradients flow to them."""
+        """Return weight and bias of the held call, decoded if they are packed, with gradients."""
         return self._weight.values(), self._bias.values() if self._bias is not None else None
 
     def _all(self) -> list[HeldTensor]:
@@ -80,7 +80,7 @@ class HeldLinear:
 
 
 class HeldTensor:
-    """An operand as it was at the call: `alias` keeps the autograd graph and the memory that the operand had then."""
+    """An operand of a held call, with a view that keeps its memory and its autograd graph as they were."""
 
     def __init__(self, given: Tensor, name: str) -> None:
         self.given, self.name = given, name
@@ -91,7 +91,7 @@ class HeldTensor:
             self.alias = given.view_as(given) if self._packed is None else packed_alias(given)
 
     def has_changed(self) -> bool:
-        """Return whether the values differ from those at the call, as far as versions and fingerprints show."""
+        """Return whether the operand's values were modified since the call, as far as can be seen."""
         if version_of(self.given) != self._version:
             return True
         if (
@@ -104,7 +104,7 @@ class HeldTensor:
         return now is not None and self._print is not None and not torch.equal(now, self._print)
 
     def operand(self) -> Tensor:
-        """Return the alias; for a packed parameter, return the parameter itself, which F.linear decodes.
+        """Return the operand as it was at the call; a packed parameter itself, if it is one.
 
         If a packed parameter was frozen or unfrozen since the call, return the alias.
         """
@@ -112,7 +112,7 @@ class HeldTensor:
         return self.given if is_same else self.alias
 
     def values(self) -> Tensor:
-        """Return the alias, or the decoded values if the operand is a packed parameter."""
+        """Return the values of the operand as they were at the call, decoded if it is packed."""
         if self._packed is None:
             return self.alias
         if self._needs_grad and torch.is_grad_enabled():
@@ -121,7 +121,7 @@ class HeldTensor:
 
 
 class PackedAlias(torch.autograd.Function):
-    """The autograd function of a view of a packed parameter, which keeps the parameter's current autograd graph."""
+    """The autograd function that makes a view of a packed parameter without decoding it."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
@@ -140,13 +140,13 @@ def packed_alias(packed: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> Any:
-    """Return a value that changes whenever the tensor is written to, except through `.data`."""
+    """Return a value that changes whenever a tensor is written to other than through `.data`."""
     weight, owner = weight_of(tensor), owner_of(tensor)
     return tensor._version if weight is None else weight.version, owner.updates if owner is not None else 0
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return a number for each row of a matrix that changes with its values; None where values cannot be read at once.
+    """Return a number for each row of a matrix, which changes with the row; None if values cannot be read at once.
 
     >>> weight = nn.Parameter(torch.eye(3))
     >>> before = fingerprint(weight)

@@ -43,7 +43,7 @@ TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cl
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """The settings of a loss in chunks, as an operator of torch takes them.
+    """The settings of a loss in chunks that are passed to an operator of torch as one text.
 
     `dtype`: of matrix products. `device`: its type. `needs`: whether hidden, weight and bias need gradients.
     """
@@ -58,7 +58,7 @@ class OperatorSettings:
 
     @property
     def text(self) -> str:
-        """All settings as one text, which is an argument of the operators."""
+        """The settings as one text, which operators of torch can take as an argument."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -75,7 +75,7 @@ class OperatorSettings:
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
-        """Return the `Problem` (all arguments of a loss that autograd does not track) for a target of shape (num_rows,)."""
+        """Return the arguments of the loss other than tensors with gradients, for a target of shape (num_rows,)."""
         options = CrossEntropy(class_weights, self.ignore_index, self.reduction, self.label_smoothing)
         num_rows = rows_of_chunk(num_classes, self.product_dtype, self.device)
         transform = Elementwise(self.calls) if self.calls else None
@@ -85,7 +85,7 @@ class OperatorSettings:
 def compute_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, a factor of the gradients, and the gradients of `hidden`, `weight` and `bias` before that factor.
+    """Return the loss, the gradients of `hidden`, `weight` and `bias`, and a factor by which these must be multiplied.
 
     Shapes: `hidden` (num_rows, size), `weight` (num_classes, size). `settings`: the text of `OperatorSettings`. A gradient is empty if it
     is not needed.
@@ -123,7 +123,7 @@ def compute_gradients(
 
 
 def _filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias, with empty tensors in place of None."""
+    """Return three gradients with empty tensors in place of None, which operators cannot return."""
     of_hidden, of_weight, of_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return of_hidden, of_weight, of_bias
 

@@ -61,7 +61,7 @@ FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forwar
 
 
 class HeadInput(Tensor):
-    """The input of the output head: `F.linear` of it returns deferred logits.
+    """A tensor subclass that stands for the input of the output head, of which `F.linear` returns deferred logits.
 
     All other functions get the plain hidden states.
     """
@@ -73,7 +73,7 @@ class HeadInput(Tensor):
 
     @staticmethod
     def __new__(cls: type[HeadInput], hidden: Tensor, use: HeadUse, module: nn.Linear) -> HeadInput:
-        """Return a tensor without values of its own that stands for `hidden`, the input of `module`."""
+        """Return a tensor that stands for `hidden`, the input of `module`."""
         made: HeadInput = Tensor._make_wrapper_subclass(cls, (0,), device=hidden.device)  # type: ignore[attr-defined]
         made.hidden, made.use, made.module = hidden, use, module
         return made
@@ -94,7 +94,7 @@ class HeadInput(Tensor):
 
 
 class OutputHead:
-    """The output head of `model`, whose logits are deferred while it is attached.
+    """The output head of `model`, with hooks that defer its logits.
 
     It is the last nn.Linear with at least 8192 outputs, and at least twice as many as inputs, that is not in an nn.ModuleList (the
     repeated layers) and whose outputs are no other linear layer's inputs. Models without one are left unmodified.
@@ -122,7 +122,7 @@ class OutputHead:
 
     @property
     def slots(self) -> frozenset[str]:
-        """Names of the slots that the unmodified model has and a chunked loss does not save."""
+        """The names of slots that the unmodified model has and that a loss in chunks does not save."""
         return frozenset((f"{self.use.path}:input", *LOSS_SLOTS)) if self.use.num_deferred else frozenset()
 
     def attach(self) -> None:
@@ -133,13 +133,13 @@ class OutputHead:
             self._handles = [part.register_forward_pre_hook(self._hook) for part in (module, *adapters)]
 
     def detach(self) -> None:
-        """Remove the hooks: the head computes all logits."""
+        """Remove the hooks, so that the head computes all logits."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any] | None:
-        """Let a graph of Dynamo compute the loss of the head in chunks.
+        """Rewrite a graph of Dynamo so that it computes the loss of the head in chunks, and return what restores its outputs.
 
         Returns a function of (the graph's results, its inputs) that makes the outputs of a call; None if the outputs are unmodified.
         """
@@ -152,7 +152,7 @@ class OutputHead:
         return rewrite_head(gm, inputs, module, self.use)
 
     def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
-        """Return why the loss of these logits was not computed in chunks: the model has no output head.
+        """Return a sentence that the model has no output head whose loss can be computed in chunks; "" if it needs none.
 
         It is "" if the logits have too few classes for chunks. `nbytes`: the bytes of the logits.
         """
@@ -162,7 +162,7 @@ class OutputHead:
         return NO_HEAD.format(f"{math.prod(shape) // classes:,}", classes, say_bytes(nbytes))
 
     def rows(self, losses: Mapping[str, tuple[Sequence[int], int]] | None = None) -> Iterator[tuple[str, str, str, str]]:
-        """Yield a row (path, asked, given, reason) if logits are not deferred, or if they are deferred and were needed after all.
+        """Yield a row (path, asked, given, reason) for `session.changes` if logits were not deferred, or all were needed.
 
         `losses`: by slot name, shape and bytes of what cross entropies inside of the model saved.
         """
@@ -207,7 +207,7 @@ class OutputHead:
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
-    """Return path and module of the output head; ("", None) if there is none."""
+    """Return path and module of a model's output head; ("", None) if it has none."""
     linears = [(path, part) for path, part in model.named_modules() if isinstance(part, nn.Linear) and path]
     widths = {part.in_features for _, part in linears}
     repeated = [f"{path}." for path, part in model.named_modules() if isinstance(part, nn.ModuleList)]
@@ -223,7 +223,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
 
 
 def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
-    """Return the layers `lora_B` that PEFT adds to the output of a head; empty if the head has no adapter, or one of another kind."""
+    """Return the `lora_B` layers of LoRA adapters on a head; an empty list without adapters or with others."""
     parent = model.get_submodule(path.rpartition(".")[0]) if path.endswith(f".{BASE}") else None
     layers: Any = getattr(parent, "lora_B", ())
     layers = list(layers.values()) if isinstance(layers, nn.ModuleDict) else [layers] if isinstance(layers, nn.Linear) else []
@@ -231,7 +231,7 @@ def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
 
 
 def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> str:
-    """Return why the logits of a head are not deferred; "" if they can be."""
+    """Return why the logits of this head must not be deferred; "" if they can be."""
     if module is None:
         return ""
     ancestors = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
@@ -241,7 +241,7 @@ def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> st
 
 
 def library_of_loss(model: nn.Module, path: str) -> str:
-    """Return the library that replaced the forward of a module around the head and computes its loss; "" if none did."""
+    """Return the library (such as Liger) that replaced a forward around the head and computes the loss; "" if none did."""
     ancestors = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)] if path else []
     for module in (model, *ancestors):
         function: Any = getattr(module.forward, "__func__", module.forward)
@@ -255,7 +255,7 @@ def library_of_loss(model: nn.Module, path: str) -> str:
 
 @contextmanager
 def chunked_loss(model: nn.Module, *, traced_device: str | None = None) -> Generator[OutputHead]:
-    """Return a context in which the output head of `model` returns deferred logits, for models without a session and for traces.
+    """Return a context in which the loss of a model without a session is computed in chunks.
 
     `traced_device`: the device of `trace_step`, such as "cuda", if the model is traced inside the context.
     """

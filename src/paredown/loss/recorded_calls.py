@@ -25,7 +25,7 @@ SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "m
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One function call on logits."""
+    """A function call on logits that is recorded, to be made on chunks of them later."""
 
     name: str
     func: Callable[..., Tensor]
@@ -33,20 +33,20 @@ class RecordedCall:
     kwargs: dict[str, Any]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the result of this function call on `logits`."""
+        """Return the result of the recorded function on `logits`."""
         return self.func(logits, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Size, strides and dtype of logits."""
+    """The size, strides and dtype of logits."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def after(self, call: RecordedCall) -> Layout:
-        """Return the layout of the result of `call`; torch raises its own error if the call is not possible."""
+        """Return the size, strides and dtype of the result of `call`; torch raises its own error if the call is not possible."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
             return Layout(tuple(result.size()), result.stride(), result.dtype)
@@ -80,7 +80,7 @@ def is_elementwise(call: RecordedCall) -> bool:
 
 
 def without_device(logits: Tensor, call: RecordedCall) -> RecordedCall:
-    """Return a call of `to` without its device argument if that is the device of the logits; otherwise the call unchanged."""
+    """Return a call of `to` without its device argument if the logits are on that device already."""
     if "copy" in call.kwargs:
         return call
     device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
@@ -91,7 +91,7 @@ def without_device(logits: Tensor, call: RecordedCall) -> RecordedCall:
 
 
 def keeps_last(index: Any, num_dims: int) -> bool:
-    """Return whether an index of slices, integers, None and an ellipsis leaves the last dimension whole.
+    """Return whether an index keeps the whole last dimension.
 
     >>> keeps_last((..., slice(None, -1), slice(None)), 3), keeps_last(0, 3), keeps_last((..., 0), 3), keeps_last((0, 0, 0), 3)
     (True, True, False, False)
@@ -106,7 +106,7 @@ def keeps_last(index: Any, num_dims: int) -> bool:
 
 
 def transform_of(calls: tuple[RecordedCall, ...], dtype: torch.dtype) -> Elementwise | None:
-    """Return the recorded elementwise calls as one function of logits; None if they are only casts that the loss makes itself.
+    """Return recorded elementwise calls as one transform of logits; None if only casts that the loss makes itself are left.
 
     `dtype`: that of the logits before the calls.
     """

@@ -63,7 +63,7 @@ CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
 
 @dataclass(eq=False, slots=True)
 class OperandSource:
-    """An input of an operation: its value, and the autograd edge that its gradient takes."""
+    """An input of an operation: its value, and the autograd edge along which its gradient flows."""
 
     value: Any
     edge: tuple[Any, int]  # autograd node, and the number of its output
@@ -71,7 +71,7 @@ class OperandSource:
 
 @dataclass(eq=False, slots=True)
 class ForwardOperation:
-    """One call of an operation: its name, its inputs, and the sequence number from which on autograd nodes are its own."""
+    """One call of an operation: name, inputs, and the number of its first autograd node."""
 
     name: str  # of its slots, without "output"
     op: str
@@ -81,30 +81,30 @@ class ForwardOperation:
     num_unknown: int = 0  # float inputs that are neither values nor weights
 
     def output_name(self, number: int) -> str:
-        """Return the slot name of an output; those after the first are numbered."""
+        """Return the slot name of an output of this operation."""
         return f"{self.name}output{number if number > 1 else ''}"
 
 
 class OperationListener(ABC):
-    """Receives a call before and after every operation of a forward pass."""
+    """The interface of objects that are called before and after every operation of a forward pass."""
 
     @abstractmethod
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the tensor that an operation computes with in place of a parameter."""
+        """Return the tensor that operations use in place of a parameter."""
 
     @abstractmethod
     def begins(self, operation: ForwardOperation) -> None:
-        """Receive an operation that will run next."""
+        """Process the operation that will run next."""
 
     @abstractmethod
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> Any:
-        """Receive the output `out` of an operation, and return the value that later operations know it by.
+        """Process an output of an operation, and return the value by which later operations know it.
 
         `out` may be changed in place. `number`: its index among the outputs.
         """
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Receive `out`, a view or a copy of a value. Return the value that it counts as, and the tensor that later operations use.
+        """Process a view or copy of a value, and return its value and the tensor that later operations use.
 
         `name`: if `out` is a part of the value, such as half of the channels, the name of the part; else "".
         """
@@ -112,12 +112,12 @@ class OperationListener(ABC):
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Attach `value` to `tensor`, so that `listener` recognizes the tensor by it later."""
+    """Attach a value to a tensor, which `listener` can read from it later."""
     setattr(tensor, MARK, (listener, value))
 
 
 def mark_of(tensor: Tensor, listener: OperationListener) -> Any:
-    """Return what `mark` attached to a tensor for `listener`; None if it attached nothing."""
+    """Return the value that `mark` attached to a tensor for `listener`; None if there is none."""
     marked = getattr(tensor, MARK, None)
     return marked[1] if marked is not None and marked[0] is listener else None
 
@@ -134,7 +134,7 @@ def tensors_in_nest(values: Any) -> Iterator[Tensor]:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter. Comparing types first takes a tenth of the time of isinstance."""
+    """Return whether a tensor is a parameter."""
     return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
 
 
@@ -164,7 +164,7 @@ def op_of(func: Any) -> str:
 
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
-    """Return a Python function of torch without its check for `__torch_function__`, so that a function mode sees the calls inside."""
+    """Return a copy of a Python function of torch whose inner calls a function mode can see."""
     checks = {name: _always_false for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
@@ -180,7 +180,7 @@ def _always_false(*args: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """A module whose forward is running, and counts of the operations in it."""
+    """A module whose forward is running, with counts of its operations by name."""
 
     path: str
     is_plain_leaf: bool
@@ -196,7 +196,7 @@ class Frame:
 
 @final
 class ForwardCalls(TorchFunctionMode):
-    """A function mode that reports the operations of a forward pass to a listener, named by the path of the running module."""
+    """A function mode that calls a listener for each operation of a forward pass, with slot names."""
 
     def __init__(self, model: nn.Module, listener: OperationListener) -> None:
         super().__init__()
@@ -208,21 +208,21 @@ class ForwardCalls(TorchFunctionMode):
     # --- the running module ---------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Register hooks that keep track of which module is running, on all modules but the model itself."""
+        """Register hooks that record which module is running."""
         for module in self._paths:
             if module is not self._model and not isinstance(module, torch.jit.ScriptModule):
                 self._handles.append(module.register_forward_pre_hook(Hook(self._enter)))
                 self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that record which module is running."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @contextmanager
     def following(self, path: str = "") -> Generator[None]:
-        """Follow operations inside of a `with` block, under the module path `path`."""
+        """Return a context in which operations are reported under the module path `path`."""
         self.start(path)
         try:
             yield
@@ -230,7 +230,7 @@ class ForwardCalls(TorchFunctionMode):
             self.stop()
 
     def start(self, path: str = "") -> None:
-        """Begin to follow a forward pass, which may be inside another one."""
+        """Begin to report the operations of a forward pass, which may be inside another one."""
         outer = self._running.frames if self.is_running else None
         if outer is None:
             self.__enter__()
@@ -240,14 +240,14 @@ class ForwardCalls(TorchFunctionMode):
         self._running.times = dict[str, int]()
 
     def stop(self) -> None:
-        """Stop following the innermost forward pass."""
+        """Stop reporting the operations of the innermost forward pass."""
         self._running.frames, self._running.times = self._running.outer.pop()
         if not self.is_running:
             self.__exit__(None, None, None)
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Do not follow operations inside of a `with` block."""
+        """Return a context in which operations are not reported."""
         frames, self._running.frames = getattr(self._running, "frames", None), None
         try:
             yield
@@ -290,7 +290,7 @@ class ForwardCalls(TorchFunctionMode):
         return func(*args, **kwargs) if op in READS or op == "" else self._run(func, op, args, kwargs)
 
     def _follow_inside(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
-        """Run a function that is written in Python, and follow the operations that it calls."""
+        """Run a Python function of torch, and report the operations that it calls."""
         self._running.open.append(func)
         try:
             with self:
@@ -324,7 +324,7 @@ class ForwardCalls(TorchFunctionMode):
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """Return `out`, a view or copy, marked with the value of the tensor that it was made from, or with a part of that value."""
+        """Return `out`, a view or copy, marked as the same value as the tensor that it was made from."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 
@@ -364,7 +364,7 @@ def _split_cross_entropy(
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the version counter of a tensor; -1 for inference tensors, which have none."""
+    """Return the version counter of a tensor; -1 if it has none, as in inference mode."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class OutlineValue:
-    """An input of the model or the output of an operation, with the values and weights that it is computed from."""
+    """A value of a step, an input of the model or an output of an operation, and what it is computed from."""
 
     name: str
     op: str
@@ -57,14 +57,14 @@ class OutlineValue:
 
 @dataclass(frozen=True)
 class Outline:
-    """All values of a step in the order in which they are computed, and the number of elements of each parameter."""
+    """All values of a step in the order of their computation, and the sizes of the parameters."""
 
     values: tuple[OutlineValue, ...]
     weights: dict[str, int]
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """The indices of the values that are computed from each value, by its index."""
+        """The indices of the values that are computed from each value."""
         users: dict[int, list[int]] = {index: [] for index in range(len(self.values))}
         for index, value in enumerate(self.values):
             for source in value.sources:
@@ -94,7 +94,7 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """Return the outline (all values in the order of computation) of one call of `model` in training.
+    """Return the outline (all values in order) of one call of `model` in training.
 
     If `after` is given, the outline includes the values of `after(output, fakes)`.
     """
@@ -122,7 +122,7 @@ def of_call(
 
 @final
 class OutlineListener(OperationListener):
-    """Records the values of a forward pass; keeps all tensors alive, so that no storage address is reused."""
+    """A listener that records all values of a forward pass and keeps them alive."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names, self._rows = names, list[dict[str, Any]]()
@@ -137,7 +137,7 @@ class OutlineListener(OperationListener):
         return values
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the parameter itself, since an outline only lists values and changes none."""
+        """Return the parameter unchanged."""
         return weight
 
     def begins(self, operation: ForwardOperation) -> None:
@@ -150,7 +150,7 @@ class OutlineListener(OperationListener):
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Record a view or a copy as the same value; a part of a value is a new value, as in the paper."""
+        """Record a view or copy as the same value, and a part of a value as a new one, as the paper does."""
         self._kept.append(out)
         self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
@@ -165,7 +165,7 @@ class OutlineListener(OperationListener):
             self._rows[index]["saved_as"].append(saved.name)
 
     def outline(self, weights: dict[str, int]) -> Outline:
-        """Return the outline of all recorded values. `weights`: the number of elements of each parameter."""
+        """Return the outline of all recorded values; `weights` has the number of elements of each parameter."""
         uses = [0] * len(self._rows)
         for row in self._rows:
             for source in row["sources"]:

@@ -83,7 +83,7 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 
 def num_outputs(outline: Outline) -> int:
-    """Return how many numbers all modules of PEPPP's network return, counted as often as PEPPP counts them.
+    """Return how many numbers the modules of PEPPP's network return, as PEPPP counts them.
 
     `outline`: the values of one call of the model.
     """
@@ -105,7 +105,7 @@ def _is_rounded(value: OutlineValue) -> bool:
 
 
 def memory_bytes(outline: Outline, low: str, high: str) -> float:
-    """Return the bytes that PEPPP counts for one training step with the elements `low` and `high`.
+    """Return the bytes that PEPPP counts for one training step with these two elements.
 
     `outline` is of the model only, without a loss.
     """

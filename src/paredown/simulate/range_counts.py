@@ -37,7 +37,7 @@ GRADIENTS = (Role.ERROR, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """The numbers of values of one slot that rounding changed, by kind of change, in the counted passes."""
+    """The counts of values of one slot that left the range of its format when they were rounded."""
 
     slot: str
     role: Role
@@ -56,7 +56,7 @@ class SlotCounts:
 
 
 class RangeCounts(TableRows[SlotCounts]):
-    """The counts of all slots, as a tuple that prints as a table: those that kept least of their magnitude first."""
+    """The counts of all slots, printed as a table with the slots that lost most first."""
 
     __slots__ = ()
     columns = ("slot", "role", "format", "values", "underflows", "flushed", "saturated", "nonfinite", "kept")
@@ -70,7 +70,7 @@ class RangeCounts(TableRows[SlotCounts]):
 
 
 class RangeCounter:
-    """Adds up the counts of slots, which are known by number, on their device. `is_on`: whether the current forward pass is counted."""
+    """Adds up how many values of each slot leave the range of their format, on the device."""
 
     def __init__(self) -> None:
         self.is_on = self.has_new = False  # has_new: a pass was counted after `new_warnings` read the counts
@@ -79,7 +79,7 @@ class RangeCounter:
         self._warned: set[Role] = set()
 
     def begin(self, *, is_captured: bool) -> None:
-        """Begin a forward pass, which is not counted if a CUDA graph captures it."""
+        """Begin a forward pass, and decide whether its values are counted."""
         self.num_passes += 1
         self.is_on = not is_captured and (self.num_passes <= ALWAYS or self.num_passes % EVERY == 0)
         self.num_counted += self.is_on
@@ -90,12 +90,12 @@ class RangeCounter:
         self.__init__()
 
     def add(self, number: int, format: Format, before: Tensor, after: Tensor) -> None:
-        """Count the values of a slot by their values `before` and `after` rounding."""
+        """Count the values of a slot that rounding from `before` to `after` has changed."""
         sums, key = _sums(before.detach().float(), after.detach().float(), format), (number, format)
         self._rows[key] = sums if key not in self._rows else self._rows[key].to(sums.device) + sums
 
     def counts(self, slots: Iterable[tuple[int, str, Role]]) -> RangeCounts:
-        """Return the counts of slots, each given as (number, key, role); synchronizes with the device."""
+        """Return the counts of these slots; this synchronizes with the device."""
         named = {number: (key, role) for number, key, role in slots}
         rows: list[SlotCounts] = []
         for (number, format), sums in self._rows.items():
@@ -105,7 +105,7 @@ class RangeCounter:
         return RangeCounts(sorted(rows, key=lambda row: row.kept))
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
-        """Return one sentence for each role of gradients whose slots lose most of their magnitude; each role is reported once.
+        """Return a warning for each role of gradients that lost most of its magnitude; each role is reported once.
 
         Call it after a counted pass.
         """
@@ -118,7 +118,7 @@ class RangeCounter:
 
 
 def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
-    """Return the counts of `SlotCounts`, and the sums of magnitudes before and after rounding, as one tensor, (8,) float64."""
+    """Return the counts of one rounding, and the sums of magnitudes before and after, as (8,) float64."""
     low, high, smallest = _range(format)
     magnitude, is_finite = x.abs(), x.isfinite()
     stays_finite = is_finite & y.isfinite()
@@ -132,7 +132,7 @@ def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
 
 
 def _range(format: Format) -> tuple[float, float, float]:
-    """Return (low, high, smallest): values up to `low` and from `high` on saturate unless they stay equal.
+    """Return the limits between which values of a format do not saturate, and its smallest normal magnitude.
 
     `smallest` is the smallest normal magnitude.
 
@@ -150,7 +150,7 @@ def _range(format: Format) -> tuple[float, float, float]:
 
 
 def _brief(format: Format) -> str:
-    """Return the text of a format. If it is a table of many values, their number, the smallest and the largest stand for it.
+    """Return a short text of a format, also if it is a table of many values.
 
     >>> _brief(Format.parse("[-1 0 1]")), _brief(Format.parse("[" + " ".join(str(k) for k in range(-99, 100)) + "]/64@bf16"))
     ('[-1 0 1]', '[199 values from -99 to 99]/64@bf16')
@@ -161,7 +161,7 @@ def _brief(format: Format) -> str:
 
 
 def _sentence(rows: list[SlotCounts]) -> str:
-    """Return a warning about the slots in `rows`, which have one role and keep little of their magnitude."""
+    """Return a warning that slots of one role of gradients lost most of their magnitude."""
     worst, role = rows[0], rows[0].role.value
     who = f"1 {role} slot loses most of its" if len(rows) == 1 else f"{len(rows)} {role} slots lose most of their"
     element = worst.format.element

@@ -48,7 +48,7 @@ FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # roles that can be promoted
 
 
 class Promotion(NamedTuple):
-    """The change of a slot to a wider format: the number of forward passes before it, and the share of values that had overflowed."""
+    """The change of a slot to a wider format, after this many forward passes, because values had overflowed."""
 
     slot: str
     forward: int
@@ -57,7 +57,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """A slot of a simulated session: its number, the format that it is rounded to, and the wider format after promotion.
+    """A slot of a simulated session, with its format and the wider format that it gets if it overflows.
 
     Promotion is the change to that format once too many values overflow.
     """
@@ -81,17 +81,17 @@ class RoundedSlot:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the slot is never rounded: it has no format, neither now nor after promotion."""
+        """Whether the slot is never rounded, since it has no format now and gets none."""
         return self.assignment.format is None and self.raised.format is None
 
     @property
     def is_live(self) -> bool:
-        """Whether the slot's formats can be read from a table in device memory."""
+        """Whether kernels can read the slot's formats from device memory."""
         return is_live(self.assignment.format) and is_live(self.raised.format)
 
 
 class Capture:
-    """Memory for the addresses of tensors that a captured graph rounds in one launch.
+    """Device memory for addresses of tensors that a captured graph rounds in one launch.
 
     It is allocated outside the graph's memory pool, where earlier kernels of the graph would overwrite it in each replay.
     """
@@ -101,7 +101,7 @@ class Capture:
         self.launches: list[BatchedRoundTrip] = []
 
     def take(self, jobs: Sequence[Job]) -> Tensor:
-        """Return the part of the memory for the next launch."""
+        """Return the part of the device memory that holds the addresses for the next launch."""
         first, self._used = self._used, self._used + words_for(x for x, *_ in jobs)
         if self._used > self._memory.numel():
             raise ApplyError(
@@ -111,7 +111,7 @@ class Capture:
 
 
 class RoundedSlots:
-    """All slots of one simulated session, which round their tensors."""
+    """All slots of a simulated session, with the functions that round their tensors."""
 
     def __init__(self, plan: Plan, seed: int, *, raised: Plan | None = None, share: float = 0.01, all_live: bool = False) -> None:
         self.plan, self.seed, self.raised, self.share, self.all_live = plan, seed, raised, share, all_live
@@ -168,7 +168,7 @@ class RoundedSlots:
                 self._next_rows.set_seeds(seeds)
 
     def _allocate(self, capacity: int) -> None:
-        """Allocate the table of formats and the vectors with an entry for each slot on the device, and copy the old contents."""
+        """Allocate the tables of formats and counts on the device for `capacity` slots, and copy the old ones."""
         if self._captured:
             raise ApplyError(
                 "new slots appeared after a CUDA graph was captured, which reads the previous table. Run a step before capturing, or "
@@ -189,13 +189,13 @@ class RoundedSlots:
             self._write(self._all)
 
     def move(self, device: torch.device) -> None:
-        """Move the tables to the model's device."""
+        """Move the tables of formats and counts to another device."""
         if device != self.device:
             self.device, self._counter = device, self._counter.to(device)
             self._allocate(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
     def set_plan(self, plan: Plan, seed: int) -> None:
-        """Use the formats of `plan` and the random bits of `seed` for the same slots, in the memory that a captured graph reads.
+        """Change to the formats of `plan` and the random bits of `seed`, also in a captured graph.
 
         Rounding modes cannot change.
         """
@@ -240,14 +240,14 @@ class RoundedSlots:
         self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Round `x` in place to the format of `slot`, unrecorded by autograd.
+        """Round `x` in place to the format of `slot`, without autograd noticing.
 
         `counts_overflow`: overflowing values are counted before.
         """
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Return a copy of `x` that is rounded to the format of `slot`. `counts_overflow`: overflowing values are counted before."""
+        """Return a copy of `x` rounded to the format of `slot`."""
         x = x.detach()
         if self._table is not None and x.device == self.device and slot.is_live:
             return self._round(x, torch.empty_like(x), slot, counts_overflow=counts_overflow)
@@ -277,7 +277,7 @@ class RoundedSlots:
         return x if current.format is None else round_trip_(x, current.format, slot.rounding, current.overflow, seed)
 
     def round_all(self, jobs: Sequence[tuple[Tensor, Tensor, RoundedSlot]]) -> None:
-        """Round the tensor x of each (x, out, slot) into `out`: in one launch inside `capturing`, one by one otherwise."""
+        """Round each x of (x, out, slot) into `out`, in one launch if a graph is being captured."""
         capture, batches = self._capture, dict[Rounding, list[Job]]()
         for x, out, slot in jobs:
             if capture is not None and self._can_batch(x, out, slot):
@@ -291,7 +291,7 @@ class RoundedSlots:
             capture.launches.append(self._table.round_many(rows, rounding, self._counter, memory, is_captured=is_captured))
 
     def _can_batch(self, x: Tensor, out: Tensor, slot: RoundedSlot) -> bool:
-        """Return whether one launch for many tensors can include the rounding of `x` into `out`."""
+        """Return whether one launch for many tensors can round `x` into `out`."""
         is_on_device = self._table is not None and x.device == self.device and slot.is_live and x.numel() > 0
         return is_on_device and x.dtype is torch.float32 and x.stride() == out.stride() and flat(x) is not None
 
@@ -302,7 +302,7 @@ class RoundedSlots:
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """Round many tensors in one launch while a `with` block captures a CUDA graph.
+        """Return a context for capturing a CUDA graph in which many tensors are rounded in one launch.
 
         The addresses of its tensors are copied to the device when the block ends.
         """
@@ -321,11 +321,11 @@ class RoundedSlots:
 
     @property
     def counts(self) -> RangeCounts:
-        """The number of values of each slot that left the range of its format, by kind."""
+        """The counts of values that left the range of their format, slot by slot."""
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """Return one sentence for each role whose gradients vanish; each role is reported once.
+        """Return a warning for each role of gradients that vanish; each role is reported once.
 
         Return nothing while a CUDA graph is captured, since reading the counts would synchronize.
         """
@@ -336,14 +336,14 @@ class RoundedSlots:
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Return whether this slot was promoted: it has its wider format, since too many values overflowed.
+        """Return whether this slot was promoted to its wider format because it overflowed.
 
         Synchronizes with the device, unless promotion is off or the role cannot be promoted.
         """
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
-        """Change slots to their wider format if they overflowed in the last training pass, without synchronizing with the device."""
+        """Change slots that overflowed in the last training pass to their wider format, on the device."""
         if self.raised is None:
             return
         is_new = (self._shares >= self.share) & self._can_rise & (self._promoted < 0)
@@ -357,13 +357,13 @@ class RoundedSlots:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The changes of slots to wider formats so far, in order of the forward passes."""
+        """The slots that were changed to wider formats so far, in order."""
         at, shares = self._promoted.tolist(), self._promoted_share.tolist()
         promotions = [Promotion(p.key, at[p.number], shares[p.number]) for p in self._all if at[p.number] >= 0]
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Set the promotions (changes of slots to wider formats) to those of a saved state.
+        """Restore the promotions (slots with wider formats) of a saved state.
 
         If a slot does not exist yet, it is promoted when it is added.
         """

@@ -34,7 +34,7 @@ CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "fir
 
 @dataclass(frozen=True)
 class Simulate:
-    """Settings of simulate mode; `apply(plan, model, mode="simulate")` uses these defaults.
+    """The settings of simulate mode; `apply(plan, model, mode="simulate")` has the defaults.
 
     `raised`: a plan; once `share` of the values of an activation or weight overflow in one training pass, it has the format of this plan
     from then on. None: no promotion.
@@ -69,7 +69,7 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value of the forward pass: the slots of the activation and of its gradient, and how many operations use it."""
+    """A value of the forward pass: its slot, the slot of its gradient, and how many operations use it."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -78,7 +78,7 @@ class TrackedValue:
 
 @final
 class RoundedValues(OperationListener):
-    """Rounds the weights, outputs and gradients of operations. `names` maps the id of a parameter to its name."""
+    """The listener that rounds weights, outputs and gradients of operations."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.slots, self.how, self._names = slots, how, names
@@ -90,12 +90,12 @@ class RoundedValues(OperationListener):
         self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, rounded in one launch
 
     def set_outline(self, outline: Outline) -> None:
-        """Take the names of all values from `outline`; slots are numbered in this order."""
+        """Adopt the slot names of all values from `outline`."""
         self._outline = outline
         self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
     def refresh(self) -> None:
-        """Find the slots of all values again after the plan changed."""
+        """Look up the slots of all values again, after the plan has changed."""
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
@@ -129,7 +129,7 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the rounded copy of a parameter. All operations of a forward pass get the same copy."""
+        """Return the rounded copy of a parameter, the same one within a forward pass."""
         name = self._names.get(id(weight))
         slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
         if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):
@@ -143,7 +143,7 @@ class RoundedValues(OperationListener):
         return copy
 
     def copy_all(self, weights: Iterable[Tensor]) -> None:
-        """Round copies of `weights` in one launch. `taken` returns these copies in the forward pass that begins."""
+        """Round copies of these weights in one launch, for the forward pass that begins."""
         named = [(weight, self._names[id(weight)]) for weight in weights if id(weight) in self._names]
         pairs = [(weight, self.slots.of((name,), Role.WEIGHT)) for weight, name in named]
         rounded = [(weight, torch.empty_like(weight, requires_grad=False), slot) for weight, slot in pairs if slot is not None]
@@ -151,7 +151,7 @@ class RoundedValues(OperationListener):
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: ForwardOperation) -> None:
-        """Allow or forbid TF32 for `operation`, which runs next."""
+        """Allow TF32 for the next operation if its operands' formats are narrow enough, else forbid it."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
@@ -167,7 +167,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Round a part of a value by the plan's rule for the part. If the plan has none, round the part like the whole value.
+        """Round a part of a value by the rule for that part, or else as the whole value was.
 
         `name`: of the part; "" if `out` is the whole value.
         """
@@ -205,7 +205,7 @@ class RoundedValues(OperationListener):
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round gradients.
+        """Register hooks that round the gradients of an operation's inputs or output.
 
         They round the gradients of the operation's inputs where backward returns them, or the summed gradient of its output
         (`Simulate.sums`).
@@ -240,7 +240,7 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Return which slots the gradients on the edges of `node` belong to, by the index of the edge.
+    """Return the slot of the gradient on each edge of an autograd node, by the edge's index.
 
     `edges` are (target node, index of its output, slot).
     """
@@ -253,13 +253,13 @@ def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]])
 
 
 class StraightThroughRounding(torch.autograd.Function):
-    """Rounds a copy of a tensor; the gradient passes straight through."""
+    """The autograd function that rounds a copy of a tensor and passes the gradient unchanged."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """Return `x` rounded; if the rounded copy `rounded` is given, return that."""
+        """Return `x` rounded, or the copy `rounded` that was rounded before."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
@@ -272,14 +272,14 @@ class StraightThroughRounding(torch.autograd.Function):
 
 
 def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
-    """Return whether the formats of all slots have at most 10 mantissa bits, also after promotion to a wider format."""
+    """Return whether TF32 represents the formats of all these slots exactly, also after promotion."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
     )
 
 
 class Precision:
-    """Switches TF32 on or off for single matrix products and convolutions."""
+    """Switches TF32 on and off, for single operations."""
 
     def __init__(self) -> None:
         self._before: tuple[str, ...] | None = None
@@ -292,13 +292,13 @@ class Precision:
             switch.fp32_precision = "tf32" if is_narrow else "ieee"
 
     def restore(self) -> None:
-        """Reset the switches to their values before `set`."""
+        """Restore torch's TF32 switches."""
         for switch, before in zip(SWITCHES, self._before or (), strict=False):
             switch.fp32_precision = before
         self._before = None
 
     def around(self, node: Any, is_narrow: bool) -> None:
-        """Switch TF32 on or off while backward runs `node`."""
+        """Switch TF32 on or off while backward runs this autograd node."""
         node.register_prehook(_call(lambda: self.set(is_narrow)))
         node.register_hook(_call(self.restore))
 

@@ -54,7 +54,7 @@ NO_FROZEN = "simulate mode rounds all weights by the rules of the role weight"
 
 @final
 class SimulatedSession:
-    """A plan that is applied to a model in simulate mode, until `close`. `how` has the settings."""
+    """A plan at work on a model in simulate mode, until `close`."""
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, how: Simulate, on_close: Callable[..., None]) -> None:
         self.how, self._model, self._on_close = how, weakref.ref(model), on_close
@@ -94,12 +94,12 @@ class SimulatedSession:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The changes of slots to wider formats because their values overflowed, in order of the forward passes."""
+        """The slots that were changed to wider formats because values overflowed, in order."""
         return self._slots.promotions
 
     @property
     def counts(self) -> RangeCounts:
-        """The underflows, flushed, saturated and nonfinite values of each slot, in the forward passes that were counted.
+        """The counts of each slot's values that underflowed, became 0, saturated, or became infinite or NaN.
 
         The first passes are counted, and then every 16th, with their backward and optimizer step; none in captured CUDA graphs.
         """
@@ -107,7 +107,7 @@ class SimulatedSession:
 
     @property
     def outline(self) -> Outline | None:
-        """The values of a forward pass; None before the first one."""
+        """The list of all values that a forward pass computes; None before the first one."""
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
@@ -118,14 +118,14 @@ class SimulatedSession:
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Change slots to their wider format if they overflowed in the last training pass.
+        """Change slots that overflowed in the last training pass to their wider format.
 
         Each training pass begins with this, also in a captured graph.
         """
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
-        """Change to the formats of `plan`, also in a captured CUDA graph.
+        """Change to the formats of another plan, also in a captured CUDA graph.
 
         Only slots that are rounded now change; with `Simulate(all_live=True)` all do.
 
@@ -141,7 +141,7 @@ class SimulatedSession:
             self._slots.forwards = forwards
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Return a context for capturing a CUDA graph in which parameters and optimizer state are rounded by few kernel launches.
+        """Return a context for capturing a CUDA graph in which parameters are rounded in few launches.
 
         The graph may have at most one training step, and can be replayed after the context ends. Capturing without this context works too,
         with more launches.
@@ -175,7 +175,7 @@ class SimulatedSession:
         return {**head, "forwards": self.forwards, "steps": self._updates.num_steps, "promotions": promotions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a simulated session that had the same plan."""
+        """Restore the state of a simulated session that had the same plan."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or set(state) != FIELDS:
             raise ApplyError(
                 f"this is not the state of a simulated session, version {VERSION}: it {describe_state(state)}. "
@@ -191,7 +191,7 @@ class SimulatedSession:
         self._slots.restore(state["promotions"])
 
     def close(self) -> None:
-        """Remove the session from the model. The backward of graphs that exist already still rounds."""
+        """Remove the session from the model; backward of existing graphs still rounds."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -204,7 +204,7 @@ class SimulatedSession:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model; None if it was deleted."""
+        """The model that the session belongs to; None if it was deleted."""
         return self._model()
 
     def __enter__(self) -> SimulatedSession:
@@ -232,7 +232,7 @@ class SimulatedSession:
         return rounded
 
     def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Prepare a forward pass, and return its arguments rounded."""
+        """Begin a forward pass, and return its arguments rounded."""
         first = next((t for tensors in (model.parameters(), tensors_in((args, kwargs))) for t in tensors), None)
         self._slots.move(first.device if first is not None else torch.device("cpu"))
         if self._outline is None:
@@ -269,12 +269,12 @@ class SimulatedSession:
         self._values.set_outline(self._outline)
 
     def _slots_of_loss(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return the slots of a loss for which the plan has rules; they are not in the model's forward pass."""
+        """Return the slots of a loss outside of the model that the plan has rules for."""
         names = [key.partition("=")[2] or key for key, _ in self.plan.rules]
         return [((name,), role) for name in names if name.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
 
     def _hook_parameters(self, model: nn.Module) -> None:
-        """Register hooks that round gradients of parameters, also of those that require gradients only later."""
+        """Register hooks that round gradients of parameters."""
         for parameter in model.parameters() if self.how.gradients == "backward" else ():
             name = self._names.get(id(parameter))
             if name is None or id(parameter) in self._hooked or not parameter.requires_grad:
@@ -298,7 +298,7 @@ class SimulatedSession:
 
 
 class Updates:
-    """Rounds before and after the steps of all optimizers that have parameters in `names` (id -> name)."""
+    """Hooks that round parameters and optimizer state around the steps of all optimizers."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], *, gradients_at_step: bool) -> None:
         self._slots, self._names, self._gradients_at_step = slots, names, gradients_at_step

@@ -30,7 +30,7 @@ LOWEST = tl.constexpr(-3.0e38)  # finite: the running maximum of lanes that have
 
 @triton.jit
 def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
-    """f(x) and f'(x)."""
+    """Return f(x) and f'(x) of the transform f of logits."""
     z = x * SCALES[0]
     slope = tl.full(x.shape, SCALES[0], tl.float32)
     for i in tl.static_range(1, NUM_TANH + 1):
@@ -43,14 +43,14 @@ def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
 
 @triton.jit
 def update_sum(peak, total, z):
-    """The running maximum, and sum of exp(z - maximum), with the values `z`."""
+    """Return the running maximum, and the sum of exp(z - maximum), after the values `z`."""
     new = tl.maximum(peak, z)
     return new, total * tl.exp(peak - new) + tl.exp(z - new)
 
 
 @triton.jit
 def gradient_of(z, log_sum, factor):
-    """factor x softmax."""
+    """Return factor * softmax of the values `z`."""
     return factor * tl.exp(z - log_sum)
 
 
@@ -76,7 +76,7 @@ def softmax_gradient(
     NUM_TANH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Loss and gradient of one row: see the file's text."""
+    """Store the loss of one row, and the gradient of its logits in place of them: see the file's text."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     columns = tl.arange(0, TILE)
@@ -139,10 +139,11 @@ def losses_and_gradient_(
     scale: Tensor | float | None,
     scales_of_logits: tuple[float, ...] = (1.0,),
 ) -> Tensor:
-    """The losses (num_rows,) of `logits`, which the gradient times `scale` replaces; None leaves them unmodified.
+    """Return the losses (num_rows,) of `logits`, and overwrite `logits` by their gradient times `scale`.
 
-    The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 - e and e / V, `weights` are one for each class, and
-    their sum. A tensor `scale` has one float32 value for each row. `scales_of_logits`: SCALES.
+    If `scale` is None, logits stay unmodified. The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 -
+    e and e / V, `weights` are one for each class, and their sum. A tensor `scale` has one float32 value for each row.
+    `scales_of_logits`: SCALES.
     """
     num_rows, num_classes = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
