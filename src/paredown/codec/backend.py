@@ -21,19 +21,19 @@ log = logging.getLogger("paredown")
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """Return `x` encoded into codes and scales; if `given` is not None, its scales are used."""
+    """Return the codes and scales of `x`, (rows, cols); if `given` is not None, its scales are used."""
     kernels = _kernels(x, encoding, "encode")
     return kernels.encode_rows(x, encoding, given) if kernels else cpu.encode_rows(x, encoding, given)
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the decoded values of `parts` into `out`, and return it."""
+    """Write the values of the codes and scales in `parts` into `out`, and return `out`."""
     kernels = _kernels(out, encoding, "decode")
     return (kernels or cpu).decode_rows(parts, encoding, out)
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that decodes `parts` into any contiguous tensor of rows * cols values, for repeated use."""
+    """Return a function that decodes `parts` into a tensor of rows * cols values, for codes that are decoded often."""
     assert parts.codes is not None
     kernels = _kernels(parts.codes, encoding, "decode")
     if kernels is not None:
@@ -42,7 +42,10 @@ def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Cal
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write decode(encode(x)) into `out`, and return `out`. If `given` is not None, its scales are used."""
+    """Write the values that encoding and decoding make of `x` into `out`, and return `out`.
+
+    If `given` is not None, its scales are used.
+    """
     kernels = _kernels(x, encoding, "round_trip")
     return (kernels or cpu).round_trip_rows(x, encoding, given, out)
 

@@ -48,7 +48,7 @@ inner: Any = njit(**OPTIONS)
 
 
 def entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled at its first call and kept on disk; compiled by each process where no folder can be written.
+    """Return `function` compiled at its first call and kept on disk, or in each process where no folder can be written.
 
     numba keeps errors of its compiler in reference cycles. Their tracebacks hold the frames of all callers, and so the tensors of a forward
     pass, which a session then would not decode in backward. They are collected after a call that compiled.
@@ -70,7 +70,7 @@ def entry(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """One call: the shape, the dtype of the values, the keys of the random bits and the global index of the first value."""
+    """The arguments of one call: shape, dtype of the values, keys of the random bits, global index of the first value."""
 
     rows: int
     cols: int
@@ -82,7 +82,7 @@ class Call(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The memory of codes, scales and minimums as uint8, flat; rows start at a byte."""
+    """The memory of codes, scales and minimums as flat uint8 arrays; rows start at a byte."""
 
     codes: Any
     scales: Any
@@ -151,7 +151,7 @@ def from_wide_bits(word):
 
 @inner
 def load(x, dtype, start, y):
-    """The values of `x`, the memory of a tensor, from place `start` on."""
+    """Write the values of `x`, the memory of a tensor, from place `start` on into `y`."""
     count = len(y)
     if dtype == FLOAT32:
         floats = x.view(np.float32)[start : start + count]
@@ -175,7 +175,7 @@ def load(x, dtype, start, y):
 
 @inner
 def store(y, out, dtype, start):
-    """Values rounded to the dtype of the memory `out`; finite ones stay finite in float16."""
+    """Write `y` to the memory `out`, rounded to its dtype; finite values stay finite in float16."""
     count = len(y)
     if dtype == FLOAT32:
         floats = out.view(np.float32)[start : start + count]
@@ -203,7 +203,7 @@ def store(y, out, dtype, start):
 
 @inner
 def fill_bits(bits, call, place):
-    """The random bits of the values from `place` on."""
+    """Write the random bits of the values from `place` on into `bits`."""
     done, count = 0, len(bits)
     while done < count:
         index = np.uint64(call.first_index + place + done)
@@ -224,7 +224,7 @@ def fill_bits(bits, call, place):
 
 @inner
 def integer_codes(y, bits, codes, lost, n):
-    """Codes of integers; `lost` marks values that have none, and their number is returned."""
+    """Write the codes of `y` in an integer element, mark values without a code in `lost`, and return their number."""
     mask, nonfinite = S((1 << n.width) - 1), np.uint8(n.is_nonfinite)
     low, high = n.min_value, n.max_value
     below, above = F(low - F(1)), F(high + F(1))
@@ -265,7 +265,7 @@ def num_lost(lost):
 
 @inner
 def grid_codes(y, bits, codes, lost, n):
-    """The same for floats, by the bits of a float64, whose smallest normal number is below all of float32."""
+    """Write the codes of `y` in a float element, mark values without a code in `lost`, and return their number."""
     m, dropped = n.mantissa_bits, 52 - n.mantissa_bits
     offset, below_half = (n.min_exponent + 1022) << m, (1 << (dropped - 1)) - 1
     smallest, kept, shift = 2.0**n.min_exponent, 30 - n.sub_bits, 2 + n.sub_bits
@@ -303,7 +303,7 @@ def grid_codes(y, bits, codes, lost, n):
 
 @inner
 def magnitude(v):
-    """|v| as a float64, at most float32's largest; 0 for NaN."""
+    """Return |v| as a float64, at most float32's largest; 0 for NaN."""
     a = abs(v)
     a = a if a < LARGEST else LARGEST
     return np.float64(a if v == v else ZERO)
@@ -311,7 +311,10 @@ def magnitude(v):
 
 @inner
 def table_codes(y, bits, codes, lost, n, tables):
-    """The same for tables: the code is the number of thresholds that a value reaches; counting takes no branches."""
+    """Write the codes of `y` in a table of values, mark values without a code in `lost`, and return their number.
+
+    The code is the number of thresholds that a value reaches, counted without branches.
+    """
     last, lowest, highest, special, nan_code = n.max_code, n.lowest, n.highest, n.special, n.nan_code
     past_is_lost, nan_is_lost = np.uint8(n.is_nonfinite), np.uint8(n.nan_code < 0)
     codes[:] = U(0)
@@ -335,7 +338,7 @@ def table_codes(y, bits, codes, lost, n, tables):
 
 @inner
 def codes_of(y, bits, codes, lost, n, tables):
-    """Codes of a tile."""
+    """Write the codes of a tile's values, in the element of any kind."""
     if n.kind == INTEGER:
         return integer_codes(y, bits, codes, lost, n)
     if n.kind == GRID:
@@ -345,7 +348,7 @@ def codes_of(y, bits, codes, lost, n, tables):
 
 @inner
 def values_of(codes, y, n, values):
-    """The values of codes."""
+    """Write the values that codes stand for into `y`."""
     if n.width <= 8:
         for i in range(len(y)):
             y[i] = values[codes[i] & U(255)]
@@ -375,7 +378,7 @@ def values_of(codes, y, n, values):
 
 @inner
 def pack(codes, width, out):
-    """Codes in bytes, the first in the lowest bits; `out` begins at a byte."""
+    """Write codes in bytes, the first in the lowest bits; `out` begins at a byte."""
     count = len(codes)
     if width == 8:
         for i in range(count):
@@ -449,13 +452,13 @@ def unpack(packed, width, codes):
 
 @inner
 def place_of(b, block, begin, count):
-    """The places in a tile, which starts at `begin` of its row, of the values of block b."""
+    """Return where the values of block b are in a tile, which starts at `begin` of its row."""
     return np.uint64(max(b * block - begin, 0)), np.uint64(min((b + 1) * block - begin, count))
 
 
 @inner
 def largest_of_blocks(y, begin, block, first_block, top):
-    """The bits of the largest magnitudes, above INF_BITS for NaN, of the blocks from first_block on; raised by those of a tile."""
+    """Raise `top` to the largest magnitudes in a tile's blocks, as bits, which are above INF_BITS for NaN."""
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -468,7 +471,10 @@ def largest_of_blocks(y, begin, block, first_block, top):
 
 @inner
 def ends_of_blocks(y, begin, block, first_block, low, high):
-    """The smallest and largest values, as integers in the order of the floats."""
+    """Lower `low` and raise `high` to the smallest and largest values in a tile's blocks.
+
+    They are integers that are ordered like floats.
+    """
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -487,7 +493,7 @@ def float_of_key(key):
 
 @inner
 def rounded_down(x):
-    """The largest bfloat16 that is at most x, as a float32."""
+    """Return the largest bfloat16 that is at most x, as a float32."""
     bits = U(bits_of(x) & U(0xFFFF0000))
     down, next_down = from_bits(bits), from_bits(U(bits + U(0x10000)))
     return next_down if down > x else down
@@ -495,7 +501,7 @@ def rounded_down(x):
 
 @inner
 def scale_for(largest, tensor_scale, n):
-    """The scale of a block before it is rounded; `largest` is the magnitude that it has to cover."""
+    """Return the scale of a block whose largest magnitude is `largest`, before it is rounded."""
     if not largest < INF:
         return NAN
     if n.rule == OCP:
@@ -509,7 +515,7 @@ def scale_for(largest, tensor_scale, n):
 
 @inner
 def scale_code(scale, n):
-    """The code of the smallest value of an 8-bit float or e8m0 that is at least `scale`, which is no NaN."""
+    """Return the code of the smallest value of an 8-bit float or e8m0 that is at least `scale`, which is no NaN."""
     a, dropped = np.float64(scale), 52 - n.scale_mantissa_bits
     normal = ((wide_bits_of(a) + (1 << dropped) - 1) >> dropped) - n.scale_offset
     subnormal = np.int64(np.ceil(min(a, n.scale_smallest) * n.scale_steps)) << n.scale_hole
@@ -518,7 +524,7 @@ def scale_code(scale, n):
 
 @inner
 def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, minimums):
-    """The scales and minimums of blocks, as they are stored, from the ends of their values."""
+    """Write the scales and minimums of blocks, as they are stored, from the smallest and largest of their values."""
     for b in range(len(top)):
         largest = from_bits(top[b])
         if n.minimum:
@@ -538,13 +544,13 @@ def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, 
 
 @inner
 def read_floats(memory, kind, start, y):
-    """Scales or minimums in float32 or bfloat16."""
+    """Read scales or minimums in float32 or bfloat16 into `y`."""
     load(memory, FLOAT32 if kind == FP32 else BFLOAT16, start, y)
 
 
 @inner
 def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Stored scales and minimums of len(scales) blocks."""
+    """Read the stored scales and minimums of len(scales) blocks."""
     if n.scale == CODE:
         for b in range(len(scales)):
             codes[b] = parts.scales[start + b]
@@ -558,7 +564,7 @@ def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, mini
 
 @inner
 def write_scales(parts, start, n, codes, scales, minimums):
-    """Store them; those of blocks that cannot be encoded are NaN and 0."""
+    """Store scales and minimums; those of blocks that cannot be encoded are NaN and 0."""
     if n.scale == CODE:
         for b in range(len(scales)):
             parts.scales[start + b] = codes[b]
@@ -570,13 +576,13 @@ def write_scales(parts, start, n, codes, scales, minimums):
 
 @inner
 def mark_broken(b, n, broken, codes, scales, minimums):
-    """Block b cannot be encoded: scale NaN and minimum 0."""
+    """Give block b, which cannot be encoded, scale NaN and minimum 0."""
     broken[b], codes[b], scales[b], minimums[b] = 1, np.uint8(n.scale_nan), NAN, ZERO
 
 
 @inner
 def find_broken(top, n, broken, codes, scales, minimums):
-    """Mark blocks with a value or scale that is not finite; returns whether there are any."""
+    """Mark blocks with a value or scale that is not finite, and return whether there are any."""
     found = False
     for b in range(len(top)):
         broken[b] = 0
@@ -588,7 +594,7 @@ def find_broken(top, n, broken, codes, scales, minimums):
 
 @inner
 def divide_by_scales(y, begin, first_block, n, scales, minimums):
-    """(x - minimum) / scale; 0 in blocks whose scale is NaN."""
+    """Replace each value x by (x - minimum) / scale; by 0 in blocks whose scale is NaN."""
     block, rule, end = n.block, n.rule, begin + len(y)
     high = n.max_value if rule == COVER else INF
     low = F(-high) if n.min_value < ZERO else F(-INF)
@@ -613,7 +619,7 @@ def divide_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def multiply_by_scales(y, begin, first_block, n, scales, minimums):
-    """Code values times scale plus minimum."""
+    """Replace each value of a code by its product with the scale, plus the minimum."""
     block, end, has_minimum = n.block, begin + len(y), n.minimum > 0
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -628,7 +634,7 @@ def multiply_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, minimums):
-    """Codes 0 in broken blocks, and blocks with lost values marked as broken. Returns whether there are new ones."""
+    """Mark blocks with values that have no code as broken, with codes 0, and return whether there are new ones."""
     end, is_new = begin + len(codes), False
     for b in range(begin // n.block, (end - 1) // n.block + 1):
         start, stop = place_of(b, n.block, begin, len(codes))
@@ -647,7 +653,7 @@ def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, m
 
 @inner
 def group_len(block, cols):
-    """Values of a group: whole blocks and bytes, a tile if they fit."""
+    """Return how many values are encoded together: whole blocks and bytes, a tile if they fit."""
     unit = max(block, 1)
     while unit % 8:
         unit *= 2
@@ -656,7 +662,7 @@ def group_len(block, cols):
 
 @inner
 def scales_of_group(x, place, begin, stop, call, parts, start, n, scale_values, top, low, high, codes, scales, minimums):
-    """Choose the scales of the blocks from `begin` to `stop` of a row; or read them, if they are given."""
+    """Choose the scales of the blocks from `begin` to `stop` of a row, or read them if they are given."""
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
     y = np.empty(TILE, np.float32)
     for first in range(begin, stop, TILE):
@@ -673,7 +679,7 @@ def scales_of_group(x, place, begin, stop, call, parts, start, n, scale_values, 
 
 @inner
 def values_without_code(y, lost, v):
-    """NaN or infinity where a value is lost."""
+    """Replace values that have no code by NaN or infinity."""
     for i in range(len(y)):
         if lost[i]:
             v[i] = NAN if y[i] != y[i] else np.copysign(INF, y[i])
@@ -681,7 +687,7 @@ def values_without_code(y, lost, v):
 
 @entry
 def encode(x, call, parts, out, n, tables, words):
-    """Encode the memory x into `parts`; or, if `out` is not empty, write the decoded values there.
+    """Encode the memory x into `parts`, or, if `out` is not empty, write the decoded values there.
 
     In the second case no codes and scales are written; scales are read from `parts` if they are given. `words`: random bits, or empty.
     """
@@ -764,13 +770,13 @@ def decode(parts, call, out, n, tables):
 
 @entry
 def random_bits(call, out):
-    """The random bits of the values from the first index on."""
+    """Write the random bits of the values from the first index on into `out`."""
     fill_bits(out, call, 0)
 
 
 @entry
 def largest_finite(x, call):
-    """The largest finite magnitude of float32, bfloat16 or float16 values."""
+    """Return the largest finite magnitude of float32, bfloat16 or float16 values."""
     y, top = np.empty(TILE, np.float32), S(0)
     for begin in range(0, call.rows * call.cols, TILE):
         t = y[: min(TILE, call.rows * call.cols - begin)]
@@ -788,7 +794,10 @@ def largest_finite(x, call):
 
 @entry
 def pack_mask(x, dtype, low, high, out):
-    """One bit per value, the first lowest: not (x <= low or x >= high); of booleans, x."""
+    """Write one bit per value, the first lowest, which is 1 between `low` and `high`.
+
+    It is not (x <= low or x >= high); of booleans, x.
+    """
     count = len(x) // (1 if dtype == BOOL else 4 if dtype == FLOAT32 else 2)
     y, flags = np.empty(TILE, np.float32), np.zeros(TILE, np.uint8)
     for begin in range(0, count, TILE):
@@ -813,7 +822,7 @@ def pack_mask(x, dtype, low, high, out):
 
 @entry
 def select(bits, inside, outside, out):
-    """`inside` where the bit is 1 and `outside` where it is 0, as words of the size of those of `out`; arrays of one word, or of all."""
+    """Write `inside` where the bit is 1 and `outside` where it is 0, by words of the same size as the values."""
     flags, step = np.empty(TILE, np.uint8), 0 if len(inside) == 1 else 1
     for begin in range(0, len(out), TILE):
         target = out[begin : begin + TILE]

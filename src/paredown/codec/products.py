@@ -103,12 +103,12 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
 
 def quantize_columns(g: Tensor, factors: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of the columns of g * factors, as the rows of a matrix: `quantize_rows` of `transposed_codes`."""
+    """Return (codes, scales) of the columns of g * factors, transposed into rows."""
     return quantize_rows(transposed_codes(g.float() * factors), element)
 
 
 def transposed_codes(codes: Tensor) -> Tensor:
-    """Return the transpose of a matrix, contiguous, with zeros up to a multiple of 16 columns: the operand of a product over its rows."""
+    """Return the transpose of a matrix of codes, contiguous, with zeros up to a multiple of 16 columns."""
     missing, transposed = -codes.shape[0] % MULTIPLE, codes.t()
     if missing:
         values = transposed.view(torch.int8) if codes.element_size() == 1 else transposed  # torch pads no 8-bit floats
@@ -127,7 +127,7 @@ def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(x: Tensor, *args: Any) -> Any:
-    """Return `quantize_columns` as plain torch in graphs of a CPU; NotImplemented on CUDA, where graphs call the kernels.
+    """Return `quantize_columns` as plain torch operations in graphs of a CPU; NotImplemented on CUDA, which calls the kernels.
 
     Inductor would fuse it into reductions that read along rows, whose transposed writes took 10.6 of the 83 ms of a step (one H200).
     """
@@ -172,7 +172,10 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 class SharedCodes:
-    """The codes of the input that was quantized last, while that tensor is alive. Layers that read the same tensor save its codes once."""
+    """The codes of the input that was quantized last, kept as long as that tensor lives.
+
+    Layers that read the same tensor save its codes once.
+    """
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
@@ -180,7 +183,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return (codes, scales) of `matrix`, a view of `x`; if `x` is the tensor of the last call, return the stored ones."""
+        """Return the codes and scales of `matrix`, a view of `x`, or those of the last call if that was with the same tensor."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -195,11 +198,11 @@ class SharedCodes:
 
 
 class RowProduct(torch.autograd.Function):
-    """The product x W^T in codes; x is a matrix. Backward saves codes and scales of x, and W."""
+    """The autograd function for x W^T with both matrices quantized to codes; backward saves the codes of x, and W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
-        """Return the product in `dtype`. `given`: codes and scales of x, or None."""
+        """Return the product of quantized x and weight in `dtype`. `given`: codes and scales of x, or None."""
         with torch.autocast(x.device.type, enabled=False):
             codes, scales = given or torch.ops.paredown.quantize_rows(x, element)
             weight_codes, weight_scales = torch.ops.paredown.quantize_rows(weight, element)
@@ -228,7 +231,7 @@ class RowProduct(torch.autograd.Function):
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias), computed by products of codes in `element`, in the dtype of F.linear.
+    """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear has.
 
     Both sizes of `weight` must be multiples of MULTIPLE. `shared`: codes of `x` to share with other layers.
     """

@@ -28,7 +28,7 @@ Hyper = Sequence[float]
 
 
 class Batch:
-    """Parameters with the same update rule and layout, updated together; each unit has the tensors of one parameter."""
+    """Parameters with the same update rule and formats, which one kernel launch updates together."""
 
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.seed = rule, list(units), seed
@@ -49,9 +49,10 @@ class Batch:
         steps: Sequence[int] | int,
         gradients: Sequence[Tensor] | None = None,
     ) -> None:
-        """Update every unit (the tensors of one parameter) once: unit i uses hypers[rows[i]] and is at step steps[i], counted from 1.
+        """Update every parameter once.
 
-        An int for `rows` or `steps` applies to all units. `gradients`: new plain gradients, if they are not in the memory of the last ones.
+        Parameter i has the hyperparameters hypers[rows[i]] and is at step steps[i], counted from 1. An int for `rows` or `steps`
+        applies to all units. `gradients`: new plain gradients, if they are not in the memory of the last ones.
         """
         if gradients is not None:
             for unit, grad in zip(self.units, gradients, strict=True):
@@ -66,7 +67,7 @@ class Batch:
 
 
 def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
-    """Update one unit (the tensors of one parameter) in place; `gradient`, if given, is a plain gradient that replaces that of the unit."""
+    """Update one parameter with its state in place, with the new plain gradient `gradient` if one is given."""
     if gradient is not None:
         check_gradient(unit, gradient)
     layout = unit.how(rule.name)
@@ -78,7 +79,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum in place, as `how` says; a kernel does this if there is one for the format."""
+    """Add a gradient to a packed sum of gradients in place, with a kernel if there is one for the format."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)
@@ -87,7 +88,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
-    """Return the sum of squares of each tensor, computed by kernels; None if the kernels do not cover all of these tensors."""
+    """Return the sum of squares of each tensor, computed by kernels; None if they cannot process all of these tensors."""
     kernels = _find_kernels() if tensors[0].codes.is_cuda else None
     if kernels is None or not all(kernels.covers_squares(t.format, t.shape) for t in tensors):
         return None
@@ -95,7 +96,7 @@ def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
 
 
 def _kernels_for(unit: UpdateUnit, layout: UpdateLayout) -> ModuleType | None:
-    """Return the module of kernels that update this layout; None if there are none."""
+    """Return the module of kernels that can update parameters of this layout; None if there is none."""
     kernels = _find_kernels() if unit.weight.codes.is_cuda else None
     return kernels if kernels is not None and kernels.covers(layout) else None
 
@@ -116,7 +117,7 @@ def _group(rule: Rule, units: Sequence[UpdateUnit], seed: int) -> Any:
 
 
 def _is_aligned(unit: UpdateUnit) -> bool:
-    """Return whether all tensors that an update writes start at a multiple of 16 bytes."""
+    """Return whether the memory of all tensors that an update writes starts at a multiple of 16 bytes."""
     written = [slot for slot in (unit.weight, unit.residue, *unit.moments) if slot is not None]
     return all(t.data_ptr() % 16 == 0 for slot in written for t in slot.parts.tensors())
 
@@ -126,7 +127,7 @@ def _at(numbers: Sequence[int] | int, places: Sequence[int]) -> Sequence[int] | 
 
 
 def check_gradient(unit: UpdateUnit, grad: Tensor) -> None:
-    """Raise OptimError if the dtype, size or layout of a new gradient differs from that of the unit's gradient."""
+    """Raise OptimError if a new gradient has another dtype, size or layout than the gradient that the update was set up for."""
     before = unit.gradient.codes
     if unit.gradient.format is None and grad.dtype is before.dtype and grad.is_contiguous() and grad.numel() == before.numel():
         return

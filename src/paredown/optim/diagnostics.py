@@ -35,7 +35,7 @@ MIN_CHANGES = 1000  # fewer values are not significant
 
 @dataclass(frozen=True)
 class ParameterDiagnostics:
-    """The diagnostics of one packed parameter: shares of its updates, from counters."""
+    """The shares of one packed parameter's updates that were lost or changed stored values."""
 
     name: str
     format: str
@@ -48,7 +48,7 @@ class ParameterDiagnostics:
 
 
 class Diagnostics(tuple[ParameterDiagnostics, ...]):
-    """The rows that `opt.diagnostics()` returns, as a table when printed."""
+    """The result of `opt.diagnostics()`: a row for each packed parameter, printed as a table."""
 
     def __repr__(self) -> str:
         if not self:
@@ -63,7 +63,7 @@ class Diagnostics(tuple[ParameterDiagnostics, ...]):
 
 
 class UpdateCounters:
-    """The counters of all parameters of an optimizer: int32 on their devices, and float64 sums beside them."""
+    """Counters of the updates of all packed parameters: int32 on their devices, and float64 sums on the host."""
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, list[Tensor]] = {}
@@ -73,7 +73,7 @@ class UpdateCounters:
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, device: torch.device) -> Tensor:
-        """Return new counters for one more parameter, (5,) int32."""
+        """Return a tensor of counters for one more parameter, (5,) int32."""
         counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
         on_device = self._counters.setdefault(device, [])
         self._places.append((device, len(on_device)))
@@ -87,7 +87,7 @@ class UpdateCounters:
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Add the counters to the sums every 64 updates, and check for warnings every 512; `updates` were made so far."""
+        """Count one more update: every 64 add the device's counters to the sums, every 512 check for warnings."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
@@ -97,7 +97,7 @@ class UpdateCounters:
             self._send()
 
     def drain(self) -> None:
-        """Add the counters to the sums, and reset the counters to 0."""
+        """Add the device's counters to the sums on the host, and set them to 0."""
         for device, counters in self._counters.items():
             new = torch.stack(counters).double()
             before = self._sums.get(device)
@@ -108,7 +108,7 @@ class UpdateCounters:
                 counter.zero_()
 
     def diagnostics(self, entries: Sequence[ParameterState], *, reset: bool) -> Diagnostics:
-        """Return the diagnostics of all packed parameters so far."""
+        """Return the diagnostics of all packed parameters since the start or the last reset."""
         self.drain()
         rows = Diagnostics(self._rows(entries, {device: sums.cpu() for device, sums in self._sums.items()}))
         if reset:

@@ -74,7 +74,7 @@ STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
 class PackedParameter(Tensor):
-    """A parameter that is stored packed, or a view of one: `weight_of(p)` has the codes.
+    """A parameter that is stored packed, or a view of one; `weight_of(p)` returns its codes.
 
     Modules hold the parameter itself, an nn.Parameter without memory; `Weight.hide` gives it this class. Views are made by the constructor.
     A view can be the local tensor of a DTensor or an argument of a collective, so calls from C++ come to its `__torch_dispatch__`.
@@ -82,7 +82,7 @@ class PackedParameter(Tensor):
 
     @staticmethod
     def __new__(cls: type[PackedParameter], weight: Weight, like: Tensor, base: Tensor | None = None) -> PackedParameter:
-        """Return a view of `weight` with the size, strides and offset of `like`, made from the decoded values `base`."""
+        """Return a view of a packed weight with the size, strides and offset of `like`, a view of the decoded values `base`."""
         view: PackedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -98,12 +98,12 @@ class PackedParameter(Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Whether torch counts this as an nn.Parameter, as isinstance does."""
+        """Whether torch treats this tensor as an nn.Parameter, as isinstance does."""
         return bool(vars(self).get(IS_PARAMETER, True))
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """nn.Parameter(x) of a class like this one sets it on x.detach(), which must be of the same class."""
+        """Accept the mark that nn.Parameter(x) sets on x.detach(), which must be of the same class as x."""
         if vars(self).get(IS_PARAMETER) is None:
             raise OptimError(NEW_PARAMETER)
         vars(self)[IS_PARAMETER] = value
@@ -123,7 +123,7 @@ class PackedParameter(Tensor):
         return repr(decoded_copy(self))
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return the decoded values as another class, since torch's own method bypasses `__torch_function__`."""
+        """Return the decoded values as another class; torch's own method would read memory that does not exist."""
         return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
 
     @classmethod
@@ -140,7 +140,7 @@ class PackedParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run calls from C++ with a view, such as those of DistributedDataParallel, on decoded values.
+        """Run calls from C++, such as those of DistributedDataParallel, on decoded values.
 
         Arguments that the schema marks for writing are encoded again.
         """
@@ -175,7 +175,7 @@ class Decoded(torch.autograd.Function):
 
 
 class FrozenLinear(torch.autograd.Function):
-    """The autograd function of F.linear with a frozen packed weight: nothing is saved, and backward decodes the weight again.
+    """The autograd function for F.linear with a frozen packed weight, which saves nothing and decodes the weight in backward.
 
     torch.utils.checkpoint compares the tensors that both forward passes save. In one of them the weight may be plain (the session was
     closed), and F.linear would save it: so the hook of a checkpoint is called with it, and what the hook returns is dropped.
@@ -183,7 +183,7 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
-        """Return F.linear with the weight decoded in `dtype`; `on_save`: the pack hook of a checkpoint, or None."""
+        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: the pack hook of a checkpoint, or None."""
         values = weight.decode(dtype)
         ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
         if on_save is not None:
@@ -202,7 +202,7 @@ _apply_frozen_linear: Any = super(torch.autograd.Function, FrozenLinear).apply  
 
 
 def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
-    """Return F.linear with a frozen packed weight of a session; None if the weight is any other, for which `_computed` runs the call.
+    """Return F.linear with a frozen packed weight; None if the weight is another one.
 
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
@@ -224,14 +224,14 @@ def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Ten
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return `call_decoded` of these arguments, excluded from torch.compile."""
+    """Return the result of `call_decoded`, which torch.compile does not trace."""
     if "torch._dynamo" not in sys.modules:
         return call_decoded(func, args, kwargs)
     return _call_decoded_eagerly()(func, args, kwargs)
 
 
 def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return `call_outside_compile` of these arguments, and note that a compiled graph called it."""
+    """Return the result of `call_outside_compile`, and record that a compiled graph called it."""
     for packed in [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]:
         if not _is_view(packed):
             _weight(packed).was_compiled = True
@@ -291,7 +291,7 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply `func` to decoded values, encode those that it wrote, and return the result."""
+    """Return `func` of decoded values, and encode those that it wrote to."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
@@ -306,10 +306,10 @@ def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class DecodedValues:
-    """The decoded values of the packed tensors in the arguments of one call."""
+    """The decoded values of packed tensors among the arguments of one torch function."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        """Begin a call; `writes`: the name of the function says that it works in place, so it continues from values not encoded yet.
+        """Prepare a call; `writes`: the function works in place, and continues from values that are not encoded yet.
 
         `tracks_gradients`: gradients flow through decoding to the parameters.
         """
@@ -319,7 +319,7 @@ class DecodedValues:
         self._pairs: dict[int, tuple[Tensor, Tensor, Any, int]] = {}
 
     def of(self, arguments: Any) -> Any:
-        """Return the arguments with decoded values in place of packed tensors."""
+        """Return the arguments of the call with decoded values in place of packed tensors."""
         return tree_map(lambda leaf: self._value(leaf) if type(leaf) is PackedParameter else leaf, arguments)
 
     def _value(self, packed: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ class DecodedValues:
         return self._bases[weight][0]
 
     def store_changed(self, *, writes_unseen: bool) -> None:
-        """Encode the values that the call wrote.
+        """Encode the decoded values that the function has written to.
 
         `writes_unseen`: the function may write without changing version numbers, so all decoded values are encoded. As in torch, writing to
         a leaf that requires grad raises while grad mode is enabled.
@@ -358,7 +358,7 @@ class DecodedValues:
                 self._store(weight, base)
 
     def store_all(self) -> None:
-        """Encode all values that this call decoded."""
+        """Encode all values that were decoded for this call."""
         for weight, (base, _) in self._bases.items():
             self._store(weight, base)
 
@@ -375,7 +375,7 @@ class DecodedValues:
                     torch._C._increment_version((packed,))
 
     def report_use(self, result: Any, first: int) -> None:
-        """Call `Weight.on_use` with the result and the decoded values; the session then frees these until backward.
+        """Call `Weight.on_use` with the result and the decoded values, so that the session frees the latter until backward.
 
         `first`: the sequence number of the first autograd node that the call made.
         """
@@ -385,7 +385,7 @@ class DecodedValues:
             reports[0](result, first, used)
 
     def wrap(self, result: Any) -> Any:
-        """Return the result of the call, with packed tensors in place of decoded values and of views of decoded values."""
+        """Return the function's result with packed tensors in place of decoded values and their views."""
         originals = {id(value): packed for packed, value, *_ in self._pairs.values()}
         storages = {base.untyped_storage()._cdata: (weight, base) for weight, (base, _) in self._bases.items()}
 
@@ -399,7 +399,7 @@ class DecodedValues:
 
 
 def _may_be_view(result: Any) -> bool:
-    """Return whether a result is a plain tensor with a storage and without a gradient."""
+    """Return whether a result may be a view: a plain tensor with a storage and without a gradient."""
     is_plain = type(result) is Tensor and result.grad_fn is None and result.layout is torch.strided and result.device.type != "meta"
     return is_plain and not torch._C._functorch.is_batchedtensor(result)
 
@@ -411,12 +411,12 @@ def _weight(packed: Tensor) -> Weight:
 
 
 def _is_view(packed: Tensor) -> bool:
-    """Return whether a packed tensor is a view of a parameter, and not the parameter itself."""
+    """Return whether a packed tensor is a view of a parameter rather than the parameter."""
     return HELD in vars(packed)
 
 
 def _held(packed: Tensor) -> Tensor | None:
-    """Return the decoded values from which a view was made; None if the weight has changed since."""
+    """Return the decoded values that a view was made from; None if the weight has changed since."""
     held = vars(packed).get(HELD)
     return held[1] if held is not None and held[0] == _weight(packed).version else None
 
@@ -440,7 +440,7 @@ def _value(packed: Tensor) -> Tensor:
 
 
 def view_of(packed: Tensor) -> PackedParameter:
-    """Return a view of a packed parameter or of a view, with the same size and strides."""
+    """Return a new view of a packed parameter, or of its view, with the same size and strides."""
     with torch._C.DisableTorchFunctionSubclass():
         view = PackedParameter(_weight(packed), packed)
     vars(view).update({HELD: vars(packed).get(HELD), IS_PARAMETER: False if _is_view(packed) else None})
@@ -448,7 +448,7 @@ def view_of(packed: Tensor) -> PackedParameter:
 
 
 def decoded_copy(packed: PackedParameter) -> Tensor:
-    """Return an ordinary parameter with the decoded values; for a view an ordinary tensor."""
+    """Return an ordinary parameter with the decoded values of a packed one; an ordinary tensor for a view."""
     values = _value(packed)
     values = values.clone() if _is_view(packed) else values
     return nn.Parameter(values, packed.requires_grad) if isinstance(packed, nn.Parameter) else values

@@ -48,7 +48,7 @@ Choice = tuple[Format | None, Rounding]
 
 @dataclass(frozen=True)
 class RequestedFormats:
-    """The name of a parameter in its model, and the formats and roundings that a plan requests for its slots."""
+    """The formats and roundings that a session's plan requests for a parameter, its gradient and its moments."""
 
     name: str
     choices: Mapping[Role, Choice]
@@ -59,12 +59,12 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak refere
 
 
 def request_of(parameter: Tensor) -> RequestedFormats | None:
-    """Return the formats that a session requests for this parameter; None without a session."""
+    """Return the formats that the plan of an open session requests for this parameter; None without one."""
     return _REQUESTS.get(parameter)
 
 
 def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
-    """Record the plan's formats for optimizers that are made later, and pass them on to existing ones."""
+    """Record the formats that a plan requests for each parameter, and pass them on to existing optimizers."""
     for parameter, request in rows:
         _REQUESTS[parameter] = request
     for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
@@ -73,13 +73,13 @@ def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFo
 
 
 def withdraw_requests(model: nn.Module) -> None:
-    """Remove the requested formats from the parameters."""
+    """Remove the formats that a plan requested from the parameters of `model`."""
     for parameter in model.parameters():
         _REQUESTS.pop(parameter, None)
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record `owner` as the optimizer of a parameter, and call `let_go` of the optimizer that owned it before."""
+    """Record which optimizer updates a parameter, and call `let_go` of the one that did before."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -87,13 +87,13 @@ def set_owner(parameter: Tensor, owner: Any) -> None:
 
 
 def remove_owner(parameter: Tensor, owner: Any) -> None:
-    """Remove the record that `owner` is the optimizer of a parameter."""
+    """Remove the record that `owner` updates a parameter."""
     if owner_of(parameter) is owner:
         _OWNERS.pop(parameter, None)
 
 
 def owner_of(parameter: Tensor) -> Any:
-    """Return the optimizer of paredown.optim that has this parameter; None if there is none."""
+    """Return the optimizer of paredown.optim that updates this parameter; None if there is none."""
     ref = _OWNERS.get(parameter)
     return ref() if ref is not None else None
 
@@ -105,7 +105,7 @@ FROM_TIER = "tier"  # default of a keyword: the format of the tier or the plan
 
 @dataclass(frozen=True)
 class SlotFormats:
-    """The format (None: plain) and the rounding of each slot (weight, moments, gradient, ...) of one parameter."""
+    """The formats (None: plain) and roundings of one parameter's weight, moments, gradient and residue."""
 
     name: str
     is_full: bool  # nothing is packed, and torch.optim updates the parameter
@@ -125,7 +125,7 @@ PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
 def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
-    """Return the formats of the slots of `parameter`, from its parameter group and the plan's `request`.
+    """Return the formats of a parameter, its gradient and its moments, from its parameter group and the plan's `request`.
 
     `default_name` is the parameter's name if there is no plan.
     """
@@ -143,7 +143,7 @@ def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormat
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise OptimError for unknown tiers, roles and roundings."""
+    """Raise OptimError if a parameter group has an unknown tier, role or rounding."""
     tier = group.get("tier")
     if tier is not None and tier not in TIERS:
         raise OptimError(f"tier {tier!r} is unknown. Allowed: {', '.join(TIERS)}, or None for the plan's formats.")
@@ -181,7 +181,7 @@ def _format(keyword: Any, role: Role) -> Format | None:
 
 
 def _check(wanted: Mapping[Role, Choice], name: str) -> None:
-    """Raise OptimError for combinations of formats that cannot be stored; `name` is the parameter's, for the message."""
+    """Raise OptimError if a parameter cannot be stored in this combination of formats; `name` is for the message."""
     weight, residue = wanted[Role.WEIGHT][0], wanted[Role.RESIDUE][0]
     if residue is not None and (str(residue) != "int8" or weight is None or str(weight) != "bf16"):
         raise OptimError(
@@ -209,7 +209,7 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
 
 @dataclass(eq=False)
 class ParameterState:
-    """A parameter in an optimizer: the formats of its slots, its gradient hook, and the number of its updates."""
+    """A parameter as its optimizer sees it: formats, the hook on its gradient, and the number of its updates."""
 
     parameter: Tensor
     group: int
@@ -233,17 +233,17 @@ class ParameterState:
 
     @property
     def name(self) -> str:
-        """The name of the parameter in the model, or its index in the optimizer."""
+        """The name of the parameter in the model, or its number in the optimizer."""
         return self.choices.name
 
     @property
     def rows_and_cols(self) -> tuple[int, int]:
-        """Rows and columns of the local shard."""
+        """The rows and columns of the part of the parameter that this process has."""
         return Format.rows_and_cols(local(self.parameter).shape)
 
     @property
     def first_index(self) -> int:
-        """The index of the first local value in the whole tensor; 0 unless the parameter is a DTensor."""
+        """The index of this process's first value in the whole parameter; 0 unless it is a DTensor."""
         return 0 if not isinstance(self.parameter, DTensor) else _first_index(self.parameter, self.name)
 
 
@@ -262,7 +262,7 @@ def check_parameter(parameter: Any, place: str) -> None:
 
 
 def check_gradient(entry: ParameterState, grad: Tensor) -> None:
-    """Raise OptimError for a sparse gradient or a gradient of another shape, before anything is changed."""
+    """Raise OptimError if a gradient is sparse or has another shape than its parameter."""
     p = entry.parameter
     if grad.layout is not torch.strided:
         raise OptimError(
@@ -293,7 +293,7 @@ def _first_index(parameter: DTensor, name: str) -> int:
 
 
 def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtype, device: torch.device) -> PackedTensor:
-    """Return a packed tensor of zeros, whose codes lie in the order of the indices."""
+    """Return a packed tensor of zeros in the given format."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     parts = encoding.empty_parts(*Format.rows_and_cols(shape), device=device, tensor_scale=None)
     for tensor in parts.tensors():
@@ -302,20 +302,20 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """Return how many square roots are taken of a slot before it is encoded: 0 unless it is a packed second moment."""
+    """Return how many square roots are taken of a slot before it is stored: 1 or 2 for a packed second moment, else 0."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
 
 
 def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Reset the step count if the state has none of the rule's moments, since cleared state starts anew in torch."""
+    """Reset the step count of a parameter whose state was cleared, as torch.optim does."""
     if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
         entry.step = 0
 
 
 def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Add the tensors that the state of a parameter lacks, filled with zeros."""
+    """Add the tensors that a parameter's state lacks for its rule, filled with zeros."""
     plain = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
         format = entry.choices.format(role)
@@ -340,7 +340,7 @@ def has_residue(entry: ParameterState) -> bool:
 
 
 def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
-    """Add the tensors of a packed tensor to `state`, under `name`."""
+    """Add the codes and scales of a packed tensor to `state`, under names that begin with `name`."""
     state[f"{name}.codes"] = parts.codes
     for part, tensor in (("scales", parts.scales), ("minimums", parts.minimums)):
         if tensor is not None:
@@ -348,7 +348,7 @@ def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
 
 
 def parts_in(state: dict[str, Any], name: str) -> PackedParts:
-    """Return codes, scales and minimums that `put` has added to `state` under `name`."""
+    """Return the codes, scales and minimums that `put` has added to `state`."""
     return PackedParts(state[f"{name}.codes"], state.get(f"{name}.scales"), state.get(f"{name}.minimums"))
 
 
@@ -356,7 +356,7 @@ def parts_in(state: dict[str, Any], name: str) -> PackedParts:
 
 
 def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: Tensor) -> UpdateUnit:
-    """Return the slots that an update of this parameter reads and writes; `gradient`: packed accumulator or plain tensor."""
+    """Return the tensors that an update of this parameter reads and writes."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue") if has_residue(entry) else None
@@ -375,7 +375,7 @@ def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: 
 
 
 def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
-    """Return a slot over a plain tensor, viewed as (rows, cols)."""
+    """Return an unpacked tensor as a slot of an update, viewed as (rows, cols)."""
     return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
@@ -387,7 +387,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """Return the slot to which an update writes the weight: the codes of a packed weight, or the parameter itself.
+    """Return the tensor that an update reads and writes as the weight: codes of a packed weight, or the parameter itself.
 
     If the parameter is not contiguous, the update writes to a contiguous copy of it, its shadow.
     """
@@ -406,7 +406,7 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """Return the slot of a gradient.
+    """Return the tensor that an update reads as the gradient.
 
     A plain gradient is a new tensor in each step, so that its slot has its dtype and size without memory.
     """

@@ -50,7 +50,7 @@ Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """The update function of an optimizer, the roles and torch.optim names of its moments, and the names of its hyperparameters."""
+    """An update rule: its function, the roles and torch.optim names of its moments, and the names of its hyperparameters."""
 
     name: str
     update: Update
@@ -60,7 +60,7 @@ class Rule:
     is_of_matrix: bool = False  # an update of one value depends on the whole matrix
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """Return the hyperparameters of a step by name, rounded to float32 unless the rule updates whole matrices."""
+        """Return the hyperparameters of a step by name, in the precision in which the rule computes with them."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
         return dict(zip(self.hyper_names, hyper if self.is_of_matrix else map(as_float32, hyper), strict=True))
@@ -91,7 +91,10 @@ def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
 
 
 def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """Return a + b in float64, rounded to odd; `total` is the sum rounded to nearest."""
+    """Return a + b in float64 rounded to odd, so that rounding it to float32 is correct.
+
+    `total` is the sum rounded to nearest.
+    """
     back = total - a
     rest = (a - (total - back)) + (b - back)  # the exact rounding error of `total`
     bits = total.view(torch.int64)
@@ -133,7 +136,7 @@ def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Mo
 
 
 def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of Muon, which orthogonalizes the update of a whole matrix.
+    """Return parameter and momentum after a step of Muon, which orthogonalizes the whole matrix of updates.
 
     `reference.update` calls the three parts of it on some rows at a time.
     """
@@ -142,13 +145,13 @@ def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Mo
 
 
 def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the next momentum, and the matrix that Muon orthogonalizes."""
+    """Return the next momentum, and the update (Nesterov's) that Muon orthogonalizes."""
     m = torch.lerp(m, g, 1 - h["momentum"])
     return m, torch.lerp(g, m, h["momentum"]) if h["nesterov"] else m
 
 
 def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
-    """Return a matrix with the singular vectors of `x`, and singular values near 1 in place of its own.
+    """Return `x` with its singular values replaced by values near 1 (its singular vectors stay).
 
     `x`, bfloat16, is overwritten. Beside it, one matrix of its size is allocated and two squares of the shorter side, if the caller keeps
     no reference to `x`.
@@ -163,7 +166,7 @@ def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
 
 
 def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -> Tensor:
-    """Return the parameter after decay and a step along rows of the orthogonalized update; `shape` is that of the whole matrix.
+    """Return the parameter after weight decay and a step along some rows of the orthogonalized update.
 
     The ratio of the step to lr: root(max(1, rows / cols)), or 0.2 root(max(rows, cols)) if `match_rms`, as in updates of AdamW.
     """
@@ -181,7 +184,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def stored_root(x: Tensor, roots: int) -> Tensor:
-    """Return the value that is stored for x >= 0: x itself (`roots` = 0), its square root (1), or about its fourth root (2).
+    """Return the number that is stored for a second moment x >= 0: x, its square root, or about its fourth root.
 
     The second root halves the bit pattern of the first as an integer: within 7 % of a true root, monotone, and invertible except for the
     last bit. In 4 bits it is as accurate as a true root, and it takes one operation.
@@ -193,7 +196,7 @@ def stored_root(x: Tensor, roots: int) -> Tensor:
 
 
 def from_stored_root(y: Tensor, roots: int) -> Tensor:
-    """Return the value x whose `stored_root` is y, up to the rounding of a square."""
+    """Return the second moment x for which `stored_root` is y, up to the rounding of a square."""
     if roots == 0:
         return y
     r = y if roots == 1 else ((y.contiguous().view(torch.int32) - HALF_BITS).clamp(min=0) << 1).view(torch.float32)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class StepBatch:
-    """Parameters with gradients of one type and one rule, and the `Batch` that updates them."""
+    """Parameters that share a rule and a type of gradients, with the `Batch` that updates them."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[ParameterState, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]
@@ -47,7 +47,7 @@ class StepBatch:
         self.weights = [entry.weight for entry in self.entries if entry.weight is not None]
 
     def run(self, optimizer: Optimizer, gradients: list[Tensor] | None) -> None:
-        """Update all parameters once; `gradients` are new plain gradients."""
+        """Update all parameters of the batch once; `gradients` are new plain gradients."""
         for parameter, shadow in self.shadows:
             shadow.copy_(parameter)
         groups = optimizer.param_groups
@@ -71,7 +71,7 @@ class StepBatch:
 
 
 class StepBatches:
-    """The cached batches of an optimizer, rebuilt when parameters, gradients or state have changed."""
+    """The batches in which an optimizer updates its parameters, rebuilt when parameters, gradients or state change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -87,13 +87,13 @@ class StepBatches:
         self._batches, self._entries, self._built_for = [], None, None
 
     def settle(self) -> None:
-        """Write the step counts of the batches back to the states of the parameters."""
+        """Write the step counts of the batches back into the states of the parameters."""
         for batch in self._batches:
             for entry, step in zip(batch.entries, batch.steps, strict=True):
                 entry.step = step
 
     def run(self) -> None:
-        """Update all entries that have gradients."""
+        """Update all parameters that have gradients."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if self._entries is None:
@@ -116,12 +116,12 @@ class StepBatches:
                 batch.run(optimizer, plain)
 
     def _gradients(self) -> list[Any]:
-        """Return the gradient of each parameter (of its local rows if it is sharded); None where there is none."""
+        """Return the gradient of each parameter (this process's rows of it), or None."""
         gradients: list[Any] = [p.grad for p in self._parameters]
         return [None if g is None else local(g) for g in gradients] if self._is_spread else gradients
 
     def _signature(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
-        """Return a key that stays the same while the batches can be reused.
+        """Return a key that changes when the batches cannot be used again.
 
         It consists of the types of all gradients, the rules, and the addresses of parameters and accumulators.
         """
@@ -146,7 +146,7 @@ class StepBatches:
         return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
-        """Build new batches, and return the gradients for them.
+        """Build batches for the present gradients, and return these by batch.
 
         If user code assigned a plain gradient in place of a packed one, it is encoded.
         """

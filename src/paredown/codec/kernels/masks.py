@@ -24,7 +24,7 @@ from paredown.codec.kernels.rows import bf16_as_integers
 
 @triton.jit
 def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Kernel of `pack_mask`, drawn above."""
+    """Pack one bit for each value of a tile, as drawn above."""
     start = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE // 8)
     offsets = at[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -39,7 +39,7 @@ def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TIL
 
 @triton.jit
 def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """The bits of a tile as int32 (TILE,); 0 past the end."""
+    """Return the bits of a tile as int32 (TILE,), which are 0 past the end."""
     at = tl.arange(0, TILE // 8)
     packed = load_tile(bits_ptr + start // 8, at, at * 8 < numel - start, MASKED).to(tl.int32)
     return ((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1).reshape(TILE)
@@ -47,7 +47,7 @@ def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Kernel of `unpack_mask`: one of two values for each bit."""
+    """Store one of two values for each bit of a tile."""
     start = tl.program_id(0).to(tl.int64) * TILE
     values = tl.where(load_bits(bits_ptr, start, numel, MASKED, TILE) != 0, inside_value, outside_value)
     store_values(out_ptr + start, values, tl.arange(0, TILE) < numel - start, MASKED)
@@ -55,7 +55,7 @@ def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MA
 
 @triton.jit
 def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Kernel of `apply_mask`, drawn above."""
+    """Store the gradient of a tile where the bit is 1, and 0 elsewhere, as drawn above."""
     start = tl.program_id(0).to(tl.int64) * TILE
     offsets = tl.arange(0, TILE)
     inside = offsets < numel - start
@@ -65,17 +65,17 @@ def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, 
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
-    """`out`: one bit for each of the values that begin at the address of `x`; see `codec/recompute.py`."""
+    """Write one bit for each of the values that begin at the address of `x` into `out`, and return it."""
     return _launch("pack_mask_kernel", (float(low), float(high)), x.numel(), x, out)
 
 
 def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Tensor:
-    """`out`, flat: one of two values for each bit."""
+    """Write one of two values for each bit into flat `out`, and return it."""
     return _launch("unpack_mask_kernel", (float(inside), float(outside)), out.numel(), bits, out)
 
 
 def apply_mask(grad: Tensor, bits: Tensor, out: Tensor) -> Tensor:
-    """`out`, dense in the same memory order as `grad`: `grad` where the bit is 1, else 0."""
+    """Write `grad` where the bit is 1, and 0 elsewhere, into `out`, and return it; both have the same memory order."""
     return _launch("apply_mask_kernel", (), grad.numel(), grad, out, bits)
 
 
@@ -93,7 +93,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """`x` in a dtype that the kernels of masks take; `stores`: the kernel writes it or copies its values."""
+    """Return `x` viewed in a dtype that the kernels of masks take; `stores`: the kernel writes or copies its values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)

@@ -47,13 +47,13 @@ SMALLEST_SCALE_BITS = tl.constexpr(0x00800000)  # 2^-126
 
 @triton.jit
 def as_bits(x):
-    """A float32's bits."""
+    """Return the bits of a float32 as an integer."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def as_float(bits):
-    """The float32 of these bits."""
+    """Return the float32 that has these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -62,7 +62,7 @@ def as_float(bits):
 
 @triton.jit
 def random_bits(index, k0, k1):
-    """32 random bits (uint32) of each index; see `formats/rounding.py`."""
+    """Return 32 random bits (uint32) for each index, as `formats/rounding.py` defines."""
     x = index.to(tl.uint32) * INDEX_STEP + k0
     x = (x ^ (x >> 16)) * MULTIPLIER_1
     return (x ^ (x >> 15) ^ k1) * MULTIPLIER_2
@@ -70,7 +70,7 @@ def random_bits(index, k0, k1):
 
 @triton.jit
 def mixed(x):
-    """A bijective hash of 32-bit integers: `formats.rounding.mix` as a device function."""
+    """Return the hash `formats.rounding.mix` of 32-bit integers."""
     x = x + KEY_SALT
     x = (x ^ (x >> 16)) * MULTIPLIER_1
     x = (x ^ (x >> 15)) * MULTIPLIER_2
@@ -79,7 +79,7 @@ def mixed(x):
 
 @triton.jit
 def stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY: tl.constexpr):
-    """The keys of a stream as uint32; a step in memory is mixed in here."""
+    """Return the keys of the random bits as uint32, with the step included if it is in memory."""
     k0 = k0.to(tl.uint32)
     k1 = k1.to(tl.uint32)
     if STEP_IN_MEMORY:
@@ -94,7 +94,7 @@ def stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def power_of_two(x, EXPONENT: tl.constexpr):
-    """x * 2^EXPONENT, in two steps where one factor would not be a float32."""
+    """Return x * 2^EXPONENT, multiplied in two steps where one factor would be no float32."""
     if EXPONENT > 127:
         x = x * 18446744073709551616.0  # 2^64
         return x * as_float(tl.full((), (EXPONENT - 64 + 127) << 23, tl.int32))
@@ -104,7 +104,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """The number that is added below the last kept bit: the top COUNT random bits, one half, or 0."""
+    """Return the number that is added below the last kept bit to round: COUNT random bits, one half, or 0."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -118,7 +118,7 @@ def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """The magnitude code of float32 bits `a` >= 2^MIN_EXPONENT, not yet limited; NaN gives a large one too."""
+    """Return the code of the magnitude with float32 bits `a` >= 2^MIN_EXPONENT; it may exceed the largest code."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     a = a - ((126 + MIN_EXPONENT) << 23)  # the exponent that the code has
     if DROPPED > 0:
@@ -131,7 +131,10 @@ def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 
 @triton.jit
 def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """The magnitude code of a float32 0 <= a <= 2^MIN_EXPONENT: steps of 2^(MIN_EXPONENT - MANTISSA_BITS). Above, anything."""
+    """Return the code of a magnitude 0 <= a <= 2^MIN_EXPONENT, in steps of 2^(MIN_EXPONENT - MANTISSA_BITS).
+
+    Above, any number is returned.
+    """
     KEPT: tl.constexpr = 30 - MANTISSA_BITS
     if ROUNDING == NEAREST_EVEN:
         C: tl.constexpr = (MIN_EXPONENT + 23 - MANTISSA_BITS + 127) << 23
@@ -143,7 +146,10 @@ def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.con
 
 @triton.jit
 def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, COVERED: tl.constexpr):
-    """The magnitude code of float32 y, not yet limited; NaN gives a large one too. COVERED: |y| exceeds max_value by rounding alone."""
+    """Return the code of the magnitude of float32 y; it may exceed the largest code.
+
+    COVERED: |y| exceeds max_value by rounding alone.
+    """
     MANTISSA_BITS: tl.constexpr = ELEMENT[2]
     MIN_EXPONENT: tl.constexpr = ELEMENT[3]
     SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
@@ -166,7 +172,10 @@ def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CO
 
 @triton.jit
 def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Codes (int32) of float32 y for a float or integer, and a mask of y past the largest value (without NaN)."""
+    """Return the codes (int32) of y for a float or integer element, and a mask of values past the largest one.
+
+    NaN is not in the mask.
+    """
     KIND: tl.constexpr = ELEMENT[0]
     MAX_CODE: tl.constexpr = ELEMENT[5]
     bits = as_bits(y)
@@ -184,7 +193,10 @@ def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def with_sign(k, bits, ELEMENT: tl.constexpr):
-    """The code of a magnitude code and the sign of float32 bits: with a sign bit, in two's complement, or unsigned."""
+    """Return the code of a value, given the code of its magnitude and its sign.
+
+    The sign is a sign bit, in two's complement, or absent.
+    """
     WIDTH: tl.constexpr = ELEMENT[1]
     if ELEMENT[0] == FLOAT:
         code = k | ((bits >> (32 - WIDTH)) & (1 << (WIDTH - 1)))
@@ -197,7 +209,7 @@ def with_sign(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def finish_float(k, bits, ELEMENT: tl.constexpr):
-    """The code of a float from its magnitude code: applies the limit, the sign, inf and NaN."""
+    """Return the code of a float, given the code of its magnitude: limited, with its sign, infinity or NaN."""
     MAX_CODE: tl.constexpr = ELEMENT[5]
     SPECIAL: tl.constexpr = ELEMENT[6]
     NAN_CODE: tl.constexpr = ELEMENT[8]
@@ -213,7 +225,10 @@ def finish_float(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """`encode_grid` for |y| that exceed the largest value by rounding error only; the code of NaN is undefined."""
+    """Return the codes of values that scales have brought into the element's range, up to rounding error.
+
+    The code of NaN is undefined.
+    """
     KIND: tl.constexpr = ELEMENT[0]
     if KIND == UINT and not HAS_MINIMUM:
         y = tl.maximum(y, 0.0)
@@ -229,7 +244,7 @@ def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, 
 
 @triton.jit
 def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """The magnitude code, nearest_even: |y| + C rounds to the step, with C = 2^(E + 23 - MANTISSA_BITS) as in `cpu.py`."""
+    """Return the code of a magnitude rounded to nearest_even, by an addition whose result has the step as its last bit."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
     c = tl.maximum(bits & INF_BITS, SMALLEST) + (DROPPED << 23)
@@ -239,7 +254,7 @@ def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 
 @triton.jit
 def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Codes of float32 y for a table, and a mask of y past its ends.
+    """Return the codes of y for an element that is a table, and a mask of values past its ends.
 
     table_ptr: first the MAX_CODE thresholds at which the code goes up by one, in 2^WIDTH places; then the values of all codes.
     """
@@ -267,7 +282,7 @@ def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, R
 
 @triton.jit
 def encode_values(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Codes (int32) of y, and a mask of y past the largest value."""
+    """Return the codes (int32) of y for any element, and a mask of values past the largest one."""
     if ELEMENT[0] == TABLE:
         return encode_table(y, random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
     else:
@@ -276,7 +291,7 @@ def encode_values(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, 
 
 @triton.jit
 def decode_values(code, table_ptr, ELEMENT: tl.constexpr):
-    """The float32 of each int32 code."""
+    """Return the float32 that each int32 code stands for."""
     KIND: tl.constexpr = ELEMENT[0]
     SIGN: tl.constexpr = 1 << (ELEMENT[1] - 1)
     if KIND == TABLE:
@@ -291,7 +306,7 @@ def decode_values(code, table_ptr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decode_float(code, ELEMENT: tl.constexpr):
-    """`decode_values` for a float."""
+    """Return the float32 that each code of a float element stands for."""
     WIDTH: tl.constexpr = ELEMENT[1]
     MANTISSA_BITS: tl.constexpr = ELEMENT[2]
     MIN_EXPONENT: tl.constexpr = ELEMENT[3]
@@ -318,7 +333,10 @@ def decode_float(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_scale(scale, SCALE: tl.constexpr):
-    """A float32 scale >= 0 rounded up to its stored form: float32 bits, bf16 bits, or a code; inf or NaN past the largest e8m0 or bf16."""
+    """Return a float32 scale >= 0 rounded up to its stored form: float32 bits, bf16 bits, or a code.
+
+    Past the largest e8m0 or bf16 it is inf or NaN.
+    """
     bits = as_bits(scale)
     if SCALE == E8M0:
         return tl.where(bits <= 0x00400000, 0, (bits + 0x7FFFFF) >> 23)
@@ -337,7 +355,7 @@ def store_scale(scale, SCALE: tl.constexpr):
 
 @triton.jit
 def load_scale(stored, SCALE: tl.constexpr):
-    """The float32 of a stored scale."""
+    """Return the float32 value of a stored scale."""
     if SCALE == E8M0:
         bits = tl.where(stored == 0, 0x00400000, stored << 23)
         return as_float(tl.where(stored == 255, NAN_BITS, bits))
@@ -352,7 +370,7 @@ def load_scale(stored, SCALE: tl.constexpr):
 
 @triton.jit
 def nan_scale(SCALE: tl.constexpr):
-    """The stored form of a NaN scale."""
+    """Return the stored form of a NaN scale."""
     if SCALE == E8M0:
         return 255
     elif SCALE == E4M3:
@@ -365,13 +383,13 @@ def nan_scale(SCALE: tl.constexpr):
 
 @triton.jit
 def inverse_scale(scale):
-    """1 / scale if that is finite, else 0."""
+    """Return 1 / scale if that is finite, else 0."""
     fine = scale > 2.938735877055719e-39  # 2^-128
     return tl.where(fine, tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(fine, scale, 1.0)), 0.0)
 
 
 @triton.jit
 def rounded_down_bf16(x):
-    """float32 to the bf16 (as 16 bits) at most that large."""
+    """Return the largest bf16 (as 16 bits) that is at most the float32 x."""
     bits = as_bits(x)
     return tl.where(bits < 0, (((bits & 0x7FFFFFFF) + 0xFFFF) >> 16) | 0x8000, bits >> 16)

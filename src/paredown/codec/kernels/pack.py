@@ -50,7 +50,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
-    """The values at `offsets`; 0 where the mask is false."""
+    """Return the values at `offsets`, with 0 where the mask is false."""
     if MASKED:
         return tl.load(ptr + offsets, mask=inside, other=0)
     else:
@@ -59,7 +59,10 @@ def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def load_values(ptr, offsets, inside, MASKED: tl.constexpr):
-    """Values as float32. bf16 arrives as int16, as the compiler would convert it; the cast of the interpreter is wrong below 2^-126."""
+    """Return the values at `offsets` as float32.
+
+    bf16 is loaded as int16: the cast of Triton's interpreter is wrong below 2^-126.
+    """
     loaded = load_tile(ptr, offsets, inside, MASKED)
     return as_float(loaded.to(tl.int32) << 16) if ptr.dtype.element_ty == tl.int16 else loaded.to(tl.float32)
 
@@ -75,7 +78,10 @@ def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def joined_bits(bits, inside, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Eight bits to a byte, the first one lowest: (TILE,) int32 of 0 and 1 -> (TILE / 8,) uint8; 0 where the mask is false."""
+    """Return eight bits in each byte, the first one lowest: (TILE,) int32 of 0 and 1 -> (TILE / 8,) uint8.
+
+    Bits are 0 where the mask is false.
+    """
     if MASKED:
         bits = tl.where(inside, bits, 0)
     return tl.sum(bits.reshape(TILE // 8, 8) << tl.arange(0, 8)[None, :], 1).to(tl.uint8)
@@ -85,7 +91,10 @@ def joined_bits(bits, inside, MASKED: tl.constexpr, TILE: tl.constexpr):
 def random_tile(
     start, k0, k1, step_ptr, ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The random bits of TILE elements from global index `start`; zeros if the rounding uses none. WIDE: past 2^32."""
+    """Return the random bits of TILE elements from global index `start`, or zeros if the rounding uses none.
+
+    WIDE: indices may be past 2^32.
+    """
     if ROUNDING == STOCHASTIC:
         k0, k1 = stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY)
         if WIDE:
@@ -101,7 +110,10 @@ def random_tile(
 
 @triton.jit
 def place(first_tile, tiles_per_row, ONE_ROW: tl.constexpr):
-    """(row, tile) of this program. In one long row, tiles start on a multiple of TILE whatever its length is."""
+    """Return the (row, tile) that this program works on.
+
+    In one long row, tiles start on a multiple of TILE whatever its length is.
+    """
     pid = tl.program_id(0).to(tl.int64)
     if ONE_ROW:
         return tl.zeros((), tl.int64), pid + first_tile
@@ -111,7 +123,10 @@ def place(first_tile, tiles_per_row, ONE_ROW: tl.constexpr):
 
 @triton.jit
 def packed_codes(codes, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Codes narrower than a byte joined into bytes (or, for 6 bits, four into 24 bits), the first value lowest."""
+    """Return codes narrower than a byte joined into bytes, the first value lowest.
+
+    Of 6 bits, four are joined into 24 bits.
+    """
     if WIDTH == 1 or WIDTH == 2 or WIDTH == 4 or WIDTH == 6:
         low, high = tl.split(codes.reshape(TILE // 2, 2))
         codes = low | (high << WIDTH)
@@ -126,7 +141,7 @@ def packed_codes(codes, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def unpacked_codes(packed, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """The inverse of `packed_codes`: int32 codes (TILE,)."""
+    """Return the int32 codes (TILE,) that `packed_codes` has joined."""
     if WIDTH == 1:
         packed = tl.join(packed & 15, packed >> 4).reshape(TILE // 4)
     if WIDTH == 1 or WIDTH == 2 or WIDTH == 6:
@@ -138,7 +153,7 @@ def unpacked_codes(packed, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Store a tile of codes, at most `num_bytes`, the rest of its row."""
+    """Store the codes of a tile, in at most the `num_bytes` that are left in its row."""
     packed = packed_codes(codes, WIDTH, TILE)
     if WIDTH == 6:
         start = tl.arange(0, TILE // 4) * 3
@@ -154,7 +169,7 @@ def store_codes(ptr, codes, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, 
 
 @triton.jit
 def load_codes(ptr, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """The int32 codes (TILE,) of a tile."""
+    """Return the int32 codes (TILE,) of a tile."""
     if WIDTH == 6:
         start = tl.arange(0, TILE // 4) * 3
         packed = tl.zeros((TILE // 4,), tl.int32)
@@ -174,14 +189,14 @@ def load_codes(ptr, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: 
 
 @triton.jit
 def load_shared(ptr, offsets, inside, KIND: tl.constexpr):
-    """Stored scales or minimums as int32: float32 bits, bf16 bits, or codes."""
+    """Return stored scales or minimums as int32: float32 bits, bf16 bits, or codes."""
     stored = tl.load(ptr + offsets, mask=inside, other=0).to(tl.int32)
     return stored & 0xFFFF if KIND == BF16 else stored
 
 
 @triton.jit
 def store_shared(ptr, offsets, stored, inside, KIND: tl.constexpr):
-    """The inverse of `load_shared`."""
+    """Store scales or minimums in the form that `load_shared` returns."""
     if KIND == BF16:
         stored = stored.to(tl.int16)
     elif KIND != FP32:
@@ -191,19 +206,19 @@ def store_shared(ptr, offsets, stored, inside, KIND: tl.constexpr):
 
 @triton.jit
 def nan_max(a, b):
-    """The larger of two values; NaN if either is."""
+    """Return the larger of two values; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_min(a, b):
-    """The smaller one, or NaN."""
+    """Return the smaller of two values; NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """The stored minimum of each block of (blocks, BLOCK_LEN), and the range of its values above it."""
+    """Return the stored minimum of each block of (blocks, BLOCK_LEN), and the range of the block's values above it."""
     low = tl.reduce(tl.where(inside, x, float("inf")) if MASKED else x, 1, nan_min)
     high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
     low = low + 0.0  # turns -0.0 into 0.0
@@ -215,7 +230,7 @@ def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
 def choose_scale(
     largest, tensor_scale, MAX_VALUE, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr
 ):
-    """The stored scale of blocks whose largest magnitude is `largest`, finite."""
+    """Return the stored scale of blocks whose largest magnitude is `largest`, finite."""
     if RULE == OCP:
         exponent = as_bits(largest) >> 23
         exponent = tl.where(exponent == 0, (as_bits(largest * 16777216.0) >> 23) - 24, exponent)  # subnormal: by 2^24 first
@@ -230,7 +245,7 @@ def choose_scale(
 
 @triton.jit
 def scale_of(stored, tensor_scale, SCALE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr):
-    """The float32 scale of each block."""
+    """Return the float32 scale of each block."""
     scale = load_scale(stored, SCALE)
     return scale * tensor_scale if HAS_TENSOR_SCALE else scale
 
@@ -241,7 +256,10 @@ def encode_blocks(
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, RULE: tl.constexpr, SAYS_NAN: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of (blocks, BLOCK_LEN), stored scale and stored minimum of each block; scale NaN and codes 0 for a block that is not finite."""
+    """Return codes (blocks, BLOCK_LEN), stored scale and stored minimum of each block.
+
+    A block that is not finite has scale NaN and codes 0.
+    """
     if MINIMUM == NONE or RULE == GIVEN:
         largest = tl.reduce(tl.abs(x), 1, nan_max)
         minimum = tl.zeros_like(as_bits(largest))
@@ -288,7 +306,7 @@ def decode_blocks(
     MINIMUM: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr,
 ):
-    """The float32 of (blocks, BLOCK_LEN) codes."""
+    """Return the float32 values of codes (blocks, BLOCK_LEN)."""
     values = decode_values(codes, table_ptr, ELEMENT) * scale_of(scale, tensor_scale, SCALE, HAS_TENSOR_SCALE)[:, None]
     return values if MINIMUM == NONE else values + load_scale(minimum, MINIMUM)[:, None]
 
@@ -298,7 +316,7 @@ def decode_blocks(
 
 @triton.jit
 def store_values(ptr, values, inside, MASKED: tl.constexpr):
-    """float32 values in the dtype of `ptr`. Finite values stay finite in float16."""
+    """Store float32 values in the dtype of `ptr`. Finite values stay finite in float16."""
     if ptr.dtype.element_ty == tl.float16:
         held = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         values = tl.where(tl.abs(values) < float("inf"), held, values)
@@ -318,7 +336,7 @@ def encode_kernel(
     SAYS_NAN: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, STORES_CODES: tl.constexpr,
     STORES_BITS: tl.constexpr, WIDE: tl.constexpr, ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x to codes, scales and minimums, as drawn above; or (not STORES_CODES) to the values that these decode to.
+    """Encode a tile of rows, as drawn above, or (not STORES_CODES) store the values that the codes stand for.
 
     STORES_BITS, for one long row: the mask of values above 0 beside the codes, as in `masks.py`.
     """
@@ -379,7 +397,7 @@ def decode_kernel(
     ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr,
     ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and minimums to rows of values."""
+    """Store the values that the codes, scales and minimums of a tile stand for."""
     row, tile = place(first_tile, tiles_per_row, ONE_ROW)
     code_start = row * row_bytes + tile * (TILE * ELEMENT[1] // 8)
     codes = load_codes(codes_ptr + code_start, row_bytes - tile * (TILE * ELEMENT[1] // 8), ELEMENT[1], TILE, MASKED)
@@ -402,7 +420,10 @@ def decode_kernel(
 
 @triton.jit
 def largest_finite_kernel(x_ptr, out_ptr, numel, TILE: tl.constexpr):
-    """out <- max(out, the largest finite |x|), as float32 bits: those of numbers >= 0 are ordered like integers."""
+    """Raise out to the largest finite |x| of a tile, as float32 bits.
+
+    Bits of numbers >= 0 are ordered like integers.
+    """
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     a = as_bits(load_values(x_ptr, offsets, offsets < numel, True)) & 0x7FFFFFFF
     tl.atomic_max(out_ptr, tl.max(tl.where(a < INF_BITS, a, 0), 0))

@@ -37,7 +37,7 @@ MAX_ROW = 32768  # values of a row that one program holds
 
 @triton.jit
 def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
-    """values / scale as codes, rounded to nearest."""
+    """Return values / scale as codes, rounded to nearest."""
     y = values / scale
     y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))  # a NaN stays
     if INTEGER:
@@ -49,14 +49,14 @@ def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """The scale of a largest magnitude, given by its bits."""
+    """Return the scale of a row or column whose largest magnitude has these bits."""
     magnitude = bits.to(tl.float32, bitcast=True)
     return tl.where(magnitude < LEAST, LEAST, magnitude) / LARGEST
 
 
 @triton.jit
 def magnitude_bits(values):
-    """The bits of |values|, which are ordered as the magnitudes are."""
+    """Return the bits of |values|, which are ordered as the magnitudes are."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -64,7 +64,7 @@ def magnitude_bits(values):
 def rows_kernel(
     x_ptr, codes_ptr, scales_ptr, cols, LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE: tl.constexpr
 ):
-    """Codes and scale of one row."""
+    """Store the codes and the scale of one row."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     x = tl.load(x_ptr + row * cols + at, at < cols, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(magnitude_bits(x), 0), LARGEST, LEAST)
@@ -77,7 +77,7 @@ def largest_kernel(
     g_ptr, s_ptr, bits_ptr, _codes_ptr, _scales_ptr, rows, cols, stride, num_tiles, num_parts,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude of each column of g * s, joined with those that `bits_ptr` has."""
+    """Raise `bits_ptr` to the bits of the largest magnitude of each column of g * s."""
     at_col = (tl.program_id(0) // num_parts) * TILE_COLS + tl.arange(0, TILE_COLS)
     largest = tl.zeros([TILE_COLS], tl.int32)
     for tile in range(tl.program_id(0) % num_parts, num_tiles, num_parts):
@@ -94,7 +94,7 @@ def columns_kernel(
     g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded, num_tiles,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of the columns of g * s, transposed: the second pass, drawn above."""
+    """Store the codes and scales of the columns of g * s, transposed: the second pass, drawn above."""
     tile = tl.program_id(0) % num_tiles
     at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
@@ -111,7 +111,7 @@ def columns_kernel(
 
 @triton.jit
 def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """Bytes, transposed, with zeros behind the rows."""
+    """Store bytes transposed, with zeros behind the rows."""
     at_row = (tl.program_id(0) % num_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
@@ -125,7 +125,7 @@ def _constants(element: str) -> dict[str, object]:
 
 
 def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of the rows of a matrix."""
+    """Return (codes, scales) of a matrix, with one scale for each row."""
     x, (rows, cols) = x.contiguous(), x.shape
     if cols > MAX_ROW:
         return products.quantize_rows(x, element)
@@ -143,7 +143,7 @@ def _rows_launch(rows: int, cols: int, element: str) -> Launch:
 
 
 def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of the columns of g * s, transposed: (columns, rows up to a multiple of 16), and (columns, 1)."""
+    """Return (codes, scales) of the columns of g * s, transposed: (columns, rows up to a multiple of 16), and (columns, 1)."""
     g = g if g.stride(1) == 1 else g.contiguous()
     rows, cols = g.shape
     codes = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=ELEMENTS[element], device=g.device)
@@ -154,7 +154,7 @@ def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor
 
 @final
 class ColumnQuantizer:
-    """Quantizes the columns of matrices of one size: `self(g, s, codes, scales)` writes the last two."""
+    """A function that quantizes the columns of matrices of one size: `self(g, s, codes, scales)` writes the last two."""
 
     def __init__(self, rows: int, cols: int, stride: int, element: str) -> None:
         num_tiles, num_cols = triton.cdiv(rows, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
@@ -170,7 +170,7 @@ class ColumnQuantizer:
         self._cols, self._direct = cols, Direct([first, second])
 
     def __call__(self, g: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Launch both passes."""
+        """Quantize the columns of g * s, in two launches."""
         bits = torch.zeros(self._cols, dtype=torch.int32, device=g.device)
         key, pointers = (g.get_device(), g.dtype, s.dtype), (g, s, bits, codes, scales)
         addresses = tuple(tensor.data_ptr() for tensor in pointers)
@@ -182,7 +182,7 @@ column_quantizer = lru_cache(maxsize=4096)(ColumnQuantizer)
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """The transpose of codes, with zeros up to a multiple of 16 columns."""
+    """Return the transpose of a matrix of codes, with zeros up to a multiple of 16 columns."""
     codes, (rows, cols) = codes.contiguous(), codes.shape
     out = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=codes.dtype, device=codes.device)
     transposer(rows, cols)(codes, out)
@@ -191,7 +191,7 @@ def transposed(codes: Tensor) -> Tensor:
 
 @final
 class Transposer:
-    """Transposes the bytes of matrices of one size: `self(codes, out)` writes `out`."""
+    """A function that transposes the bytes of matrices of one size: `self(codes, out)` writes `out`."""
 
     def __init__(self, rows: int, cols: int) -> None:
         padded = -(-rows // MULTIPLE) * MULTIPLE
@@ -202,7 +202,7 @@ class Transposer:
         )
 
     def __call__(self, codes: Tensor, out: Tensor) -> None:
-        """Launch the kernel."""
+        """Write the transpose of `codes` into `out`."""
         key, addresses = (codes.get_device(), torch.int8, torch.int8), (codes.data_ptr(), out.data_ptr())
         if not self._direct.run(key, addresses[0] | addresses[1], addresses):
             self._direct.launch(key, (codes.view(torch.int8), out.view(torch.int8)))

@@ -21,12 +21,12 @@ from paredown.formats.rounding import Overflow
 
 
 def float_bits(x: float) -> int:
-    """The bits of a float32."""
+    """Return the bits of a float32."""
     return struct.unpack("i", struct.pack("f", x))[0]
 
 
 def describe(element: Element, overflow: Overflow) -> list[int]:
-    """The twelve int32 that describe an element (not a table) to the kernel."""
+    """Return the twelve int32 by which kernels know an element (not a table) at run time."""
     sub_bits = element.mantissa_bits if element.subnormals else 0
     smallest = 2.0**element.min_exponent
     up = 30 - element.min_exponent
@@ -50,7 +50,7 @@ def describe(element: Element, overflow: Overflow) -> list[int]:
 
 @triton.jit
 def round_bits(a, random, spec_ptr, ROUNDING: tl.constexpr):
-    """Float32 bits `a` >= 0 rounded to the element at `spec_ptr`, not yet limited, as float32 bits."""
+    """Return float32 bits `a` >= 0 rounded to the element at `spec_ptr`, which may be past its largest value."""
     dropped = tl.load(spec_ptr)
     smallest = tl.load(spec_ptr + 1)
     kept = tl.load(spec_ptr + 2)
@@ -78,7 +78,7 @@ def round_bits(a, random, spec_ptr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_to_spec(x, random, spec_ptr, ROUNDING: tl.constexpr):
-    """Float32 x rounded to the element at `spec_ptr`."""
+    """Return float32 x rounded to the element at `spec_ptr`."""
     bits = as_bits(x)
     a = bits & 0x7FFFFFFF
     rounded = round_bits(a, random, spec_ptr, ROUNDING)
@@ -107,7 +107,7 @@ def round_trip_kernel(
 
 @triton.jit
 def round_many_kernel(owners_ptr, table_ptr, step_ptr, ROUNDING: tl.constexpr, TILE: tl.constexpr):
-    """The same for many float32 tensors in one launch; each program rounds a tile of one tensor.
+    """Round a tile of one of many float32 tensors to the element in the tensor's row of the table.
 
     owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ address of x, of out, of its element and keys | numel, first program ]        one row of int64 for each tensor

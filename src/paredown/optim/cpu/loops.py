@@ -78,7 +78,7 @@ SLOT = np.dtype(
 
 
 class EntrySlot(NamedTuple):
-    """One tensor of a parameter: its memory, its encoding as `codec/loops.py` has it, and the record of SLOT."""
+    """A tensor of one parameter (weight, moment or gradient) in the form that the loops read: memory and encoding."""
 
     parts: Any
     numbers: Any
@@ -87,7 +87,7 @@ class EntrySlot(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Rows and columns, the tile, the block that is skipped together, the index of the first value, and whether random bits are used."""
+    """The sizes of an update: rows, columns, values in a tile and in a block, the first index, and whether random bits are used."""
 
     rows: int
     cols: int
@@ -98,7 +98,7 @@ class Shape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales and minimums of the blocks of a tile, and the codes of scales that are stored as codes."""
+    """Buffers for scales and minimums of the blocks of a tile, and for the codes of scales."""
 
     values: Any
     minimums: Any
@@ -106,7 +106,7 @@ class Scales(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Buffers for encoding one slot of a tile."""
+    """Buffers for encoding one tensor of a tile."""
 
     y: Any  # float32
     scaled: Any
@@ -123,7 +123,7 @@ class Scratch(NamedTuple):
 
 @intrinsic
 def fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of float32, rounded once."""
+    """Return a * b + c of float32, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -178,7 +178,7 @@ def lion(h, p, g, m, new_p, new_m):
 
 @inner
 def apply_rule(rule, h, old, new, count):
-    """The new parameter and moments in `new` from those in `old`, whose last row is the gradient."""
+    """Write the new parameter and moments into `new`, from the old ones and the gradient in `old`."""
     p, m, v, g = old[0, :count], old[1, :count], old[2, :count], old[3, :count]
     new_p, new_m, new_v = new[0, :count], new[1, :count], new[2, :count]
     if rule == SGD:
@@ -195,7 +195,7 @@ def apply_rule(rule, h, old, new, count):
 
 @inner
 def take_roots(x, roots, y):
-    """`rules.stored_root`."""
+    """Write `rules.stored_root` of x into y."""
     if roots == 0:
         for i in range(len(x)):
             y[i] = x[i]
@@ -211,7 +211,7 @@ def take_roots(x, roots, y):
 
 @inner
 def invert_roots(y, roots):
-    """`rules.from_stored_root`, in place."""
+    """Replace y by the value whose stored root it is (`rules.from_stored_root`)."""
     if roots == 2:
         bits = y.view(np.int32)
         for i in range(len(y)):
@@ -226,7 +226,7 @@ def invert_roots(y, roots):
 
 @intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
-    """A pointer from an address."""
+    """Return a pointer to an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -258,7 +258,7 @@ def tables_of(how):
 
 @inner
 def blocks_of(n, row, cols, begin, count):
-    """The first block of a tile in its row, the number of its blocks, and the place of the first in the tensor."""
+    """Return a tile's first block in its row, the number of its blocks, and the place of the first in the tensor."""
     if n.block == 0:
         return 0, 0, 0
     first = begin // n.block
@@ -267,14 +267,14 @@ def blocks_of(n, row, cols, begin, count):
 
 @inner
 def bytes_of(parts, n, row, cols, begin, count):
-    """The codes of a tile in memory."""
+    """Return the codes of a tile as a view of memory."""
     first = row * ((cols * n.width + 7) // 8) + begin * n.width // 8
     return parts.codes[first : first + (count * n.width + 7) // 8]
 
 
 @inner
 def read(slot, row, cols, begin, y, codes, scales):
-    """The values of a slot times its factor, and the scales of its blocks."""
+    """Write the decoded values of a tile, times the factor, into y, and its scales into `scales`."""
     n, count, factor = slot.numbers, len(y), slot.how.factor
     first, blocks, start = blocks_of(n, row, cols, begin, count)
     if slot.how.kind == PACKED:
@@ -297,7 +297,7 @@ def read(slot, row, cols, begin, y, codes, scales):
 
 @inner
 def read_residue(weight, residue, place, y):
-    """Weights of 24 bits: bfloat16, and 8 bits more."""
+    """Write weights of 24 bits into y: bfloat16 ones, with the 8 bits of the residue."""
     words, low, bits = weight.view(np.int16), residue.view(np.int8), y.view(np.int32)
     for i in range(len(y)):
         bits[i] = S(S(S(words[place + i]) << S(16)) + S(S(low[place + i]) << S(8)))
@@ -308,7 +308,7 @@ def read_residue(weight, residue, place, y):
 
 @inner
 def draw_bits(bits, quads, call, index, count):
-    """The random bits of weights from an index on: those of each four, times odd numbers."""
+    """Write the random bits of weights from an index on, four from each hash."""
     first, offset = index >> 2, index & 3
     part = quads[: (offset + count + 3) >> 2]
     fill_bits(part, call, first)
@@ -321,7 +321,7 @@ def draw_bits(bits, quads, call, index, count):
 
 @inner
 def whole_codes(y, bits, codes, begin, first_block, n, scales):
-    """`reference.whole_parts`: floor(x / scale + u), or to nearest."""
+    """Write the integer codes of y / scale, rounded as `reference.whole_parts` defines."""
     mask, is_stochastic, is_signed = S((1 << n.width) - 1), n.rounding == STOCHASTIC, n.min_value < ZERO
     for b in range(begin // n.block, (begin + len(y) - 1) // n.block + 1):
         start, stop = place_of(b, n.block, begin, len(y))
@@ -343,7 +343,7 @@ def whole_codes(y, bits, codes, begin, first_block, n, scales):
 
 @inner
 def sticky_scales(top, n, scale_values, old, scales):
-    """`reference.sticky_scales`: the old scale where it covers the block and is not far too large."""
+    """Write the next scales of a weight as `reference.sticky_scales` defines: the old one where it still fits."""
     least = F(STAYS_ABOVE * np.float64(n.max_value))
     for b in range(len(top)):
         largest = from_bits(top[b])
@@ -357,7 +357,7 @@ def sticky_scales(top, n, scale_values, old, scales):
 
 @inner
 def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes):
-    """Scales and codes of a tile in blocks."""
+    """Write scales and codes of a tile whose format has blocks."""
     n, count = slot.numbers, len(y)
     top, low, high = made.ends[0, :blocks], made.ends[1, :blocks], made.ends[2, :blocks]
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
@@ -387,7 +387,7 @@ def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes)
 
 @inner
 def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
-    """Encode the values x of a slot and store them, except those in `skipped`, if it is not empty."""
+    """Encode a tile's values x and store the codes, except of values in `skipped`."""
     n, count = slot.numbers, len(x)
     y, codes, old_codes, random = made.y[:count], made.codes[:count], made.old_codes[:count], made.bits[:count]
     first, blocks, start = blocks_of(n, row, cols, begin, count)
@@ -422,7 +422,7 @@ def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
 
 @inner
 def store_scales(slot, begin, first, blocks, start, skipped, scales):
-    """Store scales and minimums, except those of blocks whose first value is in `skipped`."""
+    """Store scales and minimums of a tile, except of blocks whose first value is in `skipped`."""
     n, values, minimums, codes = slot.numbers, scales.values, scales.minimums, scales.codes
     if not len(skipped):
         write_scales(slot.parts, start, n, codes[:blocks], values[:blocks], minimums[:blocks])
@@ -447,7 +447,7 @@ def write_residue(weight, residue, place, x, skipped):
 
 @inner
 def find_not_finite(slots, new, count, lost):
-    """Mark the values of a tile of which one of the new numbers is not finite; returns how many there are."""
+    """Mark values of a tile for which a new number is not finite, and return how many there are."""
     num = 0
     for i in range(count):
         lost[i] = np.uint8(not abs(new[0, i]) < LIMIT)
@@ -463,7 +463,7 @@ def find_not_finite(slots, new, count, lost):
 
 @inner
 def skip_blocks(begin, block, old, new, count, lost, skipped):
-    """Extend what is not finite to whole blocks, whose parameters stay as they are; returns the number of these blocks."""
+    """Mark all values of blocks with a number that is not finite, and return how many blocks these are."""
     num = 0
     for b in range(begin // block, (begin + count - 1) // block + 1):
         start, stop = place_of(b, block, begin, count)
@@ -480,7 +480,7 @@ def skip_blocks(begin, block, old, new, count, lost, skipped):
 
 @inner
 def half_step(p, scale, min_exponent, mantissa_bits):
-    """`reference.half_step`; the scale is 1 without blocks."""
+    """Return what `reference.half_step` defines; the scale is 1 without blocks."""
     inverse = F(F(1) / scale)
     y = F(p * (inverse if inverse < INF else ZERO))
     least = S(S(min_exponent + 127) << S(23))
@@ -490,7 +490,7 @@ def half_step(p, scale, min_exponent, mantissa_bits):
 
 @inner
 def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored, old, skipped, counters):
-    """Add the sampled blocks of a tile to the first four counters."""
+    """Add the sampled blocks of a tile to the counters of diagnostics."""
     first = begin // n.block if n.block else 0
     for b in range(begin // block, (begin + len(p) - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(p))
@@ -508,7 +508,7 @@ def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored
 
 @inner
 def has_sampled(first_number, last_number):
-    """Whether a block between two numbers is sampled, both included."""
+    """Return whether a block between two numbers, both included, is sampled for diagnostics."""
     every = SAMPLED_BLOCKS * SAMPLED_EVERY
     return first_number % every < SAMPLED_BLOCKS or first_number // every != last_number // every
 
@@ -531,10 +531,13 @@ def new_scratch():
 
 
 def _entries(codec_version: int) -> tuple[Any, Any]:
-    """`update` and `fold`. numba keeps compiled code by the source of this file and by this number, of the source of the codec's loops."""
+    """Return the compiled functions `update` and `fold`.
+
+    numba keeps compiled code by the source of this file and by `codec_version`, a number of the source of the codec's loops.
+    """
 
     def update(numbers, records, residue, shape, k0, k1, rule, h, counters):
-        """One update of a parameter, in place."""
+        """Update one parameter and its state in place."""
         assert codec_version >= 0
         slots = (
             EntrySlot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0]),
@@ -581,7 +584,7 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
                     count_changes(weight.numbers, mantissa_bits, begin, first_number, block, p, new_p, t, before, skipped, counters)
 
     def fold(numbers, records, shape, k0, k1, grad, dtype, weight, is_first):
-        """sum <- encode(sum * factor + grad * weight), or encode(grad * weight) if `is_first`: `reference.fold`."""
+        """Add a gradient to a packed sum, as `reference.fold` defines."""
         assert codec_version >= 0
         slot = EntrySlot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0])
         cols, call = shape.cols, codec.Call(1, 1, FLOAT32, F(1), k0, k1, shape.first_index)

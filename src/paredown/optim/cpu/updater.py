@@ -45,14 +45,14 @@ def covers(layout: UpdateLayout, cols: int) -> bool:
 
 
 class Updater:
-    """Updates the tensors of one parameter in compiled loops if there are any; the addresses of their memory are looked up once."""
+    """The update of one parameter in compiled loops; the addresses of its tensors are looked up once."""
 
     def __init__(self, rule: Rule, unit: UpdateUnit) -> None:
         self.rule, self.unit, self.layout = rule, unit, unit.how(rule.name)
         self._memory: Any = None
 
     def update(self, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None = None) -> None:
-        """Update the parameter and its state in place; `gradient`, if given, replaces the plain gradient of the unit."""
+        """Update the parameter and its state in place, with the new plain gradient `gradient` if one is given."""
         unit = self.unit
         if not covers(self.layout, unit.cols) or codec.find_loops(unit.weight.codes) is None:
             reference.update(self.rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
@@ -71,7 +71,7 @@ class Updater:
 
 
 def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
-    """Return the unit with `grad` as its plain gradient."""
+    """Return the tensors of a parameter with `grad` as its plain gradient."""
     return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))
 
 
@@ -80,12 +80,12 @@ def _formats(layout: UpdateLayout) -> list[Format]:
 
 
 def _unit_len(layout: UpdateLayout) -> int:
-    """Return the smallest number of values that is a multiple of the block lengths of all slots, and fills whole bytes."""
+    """Return the smallest number of values that consists of whole blocks and whole bytes in every slot."""
     return lcm(WHOLE_BYTES, layout.block, *(format.block for format in _formats(layout) if format.block))
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum as `reference.fold` does, in compiled loops if they cover the format."""
+    """Add a gradient to a packed sum of gradients, as `reference.fold` defines, in compiled loops if they cover the format."""
     rows, cols = packed.format.rows_and_cols(packed.shape)
     unit_len = lcm(WHOLE_BYTES, packed.format.block or 1)
     fits = min(unit_len, cols) <= LONGEST_TILE and not packed.format.has_tensor_scale and grad.dtype in DTYPES
@@ -104,7 +104,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
-    """Return the arguments of `loops.update` that stay the same from step to step."""
+    """Return the arguments of `loops.update` that do not change from step to step, such as addresses."""
     from paredown.optim.cpu import loops
 
     num_moments = len(unit.moments)
@@ -123,14 +123,14 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
-    """Return rows, columns and tile length (values decoded at once) of a slot; it counts as one row if its rows are whole blocks."""
+    """Return rows, columns and tile length (values decoded at once) of a slot."""
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
     return rows, cols, min(max(LONGEST_TILE // unit_len, 1) * unit_len, cols)
 
 
 def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, multiplier: int) -> tuple[Any, Any]:
-    """Return the encoding of a slot, and its record of `loops.SLOT`, of which `integers` and `multiplier` are fields.
+    """Return how a slot is encoded, and its record of `loops.SLOT`, of which `integers` and `multiplier` are fields.
 
     `_encoding` holds the tables to whose addresses the record refers.
     """
@@ -145,7 +145,7 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return `numbers_of` the encoding in this format, with the addresses and lengths of its tables."""
+    """Return the numbers by which compiled loops know this encoding, with the addresses and lengths of its tables."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 

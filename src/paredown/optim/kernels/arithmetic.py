@@ -37,7 +37,7 @@ USES_PTX = tl.constexpr(not INTERPRETED.value)
 
 @triton.jit
 def fused(a, b, c):
-    """a * b + c, rounded once. The interpreter does not fuse: see `rules.fused`."""
+    """Return a * b + c, rounded once. The interpreter does not fuse: see `rules.fused`."""
     if USES_PTX:
         return tl.fma(a, b, c)
     else:
@@ -54,7 +54,7 @@ def fused(a, b, c):
 
 @triton.jit
 def root(x):
-    """The correctly rounded square root of x >= 2^-100; not finite for inf and NaN."""
+    """Return the correctly rounded square root of x >= 2^-100; the result is not finite for inf and NaN."""
     if USES_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 y, h, s, e; rsqrt.approx.ftz.f32 y, $1; mul.rn.f32 s, $1, y; mul.rn.f32 h, y, 0f3F000000;
@@ -67,7 +67,7 @@ def root(x):
 
 @triton.jit
 def reciprocal(x):
-    """The correctly rounded 1 / x of 2^-125 <= x <= 2^125; not finite for 0 and outside of that range."""
+    """Return the correctly rounded 1 / x for 2^-125 <= x <= 2^125; outside of that range the result is not finite."""
     if USES_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, $1; fma.rn.f32 e, e, y, 0f3F800000; fma.rn.f32 $0, y, e, y; }""",
@@ -79,26 +79,29 @@ def reciprocal(x):
 
 @triton.jit
 def companded(r):
-    """`rules.stored_root` of r = root(x): half of its bits. r > 0."""
+    """Return the number that is stored for a second moment in few bits, from its root r > 0 (`rules.stored_root`)."""
     return as_float((as_bits(r) >> 1) + HALF_BITS)
 
 
 @triton.jit
 def expanded(y):
-    """The inverse of `companded`; of 0 it is 0."""
+    """Return the root of a second moment from the number that `companded` stored for it."""
     return as_float(tl.maximum(as_bits(y) - HALF_BITS, 0) << 1)
 
 
 @triton.jit
 def momentum_step(p, g, m, h):
-    """(d, m') of SGD."""
+    """Return (d, m'): the step direction and the new momentum of SGD."""
     d = fused(h[4], p, g)
     return d, fused(h[2], m, h[3] * d)
 
 
 @triton.jit
 def apply_rule(p, g, m, v, h, RULE: tl.constexpr):
-    """(p', m', v', root(v')) of one rule; moments that it does not have stay unchanged. h: its hyperparameters except the factor."""
+    """Return (p', m', v', root(v')): the parameter and moments after one update by the rule RULE.
+
+    Moments that the rule does not have stay unchanged. h: its hyperparameters except the factor.
+    """
     r = v
     if RULE == SGD:
         p = fused(-h[0], fused(h[4], p, g), p)
@@ -134,7 +137,10 @@ PLACE_3 = tl.constexpr(0x60BDADCF)
 
 @triton.jit
 def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """The offsets of the blocks of a tile (NB,), and the number of entries from there to the end of the row, VALUES to an entry."""
+    """Return the offsets of the blocks of a tile (NB,), and the number of entries from there to the end of the row.
+
+    An entry has VALUES values.
+    """
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     row = b // at[2]
     col = (b - row * at[2]) * (TILE[2] // VALUES)
@@ -144,7 +150,10 @@ def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Offsets (NB, BLOCK / VALUES) from the tile's start if it is a RUN, else from the tensor's, and which are inside."""
+    """Return the offsets of a tile's entries (NB, BLOCK / VALUES), and which of them are inside of the tensor.
+
+    Offsets count from the tile's start if the tile is a RUN, else from the tensor's.
+    """
     width = tl.arange(0, TILE[2] // VALUES)[None, :]
     if TILE[0] == RUN:
         offsets = tl.arange(0, TILE[1])[:, None] * (TILE[2] // VALUES) + width
@@ -160,13 +169,13 @@ def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def run_start(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """The base pointer of the offsets that `places` returns."""
+    """Return the base pointer for the offsets that `places` returns."""
     return at[0] * (TILE[1] * TILE[2] // VALUES) if TILE[0] == RUN else tl.zeros_like(at[0])
 
 
 @triton.jit
 def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """The values of a tile; 0 outside of the tensor."""
+    """Return the values of a tile, with 0 outside of the tensor."""
     offsets, inside = places(at, VALUES, TILE)
     ptr = ptr + run_start(at, VALUES, TILE)
     if TILE[0] == RUN:
@@ -186,7 +195,7 @@ def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """The stored scales (NB,) as int32: float32 bits, bf16 bits, or codes."""
+    """Return the stored scales (NB,) as int32: float32 bits, bf16 bits, or codes."""
     if SCALE == BF16:
         ptr = ptr.to(tl.pointer_type(tl.uint16))
     elif SCALE != E8M0:
@@ -200,7 +209,7 @@ def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """The inverse of `load_scales`, except for blocks that are not finite."""
+    """Store scales as `load_scales` reads them, except those of blocks that are not finite."""
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     keep = ~broken if TILE[0] == RUN else ~broken & (b < at[3])
     if SCALE == BF16:
@@ -213,14 +222,17 @@ def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def high_key(index):
-    """`rounding.high_key`, on the device."""
+    """Return what `formats.rounding.high_key` does, on the device."""
     high = (index >> 32).to(tl.uint32) * HIGH_INDEX
     return (high ^ (high >> 15)) * MULTIPLIER_2
 
 
 @triton.jit
 def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
-    """Codec's random bits of a tile's values. A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next."""
+    """Return the random bits that the codec uses for the values of a tile.
+
+    A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next.
+    """
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
         start = first_index + run_start(at, 1, TILE)
@@ -237,13 +249,16 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
 
 @triton.jit
 def place_multiplier(place):
-    """The factor from the random bits of four values to those of one of them; see `reference.py`."""
+    """Return the factor that turns the random bits of four values into those of one of them; see `reference.py`."""
     return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
 
 
 @triton.jit
 def update_bits(first_index, k0, k1, at, TILE: tl.constexpr):
-    """The random bits of an update. Except in RAGGED tiles blocks start at a multiple of 4, and four values of a thread share one hash."""
+    """Return the random bits that an update uses for the values of a tile.
+
+    Except in RAGGED tiles blocks start at a multiple of 4, and four values of a thread share one hash.
+    """
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
         fours = (first_index + run_start(at, 1, TILE)) >> 2

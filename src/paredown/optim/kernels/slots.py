@@ -44,7 +44,10 @@ SMALLEST_STICKY_CODE = tl.constexpr(27)
 
 @triton.jit
 def shifted_bytes(packed, FLIP: tl.constexpr):
-    """2^15 + (byte ^ FLIP) as float32: the byte goes into the middle of a mantissa. Four bytes at a time, one operation each."""
+    """Return 2^15 + (byte ^ FLIP) as float32, by putting the byte into the middle of a mantissa.
+
+    It works on four bytes at a time, with one operation each.
+    """
     if USES_PTX:
         bits = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 t; xor.b32 t, $4, {FLIP * 0x01010101}; prmt.b32 $0, t, 0x47000000, 0x7404;
@@ -58,7 +61,7 @@ def shifted_bytes(packed, FLIP: tl.constexpr):
 
 @triton.jit
 def shifted_halves(packed, FLIP: tl.constexpr):
-    """The same for the lower and the upper 4 bits of each byte."""
+    """Return what `shifted_bytes` does for the lower and the upper 4 bits of each byte."""
     if USES_PTX:
         low, high = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 s, t; xor.b32 t, $8, {FLIP * 0x11111111}; shr.b32 s, t, 4; and.b32 t, t, 0x0F0F0F0F; and.b32 s, s, 0x0F0F0F0F;
@@ -77,7 +80,10 @@ def shifted_halves(packed, FLIP: tl.constexpr):
 
 @triton.jit
 def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Code value * scale, (NB, BLOCK). IS_SHORT: the scale has 8 bits, and one fused operation is exact."""
+    """Return the decoded values of a tile in blocks, code value * scale, (NB, BLOCK).
+
+    IS_SHORT: the scale has 8 bits, and one fused operation is exact.
+    """
     WIDTH: tl.constexpr = ELEMENT[1]
     packed = load_2d(codes_ptr, at, 8 // WIDTH, TILE)
     if ELEMENT[0] == INT or ELEMENT[0] == UINT:
@@ -102,7 +108,7 @@ def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.conste
 def load_slot(
     codes_ptr, scales_ptr, factor, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr
 ):
-    """The float32 values of a slot, (NB, BLOCK), times `factor`."""
+    """Return the float32 values of a slot's tile, (NB, BLOCK), times `factor`."""
     if SLOT[0] == BLOCKS:
         scale = load_scale(load_scales(scales_ptr, at, SLOT[3], TILE), SLOT[3])
         if HAS_FACTOR:
@@ -122,7 +128,10 @@ def load_slot(
 
 @triton.jit
 def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Plain values as float32. bf16 arrives as int16, since a cast is wrong in Triton's interpreter below 2^-126."""
+    """Return the values of a plain tensor's tile as float32.
+
+    bf16 is loaded as int16, since a cast is wrong in Triton's interpreter below 2^-126.
+    """
     if STORAGE == PLAIN_FP32:
         return load_2d(ptr.to(tl.pointer_type(tl.float32)), at, 1, TILE)
     elif STORAGE == PLAIN_BF16:
@@ -137,7 +146,7 @@ def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
 def load_weight(
     codes_ptr, scales_ptr, residue_ptr, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The float32 values of a weight; 24-bit floats if it has a residue."""
+    """Return the float32 values of a weight's tile, which are 24-bit floats if the weight has a residue."""
     p = load_slot(codes_ptr, scales_ptr, 1.0, at, SLOT, ELEMENT, False, TILE)
     if HAS_RESIDUE:
         low = load_2d(residue_ptr.to(tl.pointer_type(tl.int8)), at, 1, TILE)
@@ -150,13 +159,13 @@ def load_weight(
 
 @triton.jit
 def largest_of(x):
-    """The largest magnitude of each block, NaN if one is."""
+    """Return the largest magnitude of each block; NaN if the block has a NaN."""
     return tl.reduce(tl.abs(x), 1, nan_max)
 
 
 @triton.jit
 def over_max_value(largest, SLOT: tl.constexpr):
-    """largest / max_value, correctly rounded if it is at least 2^-126, and less than that otherwise."""
+    """Return largest / max_value, correctly rounded from 2^-126 on, and rounded down below."""
     if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
         return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
     else:
@@ -166,13 +175,13 @@ def over_max_value(largest, SLOT: tl.constexpr):
 
 @triton.jit
 def cover_scale(largest, SLOT: tl.constexpr):
-    """The stored scale that covers `largest`."""
+    """Return the stored scale of a block whose largest magnitude is `largest`, so that no value is past the end."""
     return store_scale(over_max_value(largest, SLOT), SLOT[3])
 
 
 @triton.jit
 def sticky_scale(largest, old, SLOT: tl.constexpr):
-    """The e8m0 code of a weight's next scale."""
+    """Return the e8m0 code of a weight block's next scale, which stays the `old` one if it can."""
     cover = tl.maximum((as_bits(over_max_value(largest, SLOT)) + 0x7FFFFF) >> 23, SMALLEST_STICKY_CODE)
     enough = largest >= SLOT[7] * load_scale(old, E8M0)
     return tl.where((largest == 0.0) | ((cover <= old) & enough), old, cover)
@@ -180,7 +189,7 @@ def sticky_scale(largest, old, SLOT: tl.constexpr):
 
 @triton.jit
 def inverse_of(stored, SLOT: tl.constexpr):
-    """1 / scale; 0 or another finite number for a scale of 0."""
+    """Return 1 / scale; for a scale of 0, some finite number."""
     if SLOT[4]:
         return as_float((254 - tl.maximum(stored, SMALLEST_STICKY_CODE)) << 23)
     elif SLOT[3] == E8M0:
@@ -192,7 +201,7 @@ def inverse_of(stored, SLOT: tl.constexpr):
 
 @triton.jit
 def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes of x under stored scales, which cover x, as an update rounds; only the lowest bits of each are valid."""
+    """Return the codes that an update stores for x under the given scales; only the lowest bits of each are valid."""
     IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
     if IS_INTEGER and (SLOT[1] == STOCHASTIC or SLOT[1] == NEAREST_EVEN):
         codes = whole_codes(x, inverse_of(stored, SLOT), random, SLOT, ELEMENT)
@@ -205,7 +214,7 @@ def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """`reference.whole_parts`, before truncation to the width: x * inverse rounded down or to nearest, (NB, BLOCK) and (NB,)."""
+    """Return x * inverse rounded down or to nearest, (NB, BLOCK) and (NB,) as in `reference.whole_parts`, not yet cut to the width."""
     if ELEMENT[0] == UINT and SLOT[2] == 0:
         x = tl.maximum(x, 0.0)
     if SLOT[1] == NEAREST_EVEN:
@@ -219,7 +228,10 @@ def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def floored(x, inverse, random):
-    """floor(x * inverse + u), u the top 23 random bits / 2^23. Rounding down twice gives the floor of the exact sum."""
+    """Return floor(x * inverse + u), where u is the top 23 random bits / 2^23.
+
+    Rounding down twice gives the floor of the exact sum.
+    """
     if USES_PTX:
         above = as_float(((random >> 9) + 0x3F800000).to(tl.int32, bitcast=True))  # 1 + u
         y = tl.inline_asm_elementwise(
@@ -236,7 +248,7 @@ def floored(x, inverse, random):
 
 @triton.jit
 def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """The codes that the codec gives to x under stored scales, which cover x."""
+    """Return the codes that the codec gives to x under the given scales, which cover x."""
     y = x * inverse_of(stored, SLOT)[:, None]
     if (ELEMENT[0] == INT or ELEMENT[0] == UINT) and SLOT[1] == STOCHASTIC:
         return stochastic(y, random, ELEMENT)
@@ -246,7 +258,7 @@ def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def stochastic(y, random, ELEMENT: tl.constexpr):
-    """Codes of y, rounded to whole numbers as in `codec/reference.py`, `rounded_magnitude`.
+    """Return the codes of y rounded stochastically to whole numbers, as `rounded_magnitude` in `codec/reference.py` does.
 
     It takes the top random bits, and rounds magnitudes: below zero the shift rounds down, and adding the complement gives the same.
     """
@@ -262,7 +274,7 @@ def stochastic(y, random, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Store codes of 8 or 4 bits; codes past the end of a row are 0."""
+    """Store codes of 8 or 4 bits, as 0 past the end of a row."""
     if WIDTH == 4:
         if TILE[0] != RUN:
             _, inside = places(at, 1, TILE)
@@ -274,7 +286,7 @@ def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """The bits (int32) of a finite x in a plain dtype."""
+    """Return the bits (int32) of a finite x rounded to the dtype of a plain tensor."""
     bits = as_bits(x)
     if SLOT[0] == PLAIN_FP32:
         return bits
@@ -289,7 +301,7 @@ def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decoded_plain(x, bits, STORAGE: tl.constexpr):
-    """The float32 values of the result of `rounded_plain`."""
+    """Return the float32 values of what `rounded_plain` returned."""
     if STORAGE == PLAIN_FP32:
         return x
     elif STORAGE == PLAIN_BF16:
@@ -300,7 +312,7 @@ def decoded_plain(x, bits, STORAGE: tl.constexpr):
 
 @triton.jit
 def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Store plain values."""
+    """Store the values of a tile in a plain tensor."""
     if STORAGE == PLAIN_FP32:
         store_2d(ptr.to(tl.pointer_type(tl.float32)), x, broken, at, 1, TILE)
     else:
@@ -309,7 +321,7 @@ def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Half the distance between representable values at p; `scale` (NB,) is that of the block, if there are blocks."""
+    """Return half the distance between representable values at p; `scale` (NB,) is that of the block, if there are blocks."""
     if SLOT[0] == BLOCKS:
         p = p * inverse_scale(scale)[:, None]
     binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]

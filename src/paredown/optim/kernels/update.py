@@ -76,7 +76,7 @@ def store_moment(
 
 @triton.jit
 def count(counters_ptr, p, new, stored, scale, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Update the counters from a sampled tile: p was updated to `new` and stored as `stored`; `scale` is that of p."""
+    """Add a sampled tile to the counters: p was updated to `new` and stored as `stored`."""
     _, inside = places(at, 1, TILE)
     inside = inside & tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2]))
     moved = inside & (new != p)
@@ -92,7 +92,10 @@ def store_weight(
     codes_ptr, scales_ptr, residue_ptr, counters_ptr, new, random, largest, broken, at,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode a weight, update the counters, and store it. A sampled tile loads the old weight a second time, which saves registers."""
+    """Encode a weight's tile, update the counters, and store it.
+
+    A sampled tile loads the old weight a second time, which saves registers.
+    """
     is_sampled = (at[0] * TILE[1] // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
     if SLOT[0] == BLOCKS:
         old = load_scales(scales_ptr, at, SLOT[3], TILE)
@@ -127,7 +130,10 @@ def update_tile(
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile. f: the factor of the gradient; h: the other hyperparameters of the rule."""
+    """Update one tile of a parameter and its state.
+
+    f: the factor of the gradient; h: the other hyperparameters of the rule.
+    """
     g = load_slot(g_ptr, gs_ptr, f, at, G, GE, True, TILE)
     p = load_weight(w_ptr, ws_ptr, residue_ptr, at, W, WE, HAS_RESIDUE, TILE)
     m = g
@@ -163,13 +169,13 @@ def update_tile(
 
 @triton.jit
 def step_key(key, step):
-    """A base key with the step mixed in."""
+    """Return a base key of the random bits with the step mixed in."""
     return mixed(key.to(tl.uint32) ^ step.to(tl.uint32))
 
 
 @triton.jit
 def pointer(address, ALIGNED: tl.constexpr):
-    """An address as a pointer to bytes."""
+    """Return an address as a pointer to bytes."""
     ptr = address.to(tl.pointer_type(tl.uint8))
     return tl.multiple_of(ptr, 16) if ALIGNED else ptr
 
@@ -181,7 +187,10 @@ def update_kernel(
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
     NUM_HYPERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`turns` tiles of one tensor of many, if they are runs, or one tile; drawn above. Data of the tensor is looked up once."""
+    """Update `turns` tiles of one of many tensors if they are runs of memory, or one tile.
+
+    The tile is drawn above. Data of the tensor is looked up once.
+    """
     pid = tl.program_id(0)
     owner = tl.load(owners_ptr + pid)
     row_ptr = table_ptr + owner * COLUMNS
@@ -241,7 +250,7 @@ def update_one_kernel(
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a single tensor, whose addresses, sizes and hyperparameters are arguments."""
+    """Update one tile of a single tensor, whose addresses, sizes and hyperparameters are arguments."""
     f = tl.load(factor_ptr) * h0 if HAS_FACTOR else h0
     zero = tl.zeros((), tl.int64)
     at = (tl.program_id(0) + first_tile + zero, cols + zero, blocks_per_row + zero, num_blocks + zero)
@@ -261,7 +270,7 @@ def fold_kernel(
     codes_ptr, scales_ptr, grad_ptr, factor_ptr, first_tile, cols, blocks_per_row, num_blocks, first_index, k0, k1, weight,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `fold` for one tile."""
+    """Add the gradient's values of one tile to a packed sum."""
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8))
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
     zero = tl.zeros((), tl.int64)

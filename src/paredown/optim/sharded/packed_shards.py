@@ -52,7 +52,7 @@ NEEDED = (
 
 @dataclass(eq=False)
 class PackedShard:
-    """The packed rows of one sharded parameter in this process."""
+    """The rows of a packed parameter that this process stores under fully_shard."""
 
     parameter: DTensor
     managed: Any  # the FSDPParam of torch
@@ -62,7 +62,7 @@ class PackedShard:
 
     @property
     def padding(self) -> int:
-        """The number of rows of zeros that all processes together store for this parameter."""
+        """The number of rows of zeros that all processes together store in order to have equally many rows."""
         return self.padded_rows * self.num_processes - self.parameter.shape[0]
 
     @property
@@ -72,26 +72,26 @@ class PackedShard:
 
     @property
     def num_processes(self) -> int:
-        """The number of processes among which the rows are divided."""
+        """The number of processes that share the parameter's rows."""
         return int(self.managed.mesh_info.shard_mesh_size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales in this process, padding included."""
+        """The bytes of codes and scales in this process, padding included."""
         return sum(tensor.nbytes for tensor in self.padded.tensors())
 
     @property
     def is_replaced(self) -> bool:
-        """Whether other code has replaced the local tensor, as load_state_dict(assign=True) and model.to(dtype) do."""
+        """Whether other code has replaced the packed rows, as load_state_dict(assign=True) and model.to(dtype) do."""
         return self.managed.sharded_param is not self.parameter or vars(self.parameter).get(KEY) is not self.weight
 
     def gather_inputs(self) -> tuple[tuple[Tensor, ...], None]:
-        """Return the tensors that an all-gather sends, after encoding deferred writes."""
+        """Return the codes and scales that this process sends in an all-gather of the parameter."""
         self.weight.encode()
         return tuple(self.padded.tensors()), None
 
     def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """Decode the whole parameter from the codes and scales of all processes, free these, and return the parameter.
+        """Return the whole parameter, decoded from the codes and scales of all processes, which are then freed.
 
         `out`: the memory to decode into; None for new memory.
         """
@@ -107,7 +107,7 @@ class PackedShard:
         return made
 
     def release(self) -> None:
-        """Give FSDP2 an ordinary shard with the decoded values."""
+        """Replace the packed rows in FSDP2 by an ordinary tensor with their values."""
         if self.is_replaced:
             return
         managed, rows = self.managed, self.weight.size[0]
@@ -121,7 +121,7 @@ class PackedShard:
 
 
 def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
-    """Pack the rows of this process in `format`, rounded to nearest, and make them the local tensor of `parameter` in FSDP2."""
+    """Pack this process's rows of a parameter under fully_shard, and put them in place of its local tensor."""
     values = parameter._local_tensor.detach()
     with torch.no_grad():
         packed = encode(values, format, order="logical")
@@ -143,7 +143,7 @@ def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """Return codes or scales followed by rows of zeros, so that there are `rows` rows."""
+    """Return codes or scales with rows of zeros at the end, `rows` in all."""
     if part.shape[0] == rows:
         return part
     made = part.new_zeros((rows, *part.shape[1:]))
@@ -152,7 +152,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _extend(local: PackedParameter, shard: PackedShard) -> None:
-    """Set the functions by which FSDP2 gathers `local`, and the memory by which FSDP2 recognizes it."""
+    """Give a local tensor the functions by which FSDP2 all-gathers packed rows."""
 
     def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return shard.gather_inputs()
@@ -170,7 +170,7 @@ def _extend(local: PackedParameter, shard: PackedShard) -> None:
 
 
 def plain_copy(value: DTensor) -> DTensor:
-    """Return `value` with decoded rows if its local tensor is packed; otherwise unchanged."""
+    """Return a DTensor with decoded rows in place of packed ones; any other value is returned unchanged."""
     weight = weight_of(value._local_tensor) if type(value._local_tensor) is PackedParameter else None
     if weight is None:
         return value
@@ -178,7 +178,7 @@ def plain_copy(value: DTensor) -> DTensor:
 
 
 def forget_gathered(managed: Any) -> None:
-    """Let FSDP2 allocate memory for its next all-gather again, since its inputs have other sizes than before."""
+    """Make FSDP2 allocate the memory for its next all-gather anew, since packed rows have another size."""
     managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
     if hasattr(managed, "_unsharded_param"):
         del managed._unsharded_param
@@ -188,7 +188,7 @@ def forget_gathered(managed: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let modules under fully_shard hold their sharded parameters again.
+    """Free the whole parameters that modules under fully_shard may still hold after a forward pass without backward.
 
     After a forward pass without backward they may still hold the whole parameters.
     """
@@ -198,7 +198,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def managed_parameters(model: nn.Module) -> list[Any]:
-    """Return torch's objects (FSDPParam) that manage the sharded parameters of `model`."""
+    """Return torch's FSDPParam objects, which manage the sharded parameters of `model`."""
     found: list[Any] = []
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
@@ -210,13 +210,13 @@ def managed_parameters(model: nn.Module) -> list[Any]:
 
 
 def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
-    """Return the sharded parameter for each whole parameter that fully_shard currently holds, by id of the whole parameter."""
+    """Return the sharded parameter of each whole parameter that fully_shard holds now, by id of the whole one."""
     managed = managed_parameters(model)
     return {id(one._unsharded_param): one.sharded_param for one in managed if hasattr(one, "_unsharded_param")}
 
 
 def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format) -> str | None:
-    """Return why all processes leave a sharded parameter unpacked; None if they pack it.
+    """Return why a sharded parameter is not packed in any process; None if it is packed in all.
 
     Its values are checked by `finite_everywhere`.
     """
@@ -241,7 +241,7 @@ def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format)
 
 
 def finite_everywhere(parameters: Iterable[DTensor]) -> Iterator[bool]:
-    """Yield for each parameter whether it is finite in all processes.
+    """Yield for each parameter whether its values are finite in all processes.
 
     Every process must call this with the same parameters.
     """
@@ -257,7 +257,7 @@ Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it 
 
 
 def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
-    """Pack the sharded parameters `wanted`; return the packed ones by name, and those that stay unmodified with format and reason."""
+    """Pack these parameters of a model under fully_shard; return the packed ones by name, and the others with the reason."""
     reshard(model)
     managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}

@@ -44,10 +44,11 @@ NO_HOOK = "this torch ({}) has no FSDPModule.set_custom_reduce_scatter: update t
 
 
 def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: int = 0) -> Reduction:
-    """Let the processes that train `model` exchange gradients in `format` from now on.
+    """Make the processes that train `model` exchange gradients as codes of `format`, and return the reduction.
 
-    Call it in all of them, before the first step. The model is under DistributedDataParallel or fully_shard; with fully_shard over
-    replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()` of the result goes into a checkpoint.
+    Gradients are summed in float32. Call it in all of them, before the first step. The model is under DistributedDataParallel or
+    fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()`
+    of the result goes into a checkpoint.
     """
     reduction = Reduction(_checked(format), seed)
     if isinstance(model, DistributedDataParallel):
@@ -79,27 +80,27 @@ def _checked(format: Format | str) -> Format:
 
 
 class Reduction:
-    """The format and the random bits of the reductions of one model."""
+    """The exchange of gradients between processes in a low-bit format: the format and the random bits."""
 
     def __init__(self, format: Format, seed: int) -> None:
         self.format, self.seed = format, seed
         self.counts: dict[int, int] = {}  # buffer -> number of its reductions so far
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed and the numbers of reductions, with which a run continues with the same random bits."""
+        """Return the seed and the counts of reductions, from which a resumed run draws the same random bits."""
         return {"seed": self.seed, "counts": {str(buffer): count for buffer, count in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the random bits that follow those of the `state_dict` passed."""
+        """Restore the seed and the counts from `state_dict()`."""
         self.seed, self.counts = int(state["seed"]), {int(buffer): int(count) for buffer, count in state["counts"].items()}
 
     def begin(self, buffer: int) -> int:
-        """Count one more reduction of a gradient buffer, and return its number."""
+        """Count one more reduction of a buffer of gradients, and return its number."""
         self.counts[buffer] = self.counts.get(buffer, 0) + 1
         return self.counts[buffer]
 
     def own_chunk(self, chunks: Tensor, buffer: int, group: Any) -> Tensor:
-        """Return the sum over all processes of the chunk that this process owns, float32.
+        """Return the float32 sum over all processes of the chunk of gradients that this process reduces.
 
         `chunks`: (processes, values in a chunk).
         """
@@ -114,7 +115,7 @@ class Reduction:
         return total
 
     def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
-        """Return the chunks of all processes, (processes, values), float32, decoded from the same codes everywhere."""
+        """Return the reduced chunks of all processes, (processes, values), decoded from the same codes in each process."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         seed = Seed(self.seed, SUM_IDS + buffer, self.counts[buffer], first_index=rank * chunk.numel())
         packed = encode(chunk[None], self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
@@ -127,7 +128,7 @@ def _tensors(parts: PackedParts) -> tuple[Tensor | None, ...]:
 
 
 def _exchanged(rows: Tensor, group: Any) -> Tensor:
-    """Send row r to process r, and return a tensor with a row from each process."""
+    """Send row r to process r, and return a tensor with the rows that all processes sent here."""
     data = rows.contiguous().view(torch.uint8)
     received = torch.empty_like(data)
     dist.all_to_all_single(received, data, group=group)
@@ -142,7 +143,7 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
 
 
 def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Replace a gradient bucket of DistributedDataParallel by its mean over all processes; return that as a completed future."""
+    """Replace a bucket of DistributedDataParallel by the mean gradient over all processes, and return it as a future."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():
@@ -154,24 +155,24 @@ def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.future
 
 
 def _chunks(values: Tensor, size: int) -> Tensor:
-    """Return a copy of `values` in `size` rows, padded with zeros."""
+    """Return a copy of `values` as `size` rows of equal length, padded with zeros."""
     chunks = torch.zeros((size, -(-values.numel() // size)), dtype=values.dtype, device=values.device)
     chunks.view(-1)[: values.numel()] = values
     return chunks
 
 
 class ReduceScatter:
-    """The reduce-scatter of one module under fully_shard, with the interface that FSDPModule.set_custom_reduce_scatter takes."""
+    """A reduce-scatter in 8 bits for one module under fully_shard, passed to FSDPModule.set_custom_reduce_scatter."""
 
     def __init__(self, reduction: Reduction, buffer: int) -> None:
         self._reduction, self._buffer = reduction, buffer
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return uninitialized memory for the input or the output of the reduce-scatter."""
+        """Return uninitialized memory for gradients before or after the reduce-scatter."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        """Write the sum (or mean) of this process's chunk of all inputs into `output_tensor`."""
+        """Write the sum or mean over all processes of this process's chunk of gradients into `output_tensor`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise OptimError(f"reduce_in_8_bits computes sums and means, not {op}: leave set_gradient_divide_factor out.")
         size = dist.get_world_size(group)
