@@ -60,9 +60,9 @@ DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 
 
 
 class Interval(NamedTuple):
-    """The `nbytes` that a tensor holds from tick `birth` to tick `death`, both included, with its role and module.
+    """The bytes that a tensor holds between two operations of the step (ticks), with its role and module.
 
-    A tick is a position in the step's list of operations.
+    `birth` and `death` are the first and the last tick at which they are held.
     """
 
     role: Role
@@ -74,7 +74,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """The storage of an activation under a plan: packed (`packs`) or unmodified, and the `reason` if that is not what the plan requests.
+    """How a plan stores an activation: packed (`packs`) or unmodified, and the `reason` if not as the plan requests.
 
     `recomputed`: its values are not stored, and are recomputed from another slot that is.
     """
@@ -87,7 +87,7 @@ class SlotStorage:
 
 @dataclass(frozen=True)
 class ParameterFormats:
-    """The formats of one parameter and its gradient. A format of None means unmodified."""
+    """The formats in which one parameter and its gradient are stored; None means unmodified."""
 
     is_full: bool  # no format is requested, not even for its moments
     weight: Format | None = None
@@ -126,7 +126,7 @@ def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Pl
 
 
 def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
-    """Return the parameter that a moment of the optimizer belongs to, None if there is none.
+    """Return the parameter that a moment of optimizer state belongs to; None if there is none.
 
     A further moment of a parameter is named after it, with a suffix.
     """
@@ -170,7 +170,7 @@ def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
 
 
 def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """Return `storages` with `recomputed` set for slots that are recomputed from another stored slot, and take no bytes."""
+    """Return `storages` with those slots marked that backward recomputes from another slot, so that they take no bytes."""
     storages = dict(storages)
     for slot in slots:
         source = storages.get(slot.recomputed_from)
@@ -180,7 +180,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Return the packed bytes of a slot for one use (`part`) of it in backward: its values, their signs, a mask or an index."""
+    """Return the packed bytes of a slot for one use of it in backward: its values, their signs, a mask or an index."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
@@ -192,7 +192,7 @@ def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
 
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
-    """Return the intervals of bytes of all tensors that the step holds under `plan`."""
+    """Return the intervals in which each tensor of the step holds memory under `plan`."""
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
@@ -217,7 +217,7 @@ def host_bytes(trace: Trace, plan: Plan) -> int:
 
 @cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """Return the intervals of bytes of buffers, inputs and temporaries of operations, which are the same under every plan."""
+    """Return the intervals in which buffers, inputs and temporaries hold memory, which no plan changes."""
     kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
     temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
     return [
@@ -227,7 +227,7 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 
 
 def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
-    """Yield the intervals of bytes of weights, gradients and optimizer state, and of their decoded copies.
+    """Yield the intervals in which weights, gradients, optimizer state and decoded copies hold memory.
 
     `packs_gradients`: whether gradients are stored in the plan's format.
     """
@@ -254,7 +254,10 @@ def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> I
 
 
 def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
-    """Yield the intervals of a weight. A packed one has decoded copies while a module that owns it runs, and when backward needs it."""
+    """Yield the intervals in which a weight, or its decoded copy, holds memory.
+
+    A packed one has decoded copies while a module that owns it runs, and when backward needs it.
+    """
     nbytes = slot.nbytes if formats.weight is None else formats.weight.nbytes(slot.shape)
     yield Interval(Role.WEIGHT, slot.module, slot.birth, slot.death, nbytes)
     if formats.weight is not None:
@@ -263,7 +266,7 @@ def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
 
 
 def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
-    """Yield the intervals of the copy that autocast makes of a weight in another dtype (`slot`).
+    """Yield the intervals in which the copy of a weight that autocast makes in another dtype holds memory.
 
     The copy is stored until backward. If the weight is packed, the copy is made again in each call and in backward.
     """
@@ -280,7 +283,7 @@ def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
 
 
 def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Interval]:
-    """Yield the intervals of a gradient, and of the residue (the rounding error that is stored beside a packed weight).
+    """Yield the intervals in which a gradient, and the residue (extra bits) of its weight, hold memory.
 
     A packed accumulator is stored all the time, and a complete gradient is added to it. A gradient that is released inside backward has no
     accumulator.
@@ -297,7 +300,7 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
 def activation_intervals(
     activations: Iterable[Slot], storages: Mapping[str, SlotStorage], *, offload: bool = False
 ) -> Iterator[Interval]:
-    """Yield the intervals of activations, each stored as in `storages`.
+    """Yield the intervals in which activations, stored as `storages` says, hold memory.
 
     If slots share a torch storage, `activations` must have all of them.
 
@@ -318,7 +321,7 @@ def activation_intervals(
 
 
 def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
-    """Return the spans of ticks in which packed inputs of checkpointed layers are on the GPU, by slot."""
+    """Return when packed inputs of checkpointed layers are on the GPU, as spans of operations by slot."""
     pairs = [(part, slot) for slot in packed for part in slot.parts if part.use is Use.VALUE and part.decoded]
     pairs = sorted(
         ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed
@@ -333,7 +336,7 @@ def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
 
 
 def _packed(slot: Slot, storage: SlotStorage, on_gpu: list[tuple[int, int]] | None) -> Iterator[Interval]:
-    """Yield the intervals of an activation's packed parts and their decoded copies.
+    """Yield the intervals in which an activation's packed data and decoded copies hold memory.
 
     `on_gpu`: the spans of ticks in which packed values are on the GPU; None if they are there all the time.
     """

@@ -67,7 +67,7 @@ LAUNCH_SHARE = 0.6
 
 @dataclass(frozen=True)
 class FormatCost:
-    """The cost of encoding and decoding in a format: bytes of the unpacked tensor per second, seconds of a launch, and host seconds."""
+    """The cost of encoding and decoding in a format: bytes per second on the device, seconds of a launch, host seconds."""
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -81,7 +81,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The seconds that the host takes for calls of each kind.
+    """The seconds that the host takes for each kind of call, such as packing a tensor.
 
     The costs of packing and checkpointing are added to those of the step's operations and of the operations that run twice.
     """
@@ -101,7 +101,7 @@ class HostCost:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The costs of operations, formats and host calls on one device, from which step times are predicted.
+    """The measured costs of operations, formats and host calls on one device, from which step times are predicted.
 
     `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
     `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of one call, by
@@ -140,7 +140,7 @@ class Calibration:
         return max(moved, computed, self.kernel_seconds)
 
     def issue_seconds(self, operation: Operation) -> float:
-        """Return the predicted host seconds of one call of the operation, without the modules and views around it."""
+        """Return the predicted host seconds for one call of the operation, without those for modules and views."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
         if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
@@ -148,7 +148,7 @@ class Calibration:
         return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """Return this calibration for a host on which calls take `factor` times as long.
+        """Return this calibration for a host that takes `factor` times as long for a call.
 
         The seconds in `launched` are those of the driver, and change less.
         """
@@ -167,13 +167,13 @@ class Calibration:
         return interpolated(points, operation.flops)
 
     def num_untimed(self, trace: Trace) -> int:
-        """Return the number of different operations in a trace that have neither been timed nor found impossible to repeat."""
+        """Return the number of different operations in a trace whose time is not measured yet."""
         steps = [step for step in (trace, trace.unmodified) if step is not None]
         keys = {operation_key(one) for step in steps for one in step.operations if one.arguments}
         return len(keys - self.timed.keys())
 
     def format_cost(self, format: Format | None) -> FormatCost:
-        """Return the cost of a format: its own if it was measured, or that of the measured format with the nearest width.
+        """Return the cost of encoding and decoding in a format, or in the measured format of the nearest width.
 
         None stands for a mask and costs as much as the widest format.
         """
@@ -228,12 +228,12 @@ class Calibration:
 
 @cache
 def kind_of(op: str) -> str:
-    """Return the kind of an operation, by its name: "matmul", "conv", "elementwise" and so on."""
+    """Return the kind of an operation from its name: "matmul", "conv", "elementwise" and so on."""
     return next((kind for kind, parts in KINDS.items() if any(part in op for part in parts)), ELEMENTWISE)
 
 
 def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """Return the rate at `flops`, interpolated between `points`, which are pairs (flops, rate).
+    """Return the rate (flops per second) for an operation of this many flops, interpolated between measured `points`.
 
     Both axes are logarithmic. Outside of the points the rate is constant.
 
@@ -250,19 +250,19 @@ def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
 
 @cache
 def _is_unaligned(arguments: str) -> bool:
-    """Return whether a matrix among an operation's arguments (their JSON) has a side above ALIGNMENT that is no multiple of ALIGNMENT."""
+    """Return whether a matrix among an operation's arguments has a side above ALIGNMENT that is no multiple of it."""
     tensors = json.loads(arguments)[0] if arguments else []
     shapes = [value["t"][1] for value in tensors if isinstance(value, dict) and "t" in value]
     return any(side > ALIGNMENT and side % ALIGNMENT for shape in shapes if len(shape) > 1 for side in shape[-2:])
 
 
 def operation_key(operation: Operation) -> str:
-    """Return a key of 16 characters for an operation: a hash of its name and its arguments."""
+    """Return a key that is equal for operations of the same name and arguments, a hash of 16 characters."""
     return sha256(f"{operation.op} {operation.arguments}".encode()).hexdigest()[:16]
 
 
 def _check(calibration: Calibration) -> None:
-    """Raise CalibrationError for costs that cannot have been measured: rates and times of 0 or less, or formats that do not exist."""
+    """Raise CalibrationError if costs cannot have been measured, such as rates of 0 or formats that do not exist."""
     rates = {**calibration.bytes_per_second, "kernel_seconds": calibration.kernel_seconds}
     rates |= {name: min((min(point) for point in points), default=0.0) for name, points in calibration.flops_per_second.items()}
     for text, cost in calibration.formats.items():
@@ -294,7 +294,7 @@ def calibration_path(device: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of torch and of paredown that run now. A calibration must have been measured with the same versions."""
+    """Return the versions of torch and paredown that run now, which must be those of a calibration."""
     return {name: _version(name) for name in ("torch", "paredown")}
 
 
@@ -332,7 +332,7 @@ def present_device_name(device: str) -> str | None:
 
 
 def find_calibration(device: str) -> tuple[Calibration | None, str]:
-    """Return (calibration of this device, ""), or (None, the reason) if there is none that can be used."""
+    """Return (calibration of this device, "") or, if none can be used, (None, the reason)."""
     try:
         return load_calibration(device, present_device_name(device)), ""
     except CalibrationError as error:

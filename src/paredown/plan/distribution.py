@@ -58,7 +58,7 @@ UNITS_NOTE = "assumes fully_shard on {}; all other parameters belong to the root
 
 @dataclass(frozen=True)
 class Communication:
-    """The bytes that one process sends in one step, by operation."""
+    """The bytes that one process sends in one step, by collective operation."""
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -67,7 +67,7 @@ class Communication:
 
     @property
     def total(self) -> int:
-        """The bytes of all operations together."""
+        """The bytes that one process sends in one step."""
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
 
 
@@ -76,7 +76,7 @@ NOTHING_SENT = Communication()
 
 @dataclass(frozen=True)
 class Distribution:
-    """A training run of `world_size` processes. `units`: the modules inside of the model that `fully_shard` is called on."""
+    """The settings of a training with several processes: strategy, modules under `fully_shard`, format of reductions."""
 
     strategy: str
     world_size: int
@@ -84,7 +84,7 @@ class Distribution:
     reduction: Format | None = None  # of gradients between processes (`paredown.optim.reduce_in_8_bits`); None: their dtype
 
     def gathered_bytes(self, shard: int) -> int:
-        """Return the bytes that a process sends in an all-gather or reduce-scatter if each process has `shard` bytes."""
+        """Return the bytes that a process sends in an all-gather of shards of `shard` bytes."""
         return (self.world_size - 1) * shard
 
     def all_reduced_bytes(self, nbytes: int) -> int:
@@ -92,14 +92,14 @@ class Distribution:
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Return the bytes that a reduction in few bits needs beside its input. `chunk`: the number of float32 values for each process.
+        """Return the bytes that a reduction in few bits needs beside the gradients.
 
         These are codes sent and received, a decoded chunk and its sum.
         """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
     def unit_of(self, module: str) -> str:
-        """Return the unit (module under `fully_shard`) that a module belongs to."""
+        """Return the path of the module under `fully_shard` to which a module belongs."""
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
 
 
@@ -110,7 +110,7 @@ def distribution_of(
     units: Iterable[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Distribution | None:
-    """Check the arguments of `footprint` and return them as a `Distribution`; None for one process.
+    """Return the arguments of `footprint` about processes as one checked value; None for one process.
 
     Without `units`, they are the items of lists of modules, such as blocks.0.
     """
@@ -142,7 +142,7 @@ def _with_parents(modules: Iterable[str]) -> list[str]:
 
 
 def _listed(modules: Iterable[str]) -> list[str]:
-    """Return the outermost modules whose name is a number: the items of nn.ModuleList and nn.Sequential."""
+    """Return the outermost modules whose names are numbers: items of nn.ModuleList and nn.Sequential."""
     paths = [module.split(".") for module in modules]
     ends = [next((i for i, part in enumerate(parts) if part.isdigit()), None) for parts in paths]
     return list(dict.fromkeys(".".join(parts[: end + 1]) for parts, end in zip(paths, ends, strict=True) if end is not None))
@@ -157,7 +157,7 @@ def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
 
 
 def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, *, itemsize: int = FLOAT32_BYTES) -> int:
-    """Return the stored bytes of the largest shard of a tensor. Without a `format`, its values take `itemsize` bytes each."""
+    """Return the stored bytes of the largest shard of a tensor in `format`; of plain values if it is None."""
     shard = shard_shape(shape, world_size)
     if format is not None:
         return format.nbytes(shard)
@@ -169,7 +169,7 @@ def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, 
 
 @dataclass(frozen=True)
 class _Shards:
-    """The formats of all parameters of a trace under FSDP2, from which the bytes of their shards follow."""
+    """The formats of all parameters of a trace under FSDP2, and the bytes of their shards."""
 
     world_size: int
     weights: Mapping[str, Slot]
@@ -180,7 +180,7 @@ class _Shards:
         return shard_bytes(slot.shape, format, self.world_size, itemsize=FLOAT_BYTES.get(slot.dtype, 1))
 
     def weight(self, slot: Slot) -> int:
-        """Return the bytes of the shard of a weight, as stored and as sent in an all-gather."""
+        """Return the bytes of a weight's shard, which is stored and sent in the same form."""
         return self.bytes_of(slot, self.formats[slot.name].weight)
 
 
@@ -197,7 +197,7 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 
 
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
-    """Return the intervals of everything that one process holds in the step under `plan`."""
+    """Return the intervals in which tensors of one of several processes hold memory, under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
     held = activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan))
     return [*fixed_intervals(trace), *model, *held]
@@ -215,7 +215,7 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
 
 
 def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Yield, for each bucket of DistributedDataParallel, its bytes and the tick at which its last gradient is complete.
+    """Yield the bytes of each bucket of DistributedDataParallel, and the operation of backward that completes it.
 
     Gradients fill buckets in the order in which backward computes them.
     """
@@ -262,7 +262,7 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module under `fully_shard`: its gradients, its bytes when whole (`values`) and in its all-gather (`buffer`), and when it runs."""
+    """A module under `fully_shard`: its gradients, the bytes of its whole parameters, and when it runs."""
 
     name: str
     gradients: tuple[Slot, ...]
@@ -273,7 +273,7 @@ class _Unit:
 
 
 def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
-    """Return all units (modules under `fully_shard`) in the order in which they run.
+    """Return the modules under `fully_shard`, in the order in which they run.
 
     In forward and in backward, a unit runs from the first to the last operation of its modules.
     """
@@ -299,13 +299,13 @@ def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
 
 
 def _hull(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the span from the first start to the last end, None for no spans."""
+    """Return the smallest span that contains all of some spans; None for none."""
     found = list(spans)
     return (min(start for start, _ in found), max(end for _, end in found)) if found else None
 
 
 def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
-    """Yield the intervals of bytes of whole parameters and of the buffers of all-gathers.
+    """Yield the intervals in which whole parameters and the buffers of their all-gathers hold memory.
 
     FSDP2 frees the buffer of a unit when the next one is gathered, and gathers the next unit of backward while one runs; the model's own
     parameters stay whole from forward to the end of backward.
@@ -324,7 +324,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Yield the intervals of bytes of the gradients of one unit (a module under `fully_shard`) around its reduce-scatter."""
+    """Yield the intervals in which the gradients of one module under `fully_shard` hold memory, around its reduce-scatter."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]
@@ -359,7 +359,7 @@ def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communicati
 
 
 def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Communication:
-    """Return the bytes that a process sends for an all-reduce of the gradients.
+    """Return the bytes that one process sends to reduce gradients under DistributedDataParallel.
 
     If gradients travel in few bits, these are an all-to-all of chunks and an all-gather of their sums. Padding of single buckets is left
     out.
@@ -372,7 +372,7 @@ def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Commu
 
 
 def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Format) -> int:
-    """Return the bytes that a process sends to reduce gradients in `format`.
+    """Return the bytes that one process sends to reduce gradients as codes of `format`.
 
     Each unit (a module under `fully_shard`) exchanges the codes of all its gradients.
     """
@@ -383,7 +383,7 @@ def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Fo
 
 
 def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
-    """Return the bytes of the largest buffer of an all-gather. FSDP2 may fill the next buffer while a unit runs."""
+    """Return the bytes of the largest buffer that an all-gather fills."""
     shards = _shards(trace, plan, shared.world_size)
     sums: dict[str, int] = defaultdict(int)
     for slot in shards.weights.values():
@@ -392,7 +392,7 @@ def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
 
 
 def distribution_notes(trace: Trace, shared: Distribution) -> list[str]:
-    """Return notes for the reader of a footprint on how the processes share memory, one sentence each."""
+    """Return notes of a footprint on how the processes share memory, one sentence each."""
     if shared.strategy == "ddp":
         nbytes = say_bytes(sum(slot.nbytes for slot in trace.of(Role.GRADIENT)))
         return [BUCKET_NOTE.format(nbytes, nbytes)]

@@ -16,7 +16,7 @@ from paredown.plan.storage import FormatLike
 
 
 class ByRole(TypedDict, total=False):
-    """Formats by role, for the roles that can have one."""
+    """The formats that a preset gives to each role."""
 
     weight: FormatLike
     frozen: FormatLike
@@ -31,7 +31,7 @@ class ByRole(TypedDict, total=False):
 
 
 class Preset(NamedTuple):
-    """The name of a preset, the formats of its roles, and a note on what to use it for."""
+    """A row of PRESETS: the name, the formats of the roles, and a note on what to use the preset for."""
 
     name: str
     formats: ByRole

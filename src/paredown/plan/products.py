@@ -33,7 +33,7 @@ def is_product_key(key: Any) -> bool:
 
 
 def checked_products(rules: Any) -> Products:
-    """Return the rules as a tuple in order of precedence, the lowest first; raise PlanError for unknown keys and elements."""
+    """Return rules for products in the order of their precedence, the lowest first; raise PlanError for invalid ones."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         if not (isinstance(rule, list | tuple) and len(rule) == 2 and is_product_key(rule[0]) and rule[0] != f"{PRODUCT}="):
@@ -52,13 +52,13 @@ def checked_products(rules: Any) -> Products:
 
 
 def _rank(key: str) -> int:
-    """Return the precedence of a key: 0 for all layers, 1 for a pattern, 2 for a path."""
+    """Return the precedence of a rule's key: 0 for all layers, 1 for a pattern, 2 for a path."""
     path = key.partition("=")[2]
     return 0 if not path else 1 if any(letter in WILDCARDS for letter in path) else 2
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """Return (element, is_named): the 8-bit element of the layer's products, or None, and whether a rule has exactly this path."""
+    """Return the 8-bit element in which a layer multiplies (or None), and whether a rule names exactly this layer."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):

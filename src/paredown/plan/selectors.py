@@ -43,7 +43,7 @@ KEY_FORMS = (
 
 
 class SelectorRank(IntEnum):
-    """How specifically a key matches a slot; the key with the highest rank decides."""
+    """The precedence of a key that matches a slot; the key of the highest rank decides."""
 
     NONE = 0
     ROLE = 1
@@ -53,7 +53,7 @@ class SelectorRank(IntEnum):
 
 @dataclass(frozen=True)
 class Selector:
-    """A role, a pattern or the name of a slot; `str(selector)` is its text."""
+    """What a rule matches: all slots of a role, a pattern of names, or one name."""
 
     role: Role | None
     name: str | None  # None: the role as a whole
@@ -84,13 +84,13 @@ class Selector:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The position of the key among the rules of a plan: roles in their order, then patterns, then names."""
+        """The position at which a rule with this key is printed: roles first, then patterns, then names."""
         if self.role is not None and self.name is None:
             return SelectorRank.ROLE, FORMATTED.index(self.role)
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """Return how specifically the key matches a slot. `names`: those under which operations saved it."""
+        """Return the precedence with which the key matches the slot of these names; none if it does not match."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
@@ -102,7 +102,7 @@ class Selector:
         return SelectorRank.NONE
 
     def say(self) -> str:
-        """Return the selector in words: "weight slots like 'layer3.*'"."""
+        """Return the selector in words, such as "weight slots like 'layer3.*'"."""
         if self.name is None:
             return str(self)
         role = f"{self.role.value} " if self.role else ""
@@ -110,7 +110,7 @@ class Selector:
 
 
 class SelectorIndex:
-    """The keys of a plan in order, with an index by name: a plan may name a thousand slots one by one."""
+    """The keys of a plan's rules, indexed by name, since a plan may name a thousand slots one by one."""
 
     def __init__(self, keys: Iterable[Selector]) -> None:
         self.keys = tuple(keys)
@@ -121,7 +121,7 @@ class SelectorIndex:
         self._best_places: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
     def best(self, names: tuple[str, ...], role: Role) -> int | None:
-        """Return the position of the key that decides for a slot, None if no key matches; results are cached."""
+        """Return the position of the rule that decides for a slot; None if none matches."""
         if (names, role) not in self._best_places:
             self._best_places[names, role] = self._best(names, role)
         return self._best_places[names, role]
@@ -174,7 +174,7 @@ def closest_role(text: str) -> str | None:
 
 
 def closest(text: str, names: Iterable[str]) -> str:
-    """Return the three of `names` that are most similar to `text`, quoted."""
+    """Return the three names that are most similar to `text`, quoted, for an error message."""
     return ", ".join(repr(name) for name in get_close_matches(text, list(names), 3, 0.0))
 
 
@@ -212,7 +212,7 @@ def _name(text: str, part: str) -> str:
 
 
 def checked_modules(recompute: Any) -> tuple[str, ...]:
-    """Return `recompute` (paths of modules) as a tuple; raise PlanError for other types."""
+    """Return paths of modules as a tuple; raise PlanError for other types."""
     paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
     if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
         raise PlanError(

@@ -69,7 +69,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Assignment:
-    """Format, rounding and overflow that a plan requests for a slot. Without a format the tensor is stored unmodified.
+    """What a plan requests for a slot: format (None: unmodified), rounding and overflow.
 
     `rounding` None is stochastic for elements of fewer than 8 bits and for weights, gradients and second moments, and to nearest for the
     others (`rounding_in`). `overflow` None is the codec's default: saturate in formats with blocks, infinity or NaN in others.
@@ -90,7 +90,7 @@ class Assignment:
 
     @staticmethod
     def parse(format: FormatLike, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None) -> Assignment:
-        """Return the assignment for a format, rounding mode and overflow rule given as text; None stands for the default."""
+        """Return the assignment for a format, rounding and overflow given as text; None stands for the default."""
         return Assignment(_format(format), _choice(Rounding, rounding), _choice(Overflow, overflow))
 
     def to_json(self) -> dict[str, str | None]:
@@ -106,11 +106,11 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding mode for encoding an activation: `rounding`, or the default of the format."""
+        """The rounding for activations: the one that is set, or the default of the format."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """Return the rounding mode for encoding a slot of this role: `rounding`, or the default of format and role.
+        """Return the rounding for slots of this role: the one that is set, or the default of format and role.
 
         Sums of small changes are rounded stochastically in any format. A frozen weight is encoded once, when the plan is applied, and
         always to nearest.
@@ -138,7 +138,7 @@ UNMODIFIED = Assignment()
 
 
 def significant_bits(format: Format) -> int:
-    """Return the significant bits of a format: it divides the range below its largest magnitude in 2^bits steps.
+    """Return into how many steps, as a power of two, a format divides the range below its largest magnitude.
 
     int8 has 7, e4m3 4 (for the largest values), bf16 8.
 
@@ -151,7 +151,7 @@ def significant_bits(format: Format) -> int:
 
 
 def resolves_differences(format: Format) -> bool:
-    """Return whether a format keeps values distinct that differ little beside their mean.
+    """Return whether a format keeps values distinct that differ little compared with their mean.
 
     Formats with a minimum do, and formats of bf16's precision.
     """
@@ -160,7 +160,7 @@ def resolves_differences(format: Format) -> bool:
 
 @lru_cache(maxsize=256)
 def with_minimum(format: Format) -> Format:
-    """Return the format of unsigned integers of the same width, with a minimum for each block of at least 64 values.
+    """Return the format of the same width that has unsigned integers and a minimum for each block.
 
     >>> str(with_minimum(Format.parse("e2m1fn/32@e8m0")))
     'uint4/64@bf16+bf16'
@@ -169,18 +169,18 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Return whether `other` is `format`, or the format with a minimum that replaces `format` where backward subtracts a mean."""
+    """Return whether `other` is `format`, or its variant with a minimum for each block."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 
 def keeps_enough(format: Format, needs: Needs) -> bool:
-    """Return whether values stored in `format` are precise enough for an operation whose backward has these needs."""
+    """Return whether `format` is precise enough for what backward needs of a saved tensor."""
     is_fine = needs.pin is None or significant_bits(format) >= needs.pin.significant_bits
     return is_fine and (not needs.is_centered or resolves_differences(format))
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """Return the format in which `numel` values of `dtype` are stored (None: unmodified), and why it differs from the request."""
+    """Return the format in which values are stored (None: unmodified), and why it differs from the request."""
     requested = assignment.format
     if requested is None or needs.use is not Use.VALUE:
         return None, ""

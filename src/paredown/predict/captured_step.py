@@ -52,7 +52,10 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph with its backward graph. Outputs of forward from index `num_outputs` on are saved for backward."""
+    """A forward graph and its backward graph, split from a joint graph.
+
+    Outputs of forward from index `num_outputs` on are saved for backward.
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -61,7 +64,7 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """A graph of a compiled step, partitioned without packing, with packing, and with packing in 4 bits.
+    """A graph of a compiled step, split into forward and backward in three ways: unpacked, packed, and packed in 4 bits.
 
     `joint` has facts about its nodes.
     """
@@ -72,14 +75,14 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return how many ticks of the timeline one call of the graph takes."""
+        """Return how many operations one call of the graph counts on the timeline of the step."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
 
 @dataclass
 class GraphCall:
-    """A call of a graph: the ticks (positions in the step's list of operations) at which its forward and its backward begin.
+    """A call of a compiled graph, with the times at which its forward and its backward began.
 
     A backward that did not run has -1. `held`: the allocations of outputs that forward both returns and saves, by the names of their nodes.
     """
@@ -92,19 +95,19 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner for torch.compile that partitions each graph three times: as plain torch does, for packed activations, and for 4 bits.
+    """A partitioner for torch.compile that splits each graph into forward and backward in three ways.
 
-    torch gets the first partition.
+    It returns the first one to torch. torch gets the first partition.
     """
 
     on_graph: Callable[[CapturedGraph], None]
 
     def uuid(self) -> Any:
-        """Return a text that identifies the partitioner in keys of caches, which are off."""
+        """Return a text that identifies the partitioner in the keys of Inductor's caches."""
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward graph."""
+        """Return the forward and the backward graph of a joint graph, after splitting it in all three ways."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -120,7 +123,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 class GraphCapture:
-    """Runs the forward of a `FakeStep` with torch.compile, and records the calls of its graphs, those of backward too."""
+    """The forward pass of a fake step under torch.compile, and a record of all calls of its graphs."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -129,7 +132,7 @@ class GraphCapture:
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: Any) -> GraphCapture:
-        """Return the same capture: Lightning replaces torch.compile by a function that copies its arguments, fake tensors with them."""
+        """Return the same capture, since Lightning copies the arguments of torch.compile."""
         return self
 
     def forward(self, arguments: Arguments) -> Any:
@@ -152,7 +155,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Record the operations of a loss in chunks between two graphs, one by one, inside of a `with` block."""
+        """Return a context in which operations of a loss in chunks between two graphs are recorded one by one."""
         step = self.step
 
         @contextmanager
@@ -165,7 +168,7 @@ class GraphCapture:
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
-        """Let Dynamo compute shapes and dtypes as on the target device, inside of a `with` block."""
+        """Return a context in which Dynamo computes shapes and dtypes as on the target device."""
         run_node = dynamo_utils.run_node
 
         def run_in_forms(*args: Any, **keywords: Any) -> Any:
@@ -176,7 +179,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Return a function that runs a graph of torch.compile with fake tensors, after tracing and partitioning it."""
+        """Return a function that runs a graph of Dynamo on fake tensors, after tracing and partitioning it."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -188,7 +191,7 @@ class GraphCapture:
         self._partitioned = graph
 
     def _compile(self, gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
-        """Return a function that runs the graph `gm` and records its calls.
+        """Return a function that runs a forward or backward graph on fake tensors, and records its calls.
 
         The graph is one of forward, of backward, or without gradients.
         """
@@ -227,14 +230,14 @@ class GraphCapture:
         return run
 
     def _begin(self, graph: CapturedGraph, *, is_backward: bool) -> int:
-        """Advance the timeline by the ticks of a graph's call, and return the first of them."""
+        """Advance the timeline of the step by one call of a graph, and return the time at which the call begins."""
         timeline = self.step.timeline
         begin = timeline.current_tick + 1
         timeline.current_tick += graph.num_ticks(is_backward=is_backward)
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a graph's call, which began at tick `begin`, as allocations in the timeline.
+        """Record the outputs of a graph's call as allocations of the timeline.
 
         Saved outputs are later stored as slots. `held`: allocations by the names of the nodes that forward returns, to be filled.
         """
@@ -256,7 +259,7 @@ class GraphCapture:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return `run` as a function that empties the list of its arguments, so that AOTAutograd frees the tensors in it."""
+    """Return `run` as a function that empties the list of its arguments, so that AOTAutograd can free them."""
 
     def call(args: list[Any]) -> Any:
         outputs = run(args)
@@ -268,7 +271,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return the outputs of forward, where a tensor that is both saved and returned is copied, so that each use has its own lifetime."""
+    """Return forward's outputs with a copy of each tensor that is both saved and returned, so that lifetimes are separate."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value
@@ -279,7 +282,7 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
 
 @contextmanager
 def _padding(device: str) -> Generator[None]:
-    """Let Inductor pad large matrix products of a GPU that is not present, without timing them, inside of a `with` block."""
+    """Return a context in which Inductor pads large matrix products for a GPU that is not present, without timing them."""
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, *args: Any, **keywords: Any) -> bool:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]

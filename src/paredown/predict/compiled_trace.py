@@ -49,7 +49,7 @@ MASK_USES = (
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """The memory of a forward and a backward graph, with the ticks at which their calls began; `end` is the end of the step."""
+    """The buffers of a forward and a backward graph, with the times at which the graphs are called in the step."""
 
     partition: Partition
     forward: GraphMemory
@@ -58,36 +58,39 @@ class GraphTimes:
     end: int
 
     def placeholder(self, node: fx.Node) -> fx.Node | None:
-        """Return the input of the backward graph that is a saved node of forward; None if there is none."""
+        """Return the input of the backward graph for a saved node of forward; None if there is none."""
         gm = self.partition.backward
         found = gm.graph.find_nodes(op="placeholder") if gm is not None else ()
         return next((p for p in found if p.name == node.name), None)
 
     def born(self, buffer: Buffer) -> int:
-        """Return the tick at which a buffer of forward is written."""
+        """Return the time in the step at which forward writes a buffer."""
         return self.call.forward_at + max(buffer.birth, 0)
 
     def read_in_forward(self, buffer: Buffer) -> int:
-        """Return the tick of the last read of a buffer in forward."""
+        """Return the time in the step at which forward reads a buffer last."""
         return self.call.forward_at + max(buffer.death, 0)
 
     def returned(self) -> dict[Buffer, Allocation]:
-        """Return the allocations of buffers that forward returns to its caller, if plain torch.compile saves them too."""
+        """Return the allocations of buffers that forward both returns to its caller and saves."""
         nodes = {node.name: node for node in self.partition.forward.graph.nodes}
         pairs = ((self.forward.of(nodes[name]), allocation) for name, allocation in self.call.held.items() if name in nodes)
         return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
 
     def held_until(self, buffer: Buffer) -> int:
-        """Return the tick until which the caller holds a buffer that forward returns; 0 if forward does not return it."""
+        """Return the time until which the caller holds a buffer that forward returned; 0 if it was not returned."""
         allocation = self.returned().get(buffer)
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
     def reads(self, node: fx.Node) -> tuple[int, int]:
-        """Return the ticks at which backward reads a saved node first and last. If backward does not run, both are the end of the step."""
+        """Return the times at which backward reads a saved node first and last.
+
+        If backward does not run, both are the end of the step.
+        """
         return self.reads_of(self.placeholder(node))
 
     def decoded(self, node: fx.Node) -> tuple[int, int]:
-        """Return the first and last tick at which a packed tensor is decoded in backward.
+        """Return the first and the last time at which backward decodes a packed tensor.
 
         Its comparisons do not count, since forward computes them.
         """
@@ -99,7 +102,7 @@ class GraphTimes:
         return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
 
     def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
-        """Return the ticks at which a node of the backward graph is read first and last."""
+        """Return the times at which a node of the backward graph is read first and last."""
         if self.backward is None or node is None or self.call.backward_at < 0:
             return self.end, self.end
         times = self.backward.reads(node) or [0]
@@ -116,7 +119,7 @@ class GraphTimes:
 
 
 class StepSlots:
-    """The slots and outputs of a compiled step, from the calls of its graphs in one of the three partitions."""
+    """The slots and allocations of a compiled step, of which the graphs were split in one way (packed or not)."""
 
     def __init__(
         self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
@@ -155,7 +158,7 @@ class StepSlots:
         self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
-        """Yield a slot for each saved tensor in one buffer. These tensors are packed all together or not at all."""
+        """Yield a slot for each saved tensor in one buffer; they are packed together or not at all."""
         found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
         if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
             found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
@@ -199,7 +202,7 @@ class StepSlots:
         return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
-        """Return the slots, and one-bit masks for comparisons that backward would compute from packed tensors."""
+        """Return the slots, and one for each mask that backward would compute from packed tensors."""
         slots = dict(made)
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
         extra: list[Slot] = []
@@ -231,13 +234,13 @@ class StepSlots:
 
 
 def _saved(partition: Partition) -> list[fx.Node]:
-    """Return the tensors that forward saves for backward."""
+    """Return the nodes of the tensors that forward saves for backward."""
     outputs: Any = partition.forward.graph.output_node().args[0]
     return [node for node in outputs[partition.num_outputs :] if is_tensor(node)]
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """Return which operations saved a tensor of a graph, and the reason if no plan can pack it ("" if one can)."""
+    """Return the operations that saved a tensor of a graph, and why no plan can pack it ("" if one can)."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -263,12 +266,12 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _place(node: fx.Node) -> str:
-    """Return the slot name of a tensor that no operation names: its module and its node."""
+    """Return a slot name for a saved tensor that no operation names: its module and its node."""
     return f"{module_path(node.meta.get('nn_module_stack'))[0]}:{node.name}"
 
 
 def _is_written(placeholder: fx.Node | None) -> bool:
-    """Return whether a saved tensor is written to memory when it is decoded, since an operation that cannot be fused reads it."""
+    """Return whether decoding writes a saved tensor to memory, since an operation that Inductor cannot fuse reads it."""
     if placeholder is None or is_boolean(placeholder):
         return False
     stack, seen = list(placeholder.users), set[fx.Node]()
@@ -285,7 +288,7 @@ def _is_written(placeholder: fx.Node | None) -> bool:
 
 
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
-    """Yield the comparisons that backward computes from tensors in `packed` and from nothing else, as (node, names of these tensors)."""
+    """Yield comparisons that backward computes from packed tensors alone, as (node, names of these tensors)."""
     of: dict[fx.Node, set[str]] = {}
     of_tangents: set[fx.Node] = set()
     for node in backward.graph.nodes if backward is not None else ():
@@ -303,7 +306,7 @@ def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[
 
 
 def with_unique_names(slots: list[Slot]) -> list[Slot]:
-    """Return the slots, renamed so that no two have the same name, and no name of a saver belongs to two slots."""
+    """Return the slots, renamed where two have the same name."""
     counts = Counter(saver.name for slot in slots for saver in slot.savers)
     taken: Counter[str] = Counter()
     named: list[Slot] = []
@@ -327,7 +330,7 @@ def with_unique_names(slots: list[Slot]) -> list[Slot]:
 
 
 def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output]:
-    """Yield the buffers that are written and freed inside one call of a graph."""
+    """Yield buffers that live within one call of a graph, as allocations."""
     for buffer in memory.buffers:
         if buffer.is_output or buffer.birth < 0:
             continue
@@ -340,7 +343,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """Yield tensors that a graph returns to its caller, if plain torch.compile saves them and this partition does not."""
+    """Yield tensors that a graph returns and that plain torch.compile would save, too, as allocations."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -387,7 +390,7 @@ def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield the slots of operations outside of graphs with storage numbers below -1, which no slot of a graph has."""
+    """Yield slots of operations outside of graphs, with storage numbers that differ from those of the graphs' slots."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

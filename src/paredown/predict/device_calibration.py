@@ -45,10 +45,11 @@ log = logging.getLogger("paredown")
 def calibrate(
     device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False, has_present_host: bool = False
 ) -> Calibration:
-    """Return the costs of this device: read from the cache folder if they are there, else measured and written to it.
+    """Return the measured costs of this device, from the cache folder if they are there.
 
-    `traces`: steps whose operations are timed one by one and added to the file. `is_forced`: measure again in any case.
-    `has_present_host`: measure again how fast the host is, which other work on the machine changes from one minute to the next.
+    Otherwise they are measured and written to it. `traces`: steps whose operations are timed one by one and added to the file.
+    `is_forced`: measure again in any case. `has_present_host`: measure again how fast the host is, which other work on the machine
+    changes from one minute to the next.
     """
     kind = checked_device(device)
     if not all(isinstance(trace, Trace) for trace in traces):
@@ -117,7 +118,7 @@ def _on(trace: Trace, device: str) -> Trace:
 
 
 def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
-    """Return this device's calibration and a reason as `find_calibration` does, after timing the operations of `trace` on a GPU.
+    """Return this device's calibration for a trace, or None and the reason; on a GPU it times the trace's operations first.
 
     Each operation is timed only once, which takes seconds.
     """

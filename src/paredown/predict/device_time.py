@@ -34,7 +34,7 @@ FLOAT_DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, 
 
 
 def device_seconds(call: Callable[[], object], device: str) -> float:
-    """Return the device seconds of one call, measured after calls that warm up."""
+    """Return the seconds that one call takes on the device, measured after calls that warm up."""
     call()
     if device == "cpu":
         call()
@@ -44,7 +44,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def num_calls_of(seconds: float) -> int:
-    """Return how many calls are timed together if each takes `seconds`.
+    """Return how many calls to time together, if each takes `seconds`.
 
     >>> [num_calls_of(seconds) for seconds in (1e-5, 1e-3, 0.1)]
     [6, 4, 1]
@@ -72,7 +72,7 @@ def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: floa
 
 
 def empty_operation(device: str, num_calls: int) -> float:
-    """Return the host seconds of the smallest operation, an addition of one value, as the mean over a loop."""
+    """Return the host seconds of the smallest operation, an addition of one value."""
     x = torch.ones(1, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def empty_operation(device: str, num_calls: int) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """Return the bytes per second of each kind of operation, for tensors larger than the caches."""
+    """Return the measured bytes per second of each kind of memory-bound operation."""
     rows, width = ROWS[device]
     x = torch.randn(LARGE[device], device=device, dtype=torch.bfloat16)
     table = torch.randn(rows, width, device=device)
@@ -128,7 +128,7 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
-    """Yield (flops, flops per second) of products of square matrices. The second matrix has `beyond` columns more."""
+    """Yield (flops, flops per second) of square matrix products of rising size."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
         a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
         flops = 2.0 * size * size * (size + beyond)

@@ -54,7 +54,7 @@ OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that a kernel writes at time `birth` and that is read last at `death`.
+    """Memory that a kernel of a graph writes at time `birth`, with the times at which it is read.
 
     `reads`: the times of its reads. Inputs of the graph have birth -1.
     """
@@ -74,13 +74,13 @@ class Buffer:
 
     @property
     def death(self) -> int:
-        """The last time at which the buffer takes memory of its own: its last read, or earlier if another buffer takes over the memory."""
+        """The last time at which the buffer holds memory of its own."""
         return max([self.birth, *self.reads]) - self.is_reused
 
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a graph's node: a buffer in memory, or operations that are repeated in each kernel that reads the value."""
+    """The value of a graph's node: a buffer, or operations that each kernel that reads it repeats."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -88,12 +88,12 @@ class GraphValue:
     operations: int = 0
 
     def read(self) -> tuple[Buffer, ...]:
-        """Return the buffers that a kernel reads to get this value."""
+        """Return the buffers that a kernel must read to compute this value."""
         return (self.buffer,) if self.buffer is not None else self.sources
 
 
 class GraphMemory:
-    """The buffers that Inductor allocates for a graph. `of` returns the buffer of each node that has one, views included."""
+    """The buffers that Inductor allocates for a graph, and when."""
 
     def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
         self._transposes = on_cuda and _keeps_layout(graph)
@@ -108,7 +108,7 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """Return the buffer that stores a node's values; None if the kernels that read the values compute them."""
+        """Return the buffer with a node's values; None if kernels compute the values where they need them."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, GraphValue) else None
 
@@ -120,7 +120,7 @@ class GraphMemory:
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels need a node's values. Kernels that only compare the values are left out."""
+        """Return the times at which kernels need a node's values, without those that only compare them."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -189,7 +189,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: GraphValue, node: fx.Node) -> bool:
-        """Return whether Inductor writes a pointwise value to memory at `node`, which computes it or is a view of it."""
+        """Return whether Inductor writes a pointwise value to memory."""
         users, num_reads = list(_users(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -199,7 +199,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: GraphValue, at: int) -> Buffer:
-        """Return the buffer of a value. If the value has no buffer, return a new one that is written at time `at`."""
+        """Return the buffer of a value, a new one if it has none."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -227,7 +227,7 @@ class GraphMemory:
     # --- kernels ---
 
     def _schedule(self) -> None:
-        """Set the times of buffers to those of their kernels. Buffers that are only read by the kernel that writes them are removed."""
+        """Set the times of buffers to those of the kernels that write and read them."""
         order = kernel_order(self.buffers)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
@@ -239,7 +239,7 @@ class GraphMemory:
         self.buffers = [buffer for buffer in self.buffers if not buffer.is_removed and buffer.nbytes]
 
     def _reuse(self) -> None:
-        """Let a kernel write its output over an input of the same size that nothing reads later."""
+        """Make kernels write their outputs over inputs of the same size that nothing reads later."""
         by_birth: dict[int, list[Buffer]] = {}
         for buffer in self.buffers:
             by_birth.setdefault(buffer.birth, []).append(buffer)
@@ -275,7 +275,7 @@ def _is_over_last_dimensions(node: fx.Node) -> bool:
 
 
 def _domain(node: fx.Node, result: Any, kind: str) -> int:
-    """Return how many elements the kernel of a node loops over. `kind`: what the operation is to Inductor, such as "reduction"."""
+    """Return how many elements the kernel of a node loops over."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
@@ -287,14 +287,14 @@ def _flash_workspace(query: Any) -> int:
 
 
 def _loss_scratch(node: fx.Node) -> int:
-    """Return the bytes that the operator of a chunked loss holds beside its inputs and results."""
+    """Return the bytes that the operator of a loss in chunks allocates beside its inputs and results."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
     tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
     return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
 
 
 def _keeps_layout(graph: fx.Graph) -> bool:
-    """Return whether Inductor keeps the layout of convolutions on CUDA; otherwise it changes all to channels_last.
+    """Return whether Inductor keeps the layout of convolutions on CUDA, rather than make all channels_last.
 
     It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of one of 3
     x 3 has half as many channels as its input, or if none has more than 64 channels.
@@ -310,7 +310,7 @@ def _keeps_layout(graph: fx.Graph) -> bool:
 
 
 def _transposed_bytes(node: fx.Node) -> int:
-    """Return the bytes of the copies that cuDNN makes of the operands of a convolution in 16 bits that are not channels_last.
+    """Return the bytes of channels_last copies that cuDNN makes of a 16-bit convolution's operands.
 
     Forward: of input and output. Backward: of the output's gradient and the input, then of the output's gradient and the input's.
     Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this is 0.078.
@@ -339,7 +339,7 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(eq=False)
 class Kernel:
-    """The buffers that one kernel writes. `first` is the place of the first of them in the order of the graph."""
+    """The buffers that one kernel of a graph writes."""
 
     buffers: list[Buffer]
     first: int
@@ -347,7 +347,7 @@ class Kernel:
     axis: str
 
     def can_join(self, other: Kernel) -> bool:
-        """Return whether one kernel can write the buffers of both, as far as sizes tell."""
+        """Return whether Inductor could fuse this kernel with another, as far as sizes tell."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
         if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
@@ -357,7 +357,7 @@ class Kernel:
 
 
 class Kernels:
-    """The kernels of a graph, which are joined step by step as Inductor fuses them: those that share most memory first."""
+    """The kernels of a graph, joined step by step as Inductor fuses them."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
@@ -383,7 +383,7 @@ class Kernels:
         return [other for other in found if other is not kernel]
 
     def _reaches(self, start: Kernel, end: Kernel) -> bool:
-        """Return whether kernel `end` depends on kernel `start` by way of other kernels."""
+        """Return whether kernel `end` depends on kernel `start` through other kernels."""
         stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
         while stack:
             kernel = stack.pop()
@@ -405,7 +405,7 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
 
 
 def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """Return the position of each buffer's kernel in the order in which kernels run: each kernel right after those that it reads from."""
+    """Return the position of each buffer's kernel in the order in which kernels run."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
     placed: dict[Kernel, int] = {}
@@ -421,7 +421,7 @@ def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
 
 
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """Return the most bytes that an operator (`name`) holds beside its inputs and results.
+    """Return the bytes that an operator allocates at most beside its inputs and results.
 
     They come from a run on fake tensors of these shapes and dtypes. `settings`: the operator's settings as text (`OperatorSettings`).
     """
@@ -431,7 +431,7 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """Return `scratch_bytes`; the cache has an entry for each choice of the constants."""
+    """Return what `scratch_bytes` does, with a cache for each choice of the constants."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", device=device)
     with fakes.mode, torch.no_grad():

@@ -60,7 +60,7 @@ EMPTY_CALLS = 100
 
 
 class StepSeconds(NamedTuple):
-    """The host seconds of forward (with loss), backward and the optimizer's step."""
+    """The host seconds of the phases of a step: forward with loss, backward, optimizer."""
 
     forward: float
     backward: float
@@ -68,7 +68,7 @@ class StepSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The seconds of all three together."""
+        """The seconds of the whole step."""
         return sum(self)
 
     def scaled(self, factor: float) -> StepSeconds:
@@ -77,7 +77,7 @@ class StepSeconds(NamedTuple):
 
 
 class SmallNetwork:
-    """A network of `paredown.models` on small tensors, whose steps are timed under plans. `layers` is a pattern of its repeated layers."""
+    """A small network whose steps are timed under plans, to measure the host's time."""
 
     def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
         self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes
@@ -85,7 +85,7 @@ class SmallNetwork:
         self.empty_operations: list[float] = []  # seconds, one for each turn
 
     def build(self) -> nn.Module:
-        """Create the model on the device, and return it."""
+        """Return a new model of this network on the device."""
         return MODELS[self.name](**self.sizes).to(self.device).train()
 
     @cached_property
@@ -96,9 +96,9 @@ class SmallNetwork:
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
     def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
-        """Return the median seconds of steps under each of the plans, which take turns; a plan of None is the baseline.
+        """Return the median seconds of the network's steps under several plans, which take turns.
 
-        `is_ours`: the optimizer is AdamW of paredown.optim.
+        A plan of None is the baseline. `is_ours`: the optimizer is AdamW of paredown.optim.
         """
         models = [self.build() for _ in plans]
         sessions = [start_session(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
@@ -113,7 +113,7 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Return the seconds of one step of each (model, optimizer), after a step that fills the caches, as in a loop."""
+        """Return the seconds of one step of each (model, optimizer)."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
@@ -133,18 +133,18 @@ class SmallNetwork:
         return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
     def packed(self, plan: Plan) -> list[Slot]:
-        """Return the saved tensors that the plan packs."""
+        """Return the saved tensors of the network's step that the plan packs."""
         storages = slot_storages(self.trace, plan)
         return [slot for slot in self.trace.activations if storages[slot.name].packs]
 
     def packing_one(self, plan: Plan) -> Plan:
-        """Return a plan that packs only one of the tensors that `plan` packs."""
+        """Return a plan that packs only one of the tensors that `plan` would pack."""
         slot = self.packed(plan)[0]
         return Plan(((f"activation={slot.name}", plan.find(slot.names, Role.ACTIVATION)),))
 
     @property
     def checkpointing(self) -> Plan:
-        """The plan that checkpoints all layers and packs nothing."""
+        """The plan that checkpoints all layers of the network and packs nothing."""
         return Plan((), recompute=(self.layers,))
 
     @cached_property
@@ -153,7 +153,7 @@ class SmallNetwork:
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """Return the sum of `of` over the operations of some phases ("forward", "backward", ...); by default the number of views."""
+        """Return a sum over the operations of some phases ("forward", "backward", ...); by default of their views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
@@ -170,7 +170,7 @@ def small_networks(device: str) -> list[SmallNetwork]:
 
 
 class HostMeasurement:
-    """Measures the host's time for the steps of small networks. `draft`: a calibration with the device's rates and host costs of 0."""
+    """The measurement of the host's time for packing, checkpointing and calls, by steps of small networks."""
 
     def __init__(self, draft: Calibration) -> None:
         self.networks, self.is_cpu = small_networks(draft.device), draft.device == "cpu"
@@ -178,7 +178,7 @@ class HostMeasurement:
         self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
-        """Return the costs of the host, and its seconds for one packed tensor, measured in the format `text`.
+        """Return the measured costs of the host, and its seconds for one tensor packed in the format `text`.
 
         If `is_late()` is true, packed weights, whose optimizer has kernels to compile, are not measured: two packed tensors stand for a
         weight.
@@ -211,7 +211,7 @@ class HostMeasurement:
         return cost, packed
 
     def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
-        """Return the host's seconds for the calls of operations in each network's step; on the CPU that is their computation."""
+        """Return the host's seconds for the calls of operations in a step of each network."""
         ratios, draft = self.calls.issued, self.draft
 
         def seconds(one: Operation) -> float:
@@ -220,7 +220,7 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """Return the seconds that SHARES are fractions of: a step of the first network.
+        """Return the host's seconds for a step of the first network, of which SHARES are fractions.
 
         On the CPU the computation of its operations is left out. `empty`: the seconds of an empty operation.
         """
@@ -230,7 +230,7 @@ class HostMeasurement:
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """Return the sum of SHARES over the views, module calls and gradients in one step of a network."""
+        """Return which fraction of a step (SHARES) views, module calls and gradients of a network take."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -238,7 +238,7 @@ class HostMeasurement:
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
     ) -> tuple[float, float]:
-        """Return the host's seconds for a module call or saved tensor that a session looks at, and for a tensor that it packs."""
+        """Return the host's seconds for each module call or saved tensor in a session, and for each packed tensor."""
         computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
         num_packed = [sum(len(slot.names) for slot in one.packed(plan)) - 1 for one in self.networks]
         added = [after.total - before.total for before, after in zip(few, all_packed, strict=True)]
@@ -263,12 +263,12 @@ class HostMeasurement:
 
 
 def with_present_host(calibration: Calibration) -> Calibration:
-    """Return the calibration with the speed that the host has now, measured in a third of a second."""
+    """Return the calibration scaled to the speed that the host has now, measured in a third of a second."""
     return calibration.with_host_speed(HostSpeed(calibration)(PRESENT_STEPS))
 
 
 class HostSpeed:
-    """Measures how fast the host is now, relative to the calibration, by steps of a small network."""
+    """A measurement of how fast the host is now, relative to the calibration."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._network, self._seconds = small_networks(calibration.device)[0], calibration.host.step
@@ -295,7 +295,7 @@ def _synchronize(device: str) -> None:
 
 @contextmanager
 def _without_collection() -> Generator[None]:
-    """Turn off Python's garbage collector inside of a `with` block: a collection in one step would count as its cost."""
+    """Return a context without garbage collection, which would count as the cost of one step."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -60,7 +60,7 @@ QUEUE_SLEEP = 20e-3  # seconds in which the host issues the launches of a short 
 
 
 class CallSeconds(NamedTuple):
-    """The device seconds of calls by `operation_key`, and their host time by name, in units of an empty operation.
+    """The measured seconds of calls: on the device by `operation_key`, and on the host by name.
 
     Device seconds are 0 if a call cannot be repeated. `launched`: host seconds of calls of cuDNN's RNNs, by `operation_key`.
     """
@@ -71,7 +71,7 @@ class CallSeconds(NamedTuple):
 
 
 def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_seconds: float = inf) -> Calibration:
-    """Return the calibration with the times of operations in the traces added, if it does not have them yet.
+    """Return the calibration with the measured times of the operations in these traces.
 
     No operation is begun after `most_seconds`.
     """
@@ -84,7 +84,7 @@ def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_s
 
 
 def time_operations(traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf) -> CallSeconds:
-    """Measure the seconds of each distinct operation of the traces that is not in `known`. None is begun after `most_seconds`."""
+    """Return the measured seconds of each distinct operation of the traces that is not `known`."""
     now = begun = time.perf_counter()
     timed, ratios, launched = dict[str, float](), dict[str, list[float]](), dict[str, float]()
     convolving, is_convolution = 0.0, False
@@ -106,7 +106,7 @@ def time_operations(traces: Iterable[Trace], device: str, *, known: Container[st
 
 
 def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operation]:
-    """Return the operations in the order in which they are timed: the largest of each name, then the others by the work of all calls.
+    """Return operations in the order in which to time them: the largest of each name first.
 
     Each name comes first once, since one host time counts for all operations of the name.
     """
@@ -116,12 +116,12 @@ def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operati
 
 
 def _work(operation: Operation) -> float:
-    """Return the size of a call: the bytes that it moves, or its flops divided by FLOPS_PER_BYTE if that is more."""
+    """Return the size of a call as bytes: those that it moves, or those that its flops correspond to."""
     return max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
 
 
 def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
-    """Return estimated seconds of operations that are not `timed`, by the rates of timed ones of the same name and dtype.
+    """Return estimated seconds of operations that were not timed, from timed ones of the same name and dtype.
 
     The rate is interpolated between the two that are nearest in size.
 
@@ -143,7 +143,7 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
 
 
 def _alike(operation: Operation) -> list[tuple[str, ...]]:
-    """Return keys under which operations have the same rate, the narrower key first.
+    """Return keys under which operations are expected to have the same rate, the narrower one first.
 
     A key has the name, the dtype and, for a convolution, the size of the kernel.
     """
@@ -159,12 +159,12 @@ def _is_recurrent(operation: Operation) -> bool:
 
 
 def _empty_operations(call: Callable[[], object]) -> float:
-    """Return the host time of a call as a multiple of an empty operation: the median over groups of calls."""
+    """Return the host time of a call as a multiple of the time of an empty operation."""
     return median(_host_seconds(call, ISSUED_CALLS) / empty_operation("cuda", EMPTY_CALLS) for _ in range(ISSUES))
 
 
 def _least_host_seconds(call: Callable[[], object]) -> float:
-    """Return the least host seconds of a call.
+    """Return the least host seconds of several calls.
 
     Calls are some time apart, since a busy moment of a shared host makes all calls within it longer.
     """
@@ -200,7 +200,7 @@ def _recurrent_seconds(operation: Operation, device: str) -> float:
 
 
 def _queued_seconds(call: Callable[[], object]) -> float:
-    """Return the device seconds of a call with many kernels, after one that warms up.
+    """Return the device seconds of a call that runs many kernels.
 
     It is the least of several measurements, since a busy host may issue the kernels too late.
     """
@@ -217,7 +217,7 @@ def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
-    """Yield the operations with different keys (`operation_key`) of the traces, and of the further traces that these hold."""
+    """Yield each different operation of the traces, and of other traces that these contain, once."""
     seen: set[str] = set()
     for trace in traces:
         for step in (trace, trace.without_packing, trace.unmodified):
@@ -227,7 +227,7 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
-    """Measure a call: return its device seconds and its host time; None if the call cannot be repeated.
+    """Return the measured device seconds and host time of a call; None if it cannot be repeated.
 
     The host time is a multiple of an empty operation, in seconds for RNNs, and None on the CPU.
     """
@@ -255,7 +255,7 @@ def _or_none(measure: Callable[[], Any]) -> Any:
 
 
 def repeated_call(operation: Operation, device: str) -> Callable[[], object] | None:
-    """Return a function that runs the operation again on new tensors; None if its name is not one of aten's."""
+    """Return a function that repeats a traced operation on new tensors; None if it is not one of aten's."""
     args, kwargs = json.loads(operation.arguments)
     bound = max(_index_bound(operation.op, args), 1)
     values, named = _values(args, device, bound), _values(kwargs, device, bound)
@@ -296,7 +296,7 @@ def _recurrent(x: Tensor, kind: str, width: int, num_layers: int, directions: in
 
 
 def _index_bound(op: str, args: list[Any]) -> int:
-    """Return the exclusive bound of the integers that a call takes: the size of the dimension that they index."""
+    """Return the exclusive upper bound of integers among a call's arguments, which index a dimension."""
     name = op.removeprefix("aten.").partition(".")[0].strip("_")
     if name == "embedding_dense_backward":
         return args[2]  # rows of the table
@@ -309,7 +309,7 @@ def _index_bound(op: str, args: list[Any]) -> int:
 
 
 def _smallest_side(args: Any) -> int:
-    """Return the smallest size of a dimension of the float tensors with two or more dimensions."""
+    """Return the smallest size of any dimension of a call's float tensors with two or more dimensions."""
     sides = [side for dtype, shape, _ in _tensors(args) if len(shape) > 1 and "float" in dtype for side in shape]
     return max(min(sides, default=DEFAULT_BOUND), 1)
 
@@ -324,7 +324,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def _values(value: Any, device: str, bound: int) -> Any:
-    """Return the arguments of a call, with new tensors, from the JSON that `_arguments_json` of predict/timeline.py wrote."""
+    """Return the arguments of a traced call, with new tensors, from their JSON."""
     if isinstance(value, list):
         return [_values(part, device, bound) for part in value]
     if not isinstance(value, dict):

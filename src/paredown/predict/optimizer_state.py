@@ -39,7 +39,7 @@ PRIMES: tuple[int, ...] = (2, 3, 5, 7, 11, 13, 17, 19)
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of optimizer state: its parameter, role, shape and dtype."""
+    """A tensor of optimizer state: the parameter that it belongs to, its role, shape and dtype."""
 
     parameter: str
     role: Role
@@ -55,7 +55,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state tensors of an optimizer, and the memory that its step allocates and frees.
+    """The tensors that an optimizer stores, and the memory that its step allocates and frees.
 
     `transient_bytes`: of a step with nothing packed. `matrix_bytes`: of a step under every plan.
     """
@@ -69,7 +69,7 @@ class OptimizerState:
 
 
 def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str, model: nn.Module) -> OptimizerState:
-    """Return the state that `optimizer`, a name or an instance, stores for the trainable ones of `parameters` (name -> parameter)."""
+    """Return the state that an optimizer (a name or an instance) stores for the trained parameters."""
     if optimizer is None:
         return OptimizerState("", (), 0)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -90,7 +90,7 @@ def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], devi
 
 
 def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
-    """Return the update rule of each parameter by its name in NAMES.
+    """Return the update rule of each parameter, by the name of the parameter.
 
     Under "muon", parameters that are not matrices of hidden layers have "adamw".
     """
@@ -101,7 +101,7 @@ def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.M
 
 
 def _matrix_bytes(matrices: Iterable[Tensor]) -> int:
-    """Return the bytes that Muon needs to orthogonalize the largest of `matrices`: two bfloat16 copies, two squares of its shorter side."""
+    """Return the bytes of temporaries that Muon needs for the largest of these matrices."""
     return max((4 * p.numel() + 4 * min(p.shape) ** 2 for p in matrices), default=0)
 
 
@@ -124,7 +124,7 @@ def _state_of_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.P
 
 
 def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> OptimizerState:
-    """Return the unpacked state of an optimizer of `paredown.optim`.
+    """Return the state, unpacked, of an optimizer of `paredown.optim`.
 
     It has torch.optim's dtypes if torch has that optimizer, else float32.
     """
@@ -158,7 +158,7 @@ def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dic
 
 
 def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterator[StateTensor]:
-    """Yield the state tensors of the parameter `p`: those of the tiny parameter (`tiny_state`), with the sizes of `p`."""
+    """Yield the state tensors of a parameter, given those of a tiny parameter of the same rank."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     seen_roles: set[Role] = set()
     for name, value in tiny_state.items():
@@ -169,7 +169,7 @@ def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterato
 
 
 def _transient(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], device: str) -> int:
-    """Return the workspace bytes of one optimizer step: the size of all parameters with `foreach`, otherwise that of the largest one."""
+    """Return the bytes that one optimizer step allocates and frees."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return 0

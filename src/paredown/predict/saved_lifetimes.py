@@ -38,7 +38,7 @@ OUTSIDE = "it is outside of the model"
 
 @dataclass(eq=False)
 class StoredPart:
-    """The packed parts of a `SavedStorage` that serve one use of it in backward, with the number of handles that autograd holds on them."""
+    """The packed data of a saved tensor for one use in backward, and how often autograd holds it."""
 
     use: Use
     packed: int
@@ -50,7 +50,7 @@ class StoredPart:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage that operations saved for backward, or a small view of one; it becomes one slot of the trace."""
+    """A storage that operations saved for backward, or a small view of one, which becomes a slot of the trace."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -66,22 +66,22 @@ class SavedStorage:
 
     @property
     def packable_bytes(self) -> int:
-        """The bytes of the values that are packed."""
+        """The bytes of the values that a plan could pack."""
         return self.numel * self.dtype.itemsize
 
     @property
     def becomes_result(self) -> bool:
-        """Whether the decoded copy becomes the result of the operation that reads it: sessions then multiply in place."""
+        """Whether a session multiplies into the decoded copy, so that the result takes no memory of its own."""
         return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
-        """The index of the saver that the slot is named after: the first that needs values, else 0."""
+        """The index of the operation after which the slot is named: the first that needs values, else 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
 class SavedHandle:
-    """The object that autograd holds in place of a saved tensor."""
+    """What autograd holds in place of a saved tensor while a step is traced."""
 
     def __init__(self, recorder: Recorder, unit: SavedStorage, part: StoredPart, tensor: Tensor) -> None:
         self._recorder, self.unit, self._part = recorder, unit, part
@@ -92,7 +92,7 @@ class SavedHandle:
         part.handles += 1
 
     def tensor(self) -> Tensor:
-        """Return an unpacked tensor in place of the saved one: the last decoded copy if it is still live, else a new one."""
+        """Return a tensor for backward in place of the saved one: the last decoded copy, or a new one."""
         return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
@@ -101,7 +101,7 @@ class SavedHandle:
 
 
 class Recorder:
-    """Collects the `SavedStorage` of each saved tensor of a step (`units`)."""
+    """Records when each tensor that autograd saves in a fake step would be packed, decoded and freed."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -138,7 +138,7 @@ class Recorder:
             self._pack(saved, saved.tensor, use, unit)
 
     def second_pass(self) -> Store:
-        """Return the function that records what the second forward pass of a checkpointed layer saves."""
+        """Return a function that records what a checkpointed layer saves when backward runs it again."""
         return self._saved_again
 
     def _saved_again(self, saved: Saved) -> SavedHandle | None:
@@ -150,7 +150,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of the module at `path` as its inputs: if it were checkpointed, they would be stored until backward."""
+        """Record the arguments of a module, which would be stored until backward if it were checkpointed."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -170,18 +170,18 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return when backward needs a weight, or a cast of one, decoded; empty if backward does not need it."""
+        """Return when backward needs a weight or its cast decoded."""
         saved = self.weights.get(allocation) if allocation is not None else None
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark saved tensors that are still live after the model's forward as not packable, since other code holds them."""
+        """Mark saved tensors that other code still holds after forward, so that packing them frees nothing."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
 
     def leave_small(self) -> None:
-        """Mark the smallest saved tensors as not packable, as sessions on a GPU do after their first forward pass."""
+        """Mark the smallest saved tensors, which sessions on a GPU leave unmodified."""
         units = [unit for unit in self.units if not unit.stays and not unit.in_second_pass]
         largest = max_left_bytes([unit.packable_bytes for unit in units])
         for unit in units:
@@ -200,12 +200,12 @@ class Recorder:
         return unit
 
     def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
-        """Return whether a ReLU, by its autograd node, saved this storage."""
+        """Return whether the ReLU with this autograd node saved this storage."""
         entry = self._sources.get(node._sequence_nr()) if node is not None else None
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """Return the saved storage from which `saved` can be recomputed, under the same conditions as in a session; else None."""
+        """Return the saved storage from which backward can recompute `saved`, as a session would; None if there is none."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -231,7 +231,7 @@ class Recorder:
         return origin
 
     def _source_of(self, node: Any) -> tuple[Any, SavedStorage, torch.Size, tuple[int, ...]] | None:
-        """Return the node with the storage, size and strides of its saved operand; None if that is not stored."""
+        """Return the operand that a node saved, as (node, storage, size, strides); None if it is not stored."""
         handle = stored_operand(node)
         return (node, handle.unit, *handle.layout) if handle is not None else self._sources.get(node._sequence_nr())
 
@@ -245,7 +245,7 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """Return a flat tensor that stands for the decoded values.
+        """Return a flat tensor for the decoded values, shared with other uses while it lives.
 
         Values are decoded once while a copy is live; bits and integers each time.
         """
@@ -266,7 +266,7 @@ def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
 
 
 def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
-    """Return why no plan can pack a saved tensor, or "" if a plan can."""
+    """Return why no plan can pack a saved tensor; "" if a plan can."""
     itemsize = unit.dtype.itemsize
     if unit.numel < MIN_PACKED_NUMEL:
         return f"it has fewer than {MIN_PACKED_NUMEL} values"
@@ -312,7 +312,7 @@ def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list
 
 
 def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
-    """Return a slot for each allocation that is live when backward begins and that autograd's graph does not hold."""
+    """Return a slot for each tensor that lives when backward begins and that autograd's graph does not hold."""
     counts: Counter[str] = Counter()
     slots: list[Slot] = []
     for number, allocation in enumerate(held):
@@ -365,7 +365,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 
 
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
-    """Return the tick at which a saved tensor is freed in the baseline, where nothing is packed."""
+    """Return the time at which a saved tensor is freed in the baseline, where nothing is packed."""
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 

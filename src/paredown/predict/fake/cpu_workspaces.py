@@ -83,7 +83,7 @@ def _last(t: Tensor) -> torch.memory_format:
 
 
 def _other_bytes(*operands: Tensor) -> int:
-    """Return the bytes of copies of those operands that are not channels_last."""
+    """Return the bytes of the copies that are made of operands which are not channels_last."""
     return sum(t.nbytes for t in operands if not t.is_contiguous(memory_format=_last(t)))
 
 
@@ -94,7 +94,7 @@ def _has_few_channels(weight: Tensor, groups: int) -> bool:
 
 
 def _in_blocks(x: Tensor) -> int:
-    """Return the bytes of activations (num, channels, ...) in blocks of channels."""
+    """Return the bytes of activations (num, channels, ...) in a layout with blocks of channels."""
     return x.nbytes // x.shape[1] * round_up(x.shape[1], BLOCK)
 
 
@@ -105,14 +105,20 @@ def _input_in_blocks(x: Tensor) -> int:
 
 
 def _weight_in_blocks(weight: Tensor) -> int:
-    """Return the bytes of a weight in blocks of both channels; those of few inputs, as for groups, have no blocks."""
+    """Return the bytes of a weight in a layout with blocks of both channels.
+
+    Those of few inputs, as for groups, have no blocks. Those of few inputs, as for groups, have no blocks.
+    """
     num_out, num_in = weight.shape[:2]
     blocked = round_up(num_out, BLOCK) * round_up(num_in, BLOCK)
     return weight.nbytes if num_in <= HALF else weight.nbytes // (num_out * num_in) * blocked
 
 
 def _column_bytes(weight: Tensor, out: Tensor) -> int:
-    """Return the bytes of the columns that torch multiplies with the weight: for each result the inputs under the kernel."""
+    """Return the bytes of the columns (im2col) that torch multiplies with the weight.
+
+    They have, for each result, the inputs under the kernel. They have, for each result, the inputs under the kernel.
+    """
     window = prod(weight.shape[2:])
     return out.nbytes // out.shape[1] * weight.shape[1] * window if window > 1 and out.numel() else 0
 

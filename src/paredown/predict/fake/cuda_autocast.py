@@ -18,9 +18,10 @@ from torch.utils import checkpoint
 
 @contextmanager
 def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> Generator[None]:
-    """Enter autocast for CUDA with `dtype`, off for None. `free_casts` is called wherever torch frees its cached casts of parameters.
+    """Return a context with autocast for CUDA in `dtype` (off for None), on fake CPU tensors.
 
-    torch frees them at the end of the outermost autocast context: of this one, or in backward of the one around a recomputation.
+    `free_casts` is called wherever torch frees its cached casts of parameters. torch frees them at the end of the outermost
+    autocast context: of this one, or in backward of the one around a recomputation.
     """
     enabled_before, dtype_before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", dtype is not None)
@@ -40,7 +41,7 @@ def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> 
 
 @contextmanager
 def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[None]:
-    """Let torch.autocast(x.device.type), torch.autocast("cuda") and checkpoints set autocast for CUDA inside of a `with` block."""
+    """Return a context in which torch.autocast with any device sets autocast for CUDA."""
     kind, common = torch.amp.autocast_mode.autocast, torch.cuda.amp.common
     before = kind.__init__, kind.__exit__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
     checkpoint_before = checkpoint._get_autocast_kwargs

@@ -54,10 +54,10 @@ TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its function
 
 @runtime_checkable
 class HasKernels(Protocol):
-    """A protocol of objects that record kernels, as a `Timeline` does."""
+    """The interface of objects that record kernels of CUDA, such as a `Timeline`."""
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record one kernel."""
+        """Record that one kernel ran, with its tensors and flops."""
 
 
 def round_up(number: int, step: int) -> int:
@@ -66,7 +66,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
-    """Report one kernel of CUDA to the timeline that records this step (predict/timeline.py)."""
+    """Tell the timeline that records this step that one kernel of CUDA ran."""
     tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, HasKernels):
@@ -74,19 +74,19 @@ def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: i
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
-    """Return the flops of the two matrix products of attention in forward; half of them if the mask is known to be causal."""
+    """Return the flops of attention's two matrix products in forward, half of them if the mask is causal."""
     num, heads, length, width = query.shape
     return 2 * num * heads * length * key.shape[2] * (width + value.shape[-1]) // (2 if causal else 1)
 
 
 def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None = None) -> Tensor:
-    """Return an empty tensor (num, heads, length, width) with the memory layout that attention kernels write."""
+    """Return an empty tensor (num, heads, length, width) in the memory layout that attention kernels write."""
     num, like_heads, length, like_width = like.shape
     return like.new_empty(num, length, heads or like_heads, width or like_width).transpose(1, 2)
 
 
 class Flash(Function):
-    """The flash attention kernel of CUDA, which allocates no tensor of length x length.
+    """A stand-in for CUDA's flash attention on fake tensors, which allocates what the kernel does.
 
     Outputs and gradients have the layout of what they belong to.
 
@@ -95,7 +95,7 @@ class Flash(Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Return an empty tensor in place of the output, (num, heads, length, width of value)."""
+        """Return an empty tensor of the output's shape, (num, heads, length, width of value)."""
         out, ctx.causal = torch.empty_like(query), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, flops=flops)
@@ -107,7 +107,7 @@ class Flash(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty tensors in place of the gradients of query, key and value.
+        """Return empty tensors of the shapes of the gradients of query, key and value.
 
         Workspace: the query gradient in float32, and one value for each position.
         """
@@ -126,11 +126,11 @@ class Flash(Function):
 
 
 class Efficient(Function):
-    """The kernel of memory-efficient attention of CUDA, which takes float32 and masks too."""
+    """A stand-in for CUDA's memory-efficient attention on fake tensors, which takes float32 and masks too."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-        """Return an empty tensor in place of the output, (num, heads, length, width of value)."""
+        """Return an empty tensor of the output's shape, (num, heads, length, width of value)."""
         out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, *(() if bias is None else (bias,)), flops=flops)
@@ -145,7 +145,7 @@ class Efficient(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty tensors in place of the gradients of query, key, value, and of the mask if it requires one."""
+        """Return empty tensors of the shapes of the gradients of query, key, value, and of the mask if it requires one."""
         *bias, key, logsumexp, _, query, value = ctx.saved_tensors
         flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
         record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, *bias, flops=flops)
@@ -161,7 +161,7 @@ class Efficient(Function):
 
 
 class Softmax(Function):
-    """The CUDA kernel of softmax and log_softmax from float16 to float32; torch casts bfloat16 before it."""
+    """A stand-in for CUDA's softmax and log_softmax from float16 to float32; torch casts bfloat16 before it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
@@ -175,17 +175,17 @@ class Softmax(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return an empty tensor in place of the gradient, in the dtype of the input."""
+        """Return an empty tensor of the gradient's shape, in the dtype of the input."""
         record_kernel("softmax_backward", (grad,), *ctx.saved_tensors)
         return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None
 
 
 class RMSNorm(Function):
-    """The fused RMSNorm kernel, which saves its input and one rstd for each row."""
+    """A stand-in for the fused RMSNorm kernel, which saves its input and one rstd for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        """Return an empty tensor in place of `x` normalized over its last `num_dims` dimensions."""
+        """Return an empty tensor of the output's shape."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
         record_kernel("rms_norm", (out,), x)
@@ -196,18 +196,18 @@ class RMSNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty tensors in place of the gradients of input and weight."""
+        """Return empty tensors of the shapes of the gradients of input and weight."""
         x, _, *weight = ctx.saved_tensors
         record_kernel("rms_norm_backward", (grad, x), x)
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
 
 
 class Recurrent(Function):
-    """The cuDNN call that runs all layers, positions and directions of an LSTM, GRU or RNN; dimension 0 is time."""
+    """A stand-in for the cuDNN call of a whole LSTM, GRU or RNN; dimension 0 is time."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, sizes: tuple[int, int], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
-        """Return empty tensors in place of (output, hy, cy). `sizes`: (number of layers, width of a gate)."""
+        """Return empty tensors of the shapes of (output, hy, cy). `sizes`: (number of layers, width of a gate)."""
         num_layers, width = sizes
         length, num, _ = x.shape
         directions = 2 if hx.shape[0] == 2 * num_layers else 1
@@ -228,7 +228,10 @@ class Recurrent(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Return empty tensors in place of the gradients of input, states and weights; those of the weights are views of one tensor."""
+        """Return empty tensors of the shapes of the gradients.
+
+        Those of the weights are views of one tensor.
+        """
         saved = ctx.saved_tensors
         weights = saved[len(saved) - ctx.num_weights :]
         cx, hx, x = saved[:3] if ctx.has_cell else (None, *saved[:2])
@@ -240,7 +243,7 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Return an empty tensor in place of the output of CUDA's fused attention kernel; None if CUDA has none for this call."""
+    """Return an empty tensor of the shape of attention's output, as a fused kernel of CUDA allocates it; None if there is none."""
     kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
     if kernel is Flash:
         return Flash.apply(query, key, value, causal)
@@ -252,7 +255,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
 ) -> type[Flash] | type[Efficient] | None:
-    """Return which fused attention kernel CUDA selects; None if it runs the unfused operations, which write the logits."""
+    """Return the fused attention kernel that CUDA would select; None if it would compute all logits."""
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
         return None
     if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None):  # images as (num, channels, pixels), transposed
@@ -267,7 +270,7 @@ def attention_kernel(
 
 
 def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return an attention mask in the form that the kernel takes: floats, the last dimension padded, expanded as a view."""
+    """Return an attention mask in the form that CUDA's kernel takes: floats, padded and expanded."""
     if mask.dtype is torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype)
     length = key.shape[2]
@@ -277,7 +280,7 @@ def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], num_layers: int, batch_first: bool) -> Any:
-    """Return empty tensors in place of (output, *states) of a recurrent layer on CUDA.
+    """Return empty tensors of the shapes of a recurrent layer's outputs, allocated as on CUDA.
 
     With `batch_first` the input is copied, since cuDNN needs time as dimension 0.
     """
@@ -290,7 +293,7 @@ def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Te
 
 @contextmanager
 def trl_kernels() -> Generator[None]:
-    """Let TRL's loss allocate the memory that it does on CUDA, inside of a `with` block.
+    """Return a context in which TRL's loss allocates the memory that it does on CUDA.
 
     On CUDA it scores the tokens that have a label; a trace, which has no values, scores all.
     """
@@ -324,7 +327,7 @@ def _set_cpu_autocast(is_enabled: bool, dtype: torch.dtype) -> None:
 
 
 def onednn_workspace(args: Any, outputs: Any) -> Any:
-    """Return the outputs of an LSTM layer on the CPU, with a tensor of the size of oneDNN's workspace, which is empty in fake outputs.
+    """Return the outputs of an LSTM layer on the CPU, with a workspace of the size that oneDNN allocates.
 
     The workspace for T positions of a sequence: 2 T gates, T outputs and 3 (T + 1) pairs of states; measured within 2 % of oneDNN 3.
     """
@@ -336,7 +339,7 @@ def onednn_workspace(args: Any, outputs: Any) -> Any:
 
 
 def _row(width: int) -> int:
-    """Return how many floats a row of `width` values takes in oneDNN's workspace."""
+    """Return how many floats one row of `width` values takes in oneDNN's workspace."""
     rounded = round_up(width, ONEDNN_ALIGN)
     return rounded + ONEDNN_ALIGN if rounded % ONEDNN_AVOIDED == 0 else rounded
 
@@ -349,7 +352,7 @@ UNKNOWN_SIZES = {torch.ops.aten.mkldnn_rnn_layer.default: onednn_workspace}
 
 
 def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes that a sum on CUDA needs for partial sums, of `num_inputs` values for each of `num_outputs` adjacent results."""
+    """Return the bytes of workspace that a sum on CUDA needs for its partial sums."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > MAX_REDUCED_BYTES:
         num_inputs = -(-num_inputs // 2)
     sum_bytes = 4 if dtype.is_floating_point and dtype.itemsize <= 4 else 8
@@ -374,7 +377,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _sum_op_workspace(args: Any, _: Any) -> int:
-    """Return the workspace bytes of aten::sum; 0 unless it sums over the leading dimensions of a contiguous tensor."""
+    """Return the bytes of workspace of a call of aten::sum."""
     x, dims = args[0], args[1]
     if not isinstance(x, Tensor) or not dims or not x.dim() or not x.numel() or not x.is_contiguous():
         return 0
@@ -384,7 +387,7 @@ def _sum_op_workspace(args: Any, _: Any) -> int:
 
 
 def transposed_bytes(*operands: Tensor) -> int:
-    """Return the bytes of the channels_last copies of a convolution's operands that have another layout.
+    """Return the bytes of the channels_last copies that torch or cuDNN makes of a convolution's operands.
 
     Where one operand or the weight is channels_last, torch copies the others; otherwise cuDNN does, whose kernels for tensor cores read and
     write channels_last, with channels in multiples of 16 bytes.
@@ -404,7 +407,7 @@ def _convolution_workspace(args: Any, out: Tensor) -> int:
 
 
 def _convolution_backward_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of copies of the output's gradient and of the input or its gradient.
+    """Return the bytes of the copies of operands that a convolution's backward makes.
 
     The two gradients are computed one after the other.
     """

@@ -56,7 +56,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def casts_on_cuda(op: str) -> bool:
-    """Return whether autocast for CUDA handles `op` in this version of torch; needs no CUDA."""
+    """Return whether autocast for CUDA casts the arguments of `op`, in this version of torch."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
 
 
@@ -88,7 +88,7 @@ DEVICE_METHODS = frozenset({"cuda", "pin_memory", "record_stream"})  # tensor me
 
 
 class FakeTensors:
-    """Maps real tensors to fake CPU tensors, the same tensor always to the same fake."""
+    """A mapping from real tensors to fake CPU tensors, one for each."""
 
     def __init__(self) -> None:
         self.mode = ValuedFakeMode()
@@ -99,7 +99,7 @@ class FakeTensors:
         self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake CPU tensor that stands for `tensor`; a fake of this mode is returned itself."""
+        """Return the fake CPU tensor for `tensor`; a fake tensor of this mode is returned itself."""
         if (isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode) or id(tensor) in self._wrappers:
             return tensor
         pair = self._made.get(id(tensor))
@@ -132,7 +132,7 @@ class FakeTensors:
             return fake.requires_grad_(tensor.requires_grad)
 
     def _wrapped(self, tensor: Any) -> Tensor:
-        """Return a tensor of the class of `tensor`, a class of torchao, whose inner tensors are fake."""
+        """Return a tensor of torchao's class of `tensor` whose inner tensors are fake."""
         names, context = tensor.__tensor_flatten__()
         inner = {name: self.of(getattr(tensor, name)) for name in names}
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
@@ -146,7 +146,7 @@ class FakeTensors:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a class of torchao, which wraps inner tensors."""
+    """Return whether a tensor is of a class of torchao that wraps inner tensors."""
     return type(tensor).__module__.partition(".")[0] in WRAPPER_LIBRARIES and is_traceable_wrapper_subclass(tensor)
 
 
@@ -188,7 +188,7 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
-    """Give `model` fake parameters and buffers inside of a `with` block, and restore it afterwards.
+    """Return a context in which `model` has fake parameters and buffers.
 
     Of paredown's hooks only those that are `is_traced` stay.
     """
@@ -212,13 +212,13 @@ def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
 
 
 def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes of a module, and copies of those that are containers."""
+    """Return the attributes of a module, with copies of those that are containers."""
     attributes = dict(vars(module))
     return attributes, {name: value.copy() for name, value in attributes.items() if isinstance(value, dict | list | set)}
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Set the attributes of a module back to those that `_state_of` returned, with the contents of containers."""
+    """Restore the attributes of a module from what `_state_of` returned."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
@@ -233,7 +233,7 @@ def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, An
 
 
 def _same(container: Any, copy: Any) -> bool:
-    """Return whether a dict or set still holds the same objects in the same order as its earlier copy."""
+    """Return whether a dict or set still has the objects of its earlier copy, in the same order."""
     if isinstance(container, set):
         return container == copy
     return len(container) == len(copy) and all(a == b and container[a] is copy[b] for a, b in zip(container, copy, strict=True))
@@ -241,7 +241,7 @@ def _same(container: Any, copy: Any) -> bool:
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """A function mode that runs a model's operations on fake CPU tensors as `device` would run them.
+    """A function mode in which operations on fake CPU tensors take the form that they have on `device`.
 
     With `in_graph`, torch.compile traces the operations: they are aten operations of CUDA, not stand-ins, and tensors are not replaced.
     """
@@ -285,7 +285,7 @@ class DeviceForms(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _body(self, func: FunctionType) -> Callable[..., Any] | None:
-        """Return a copy of `func` that this mode sees inside of: its has_torch_function checks return False.
+        """Return a copy of a Python function of torch into which this mode can see; None if there is none to make.
 
         It is None if `func` has no such check.
         """
@@ -300,7 +300,7 @@ class DeviceForms(TorchFunctionMode):
         return self._bodies[func]
 
     def _on_fake_cpu_tensors(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with fakes in place of real tensors, and the CPU in place of any device."""
+        """Return arguments with fake tensors for real ones, and the CPU for any device."""
         if any(type(arg) is not FakeTensor and isinstance(arg, Tensor | list | tuple) for arg in (*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fakes.of, (args, kwargs))
         if name == "to" or "device" in kwargs:
@@ -310,7 +310,7 @@ class DeviceForms(TorchFunctionMode):
     # --- autocast ---
 
     def _autocast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments as autocast on CUDA would cast them for the operation `name`."""
+        """Return arguments as autocast on CUDA would cast them for this operation."""
         if not torch.is_autocast_enabled("cuda"):
             return args, kwargs
         if name in BANNED:
@@ -329,7 +329,7 @@ class DeviceForms(TorchFunctionMode):
         return args, kwargs
 
     def _cast(self, args: Any, kwargs: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
-        """Return the arguments with tensors of `dtypes` cast to `to`; casts of parameters are cached."""
+        """Return arguments with tensors of `dtypes` cast to another dtype; casts of parameters are cached."""
 
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype not in dtypes or tensor.dtype is to:
@@ -347,9 +347,10 @@ class DeviceForms(TorchFunctionMode):
 
     @contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
-        """Enter autocast of the target device with `dtype`, off for None; cached casts of parameters are freed at its end.
+        """Return a context with autocast of the target device in `dtype`, off for None.
 
-        Off around backward: there checkpoints enter the autocast state of their forward pass.
+        Cached casts of parameters are freed at its end. Off around backward: there checkpoints enter the autocast state of their
+        forward pass.
         """
         if self._is_cuda:
             with cuda_autocast(dtype, self._casts.clear), device_ops.trl_kernels():
@@ -376,7 +377,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of scaled_dot_product_attention that decide its kernel."""
+    """The arguments of scaled_dot_product_attention that decide which kernel runs."""
 
     query: Tensor
     key: Tensor
@@ -389,7 +390,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """The arguments as positional and keyword arguments of functions of `device_ops`."""
+        """The arguments in the form that functions of `device_ops` take: positional and keyword."""
         return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 
@@ -421,7 +422,7 @@ def _described_attention(call: AttentionCall) -> Any:
 
 
 def _aten_attention(call: AttentionCall) -> Any:
-    """Return the output of the attention operation that CUDA runs in a graph; None if CUDA has no fused kernel for the call."""
+    """Return the output of the attention operation that CUDA runs in a graph; None if there is no fused kernel."""
     tensors, facts = call.facts
     kernel = device_ops.attention_kernel(*tensors, **facts)
     query, key, value, mask = tensors

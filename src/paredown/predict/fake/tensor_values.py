@@ -38,7 +38,7 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 @final
 class Value:
-    """The value of one fake tensor: known, or an operation and the values of its arguments."""
+    """The value of one fake tensor: known, or an operation on other values."""
 
     __slots__ = ("_arguments", "_function", "_inputs", "_result", "is_assumed")
 
@@ -56,11 +56,11 @@ class Value:
 
     @property
     def is_known(self) -> bool:
-        """Whether the value was computed, or is part of one that was."""
+        """Whether the value was computed already, or is a part of one that was."""
         return self._result is not None or (self._function is getitem and self._inputs[0].is_known)
 
     def tensor(self) -> Tensor:
-        """Return the value, computed at the first call."""
+        """Return the value as a real tensor, computed once."""
         pending = [self]
         while pending:
             value = pending[-1]
@@ -86,7 +86,7 @@ def _is_value(leaf: Any) -> bool:
 
 @final
 class ValuedFakeMode(FakeTensorMode):
-    """A mode of fake tensors that also runs operations that need values. `place` returns the path of the running module."""
+    """A mode of fake tensors that can also run operations that need values, such as `nonzero`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -95,7 +95,7 @@ class ValuedFakeMode(FakeTensorMode):
         self.places: Counter[str] = Counter()  # modules in which assumed values were needed
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the fake result of an operation, and record how its value follows from the arguments."""
+        """Return the fake result of an operation, and record from which values it follows."""
         kwargs = kwargs or {}
         inputs = self._inputs(args, kwargs) if func._schema.is_mutable else None  # before they are written to
         try:
@@ -114,7 +114,7 @@ class ValuedFakeMode(FakeTensorMode):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
     def forget(self) -> None:
-        """Drop all values, and the reference to the step that runs."""
+        """Drop all recorded values, and the reference to the step."""
         self._values, self.place = WeakTensorKeyDictionary(), str
 
     def array(self, fake: Tensor) -> Any:
@@ -129,7 +129,7 @@ class ValuedFakeMode(FakeTensorMode):
             self.places[self.place()] += 1
 
     def _number(self, value: Value) -> Any:
-        """Return the number in a tensor of one element. `tolist` calls this for many parts of one value."""
+        """Return the number in a tensor of one element."""
         self._count(value)
         if not value.is_known:
             with _computing():
@@ -138,7 +138,7 @@ class ValuedFakeMode(FakeTensorMode):
             return value.tensor().item()
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that needs values, and return a number, or fake tensors of the resulting sizes."""
+        """Run an operation that needs values; return a number, or fake tensors of the sizes that result."""
         if func is NUMBER:
             return self._number(self._value(args[0]))
         value = Value(_runs(func), self._inputs(args, kwargs))
@@ -161,7 +161,7 @@ class ValuedFakeMode(FakeTensorMode):
             return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: Any) -> None:
-        """Record how the outputs were computed, if they are small."""
+        """Record how the outputs of an operation follow from its inputs, if they are small."""
         if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
             return
         outputs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
@@ -211,7 +211,7 @@ def _runs(func: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _computing() -> Generator[None]:
-    """Run operations on real values inside of a `with` block, without modes and gradients, and with the same random numbers each time."""
+    """Return a context for operations on real values, without modes and gradients, with fixed random numbers."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         yield
