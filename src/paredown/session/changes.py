@@ -93,10 +93,7 @@ REPLICATED = (
 
 @dataclass(frozen=True)
 class Change:
-    """A slot that is not stored as requested.
-
-    `asked` is the requested format, `given` the one in use.
-    """
+    """A slot that is not stored as the plan requests: `asked` is the requested format, `given` the one in use, and why."""
 
     slot: str
     asked: str
@@ -105,7 +102,7 @@ class Change:
 
 
 class Changes(TableRows[Change]):
-    """All changes of a session, as a tuple that prints as a table."""
+    """The result of `session.changes`: a tuple of all slots that are not stored as requested, printed as a table."""
 
     __slots__ = ()
     columns = ("slot", "asked", "given", "why")
@@ -113,12 +110,12 @@ class Changes(TableRows[Change]):
 
 
 def beside_original(format: str) -> str:
-    """Return the text for a slot that is stored packed in `format` while its original memory is still allocated too."""
+    """Return the text for a slot that is packed while its original memory stays allocated, so that nothing is saved."""
     return f"{format} {BESIDE_ORIGINAL}"
 
 
 def describe_state(state: Any) -> str:
-    """Return the keys or the type of a state that cannot be loaded, for an error message.
+    """Return a description, for an error message, of a value that is no state of a session.
 
     >>> describe_state({"seed": 1}), describe_state(None)
     ("has ['seed']", 'is of type NoneType')
@@ -128,7 +125,7 @@ def describe_state(state: Any) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """One change that a guard made: `slot` had format `before`, and has format `after` from this step on."""
+    """A change of format that a guard made: `slot` had `before`, and has `after` from this training step on."""
 
     step: int
     slot: str
@@ -137,12 +134,12 @@ class Action:
     why: str
 
     def to_json(self) -> list[Any]:
-        """Return the fields in order, as a JSON list."""
+        """Return the fields of this action as a JSON list, in their order."""
         return list(astuple(self))
 
 
 class Actions(TableRows[Action]):
-    """All actions of a guard, as a tuple that prints as a table."""
+    """The result of `session.actions`: a tuple of all changes that a guard made, printed as a table."""
 
     __slots__ = ()
     columns = ACTION_COLUMNS
@@ -151,7 +148,7 @@ class Actions(TableRows[Action]):
 
 @dataclass(frozen=True)
 class SlotExplanation:
-    """A slot: the format that the applied plan requests, the current format, and the reason."""
+    """A row of `session.explain()`: the format that the plan requests for a slot, the one in use, and the reason."""
 
     slot: str
     asked: str
@@ -160,14 +157,14 @@ class SlotExplanation:
 
 
 class Explanation(TableRows[SlotExplanation]):
-    """One row for each slot, as a tuple that prints as a table."""
+    """The result of `session.explain()`: a row for each slot, printed as a table."""
 
     __slots__ = ()
     columns = EXPLANATION_COLUMNS
     if_empty = NO_ROWS
 
     def of(self, slot: str) -> SlotExplanation:
-        """Return the row of the slot with this name; KeyError if there is none."""
+        """Return the row of this slot; raise KeyError if there is none."""
         row = next((row for row in self if row.slot == slot), None)
         if row is None:
             raise KeyError(f"{slot} is no slot of this session, which has {len(self)} slots; print the explanation for their names")
@@ -204,7 +201,7 @@ def activation_changes(
 
 
 def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bool) -> list[Change]:
-    """Return rows for tensors that are saved although the plan recomputes them.
+    """Return a row of changes for each tensor that is saved although the plan recomputes it.
 
     These are the modules inside a compiled model, and single slots in eager mode.
     """
@@ -214,9 +211,10 @@ def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bo
 
 
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
-    """Return (slot, format) for requested formats of master weights and errors, which no tensor has in store mode.
+    """Return (slot, format) for formats that the plan requests for tensors that do not exist in store mode, such as master weights.
 
-    One row is for the whole role, one for each slot whose format differs from that."""
+    One row is for the whole role, one for each slot whose format differs from that.
+    """
     rows: list[tuple[str, str]] = []
     for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
         whole = plan.find(("",), role).format
@@ -228,7 +226,7 @@ def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...],
 
 
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
-    """Return a row for every activation among `slots` that has a decision, and for every other slot in `changes`."""
+    """Return the explanation of a session: a row for every activation in `slots`, and for every other slot with a change."""
     rows = [row for row in _activations(plan, activations, actions) if row.slot in slots]
     explained = {row.slot for row in rows}
     rows += [
@@ -265,7 +263,7 @@ REASON_LENGTH = 110  # letters
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes of one kind of tensor: as this session stores them, and as the unmodified model does."""
+    """The bytes of one kind of tensor: as the session stores them, and as the unmodified model does."""
 
     name: str
     stored: int
@@ -278,7 +276,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class Summary:
-    """The table of stored bytes against the baseline, and of slots that are not stored as requested; prints in at most ten lines."""
+    """The result of `session.summary()`: stored bytes against the baseline, and what is not stored as requested."""
 
     model: str
     state: str
@@ -302,7 +300,7 @@ class Summary:
         return [*lines, f"Not stored as requested: {rows} of session.changes", *self._reasons(changes)]
 
     def _reasons(self, changes: Iterable[Change]) -> Iterator[str]:
-        """Yield a line for each of the most frequent reasons in `changes`, in the order of `_rank`."""
+        """Yield a line for each of the most frequent reasons in `changes`, the most important first."""
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for change in changes:
             groups[change.given, change.reason].append(change.slot)
@@ -322,14 +320,14 @@ class Summary:
 
 
 def _rank(given: str, reason: str, slot: str) -> int:
-    """Return the place of a reason in a summary: 0 for memory that is not freed, 3 for small tensors."""
+    """Return a number by which reasons are sorted in a summary: 0 for memory that is not freed, up to 3 for small tensors."""
     if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
         return 0
     return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2
 
 
 def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
-    """Return the bytes of activations (of the largest forward pass), packed weights, optimizer state and gradients."""
+    """Return the bytes of activations, packed weights, optimizer state and gradients, stored and unmodified."""
     most = activations.largest
     rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
     if model is None:
@@ -341,7 +339,7 @@ def stored_bytes(model: nn.Module | None, activations: Activations, weights: Ite
 
 
 def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str:
-    """Return a sentence with the peaks that `trace` predicts, and with the measured one on a GPU."""
+    """Return a sentence with the peaks that `trace` predicts and, on a GPU, with the measured one."""
     devices = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"}) if model is not None else []
     texts = [f"{say_bytes(torch.cuda.max_memory_allocated(device))} allocated on {device}" for device in devices]
     if trace is not None:
@@ -351,7 +349,7 @@ def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str
 
 
 def _state_bytes(model: nn.Module) -> list[StoredBytes]:
-    """Return the bytes of optimizer state and gradients of the parameters that an optimizer of paredown.optim has updated."""
+    """Return the bytes of optimizer state and gradients, for parameters that an optimizer of paredown.optim updates."""
     totals = {"optimizer state": [0, 0], "gradients": [0, 0]}
     for parameter in model.parameters():
         owner = owner_of(parameter)
@@ -372,13 +370,13 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Return whether `plan` requests formats for state of trained parameters that only the optimizers of paredown.optim can store."""
+    """Return whether a plan has rules for trained parameters that need an optimizer of paredown.optim."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
     return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
 
 def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = False) -> Iterator[Change]:
-    """Yield the moments, residues and gradients that are not stored as the plan requests; frozen parameters have none of these.
+    """Yield a row of changes for each moment, residue and gradient that is not stored as the plan requests.
 
     `awaits_optimizer`: an integration will make an optimizer of paredown.optim later, and that will follow the plan.
     """
@@ -405,7 +403,7 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
 
 def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[Change]:
-    """Yield the moments that the plan requests if the optimizers do not have them."""
+    """Yield a row of changes for each moment that the plan requests and no optimizer has."""
     owners = {owner for p, _, _ in requested if (owner := owner_of(p)) is not None}
     used = {role for owner in owners for group in owner.param_groups for role in owner.rule_for(group).roles}
     formats = {role: format for _, role, format in requested if role in (Role.MOMENT1, Role.MOMENT2)}
@@ -415,7 +413,7 @@ def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[C
 
 
 def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
-    """Return (what is stored, why) if a slot of `parameter` is not stored as requested; None if it is."""
+    """Return the format that a parameter's slot has instead of the requested one, and the reason; None if it has that one."""
     owner = owner_of(parameter)
     if owner is None:
         return UNMODIFIED, NO_OPTIMIZER
@@ -435,7 +433,7 @@ def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tu
 
 
 def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
-    """Return the formats that `plan` requests for the parameters of `model`; raise if their optimizer cannot use them."""
+    """Return the formats that `plan` requests for each parameter; raise an error if its optimizer cannot use them."""
     rows: list[tuple[nn.Parameter, RequestedFormats]] = []
     checked: set[Any] = set()
     for name, parameter in model.named_parameters():

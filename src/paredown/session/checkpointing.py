@@ -53,12 +53,15 @@ DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, Tru
 
 
 class CheckpointedModules:
-    """The checkpointed modules of one model."""
+    """The modules of one model that run under torch.utils.checkpoint because `plan.recompute` names them."""
 
     def __init__(
         self, plan: Plan, model: nn.Module, around_second_call: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Find the modules; raise ApplyError if the plan names one that is not there. Backward runs them in `around_second_call()`."""
+        """Find the modules that the plan names; raise ApplyError if one is not there.
+
+        Backward runs them in `around_second_call()`.
+        """
         paths = dict(model.named_modules())
         try:
             matches = outermost(paths, plan.checkpointed)
@@ -71,11 +74,14 @@ class CheckpointedModules:
         self._around_second_call = around_second_call
 
     def has(self, name: str) -> bool:
-        """Return whether the slot `name` is inside a checkpointed module, and is therefore not saved."""
+        """Return whether a slot lies inside a checkpointed module, so that it is not saved."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
-        """Register the checkpointing hooks; the pre-hook runs before all others, so that the recomputation gets the original arguments."""
+        """Register the checkpointing hooks.
+
+        The pre-hook runs before all others, so that the recomputation gets the original arguments.
+        """
         for module in self.modules:
             enter, leave = Hook(self._enter), Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
@@ -122,7 +128,7 @@ class CheckpointedModules:
 
     @contextmanager
     def _second_call(self, module: nn.Module) -> Generator[None]:
-        """Return the context in which backward runs a checkpointed module again."""
+        """Return a context in which backward runs a checkpointed module for the second time."""
         before = getattr(self._local, "is_second_call", False)
         self._local.is_second_call = True
         try:
@@ -142,7 +148,7 @@ def callable_paths(path: str, module: nn.Module) -> Iterator[str]:
 
 
 class _ReusableContext:
-    """A context that can be entered several times, since each backward of a retained graph runs the module again."""
+    """A context manager that can be entered repeatedly, since each backward of a retained graph runs a module again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -159,7 +165,7 @@ class _ReusableContext:
 
 @contextmanager
 def frozen_statistics(module: nn.Module) -> Generator[None]:
-    """Return a context in which batch norms use the statistics of the batch and leave their running statistics unchanged."""
+    """Return a context in which batch norms do not update their running statistics, as a module runs for the second time."""
     norms = [
         part for part in module.modules() if isinstance(part, _NormBase | _BatchNorm) and part.track_running_stats and part.training
     ]
@@ -174,7 +180,7 @@ def frozen_statistics(module: nn.Module) -> Generator[None]:
 
 
 def repeated_layers_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of a model's layers: modules with parameters in its outermost lists; ApplyError if there are none."""
+    """Return the paths of a model's layers, the items of its outermost ModuleLists; raise ApplyError if there are none."""
     lists = [path for path, module in model.named_modules() if _is_list_of_layers(module)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     paths = [f"{path}.{name}".lstrip(".") for path in outer for name, _ in model.get_submodule(path).named_children()]
@@ -197,13 +203,13 @@ def _is_list_of_layers(module: nn.Module) -> bool:
 
 
 class SecondPasses:
-    """Packs what checkpointed layers save when backward runs them again, as `Activations` packs what a first forward pass saves."""
+    """Packs what checkpointed layers save when backward runs them again, by the rules for a first forward pass."""
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations
 
     def begin(self) -> Store:
-        """Return the function that stores the saved tensors of one recomputation of a layer."""
+        """Return a function that stores the saved tensors of one layer while backward runs it again."""
         return partial(self._store, SecondPassStorage())
 
     def _store(self, storage: SecondPassStorage, saved: Saved) -> StoredOperand | None:
@@ -217,16 +223,16 @@ class SecondPasses:
 
 
 class SecondPassStorage(ForwardStorage):
-    """The packed tensors of one recomputation of a checkpointed layer."""
+    """The packed tensors of one checkpointed layer that backward is running again."""
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the packed operand that a node of the recomputed graph saved; None if the node saved none."""
+        """Return the packed operand that this autograd node of the layer saved; None if it saved none."""
         stored = stored_operand(node)
         return stored.view if isinstance(stored, StoredOperand) else None
 
 
 class StoredOperand:
-    """A packed tensor that a recomputed layer saved."""
+    """A packed tensor that a checkpointed layer saved when backward ran it again."""
 
     __slots__ = ("_is_factor", "device", "dtype", "unpack", "view")
 
@@ -236,18 +242,18 @@ class StoredOperand:
 
     @property
     def is_decoded_alone(self) -> bool:
-        """Whether no other saved tensor shares its decoded values."""
+        """Whether no other saved tensor shares the decoded values of this one."""
         form = self.view.form
         return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
 
     def tensor(self) -> Tensor:
-        """Return the decoded tensor. If it is a factor of a product, return a tensor that is decoded only when the product is computed."""
+        """Return the decoded tensor, or a `Factor` that is decoded later if it is an operand of an elementwise product."""
         return Factor.of(self) if self._is_factor and self.is_decoded_alone else self.unpack(self.view)
 
 
 @final
 class Factor(Tensor):
-    """An operand of an elementwise product that is decoded only when an operation uses it.
+    """A tensor subclass for an operand of an elementwise product, which is decoded only when an operation uses it.
 
     Backward of a product unpacks both operands at once. Multiplied by a gradient of the same layout, the decoded copy is overwritten by
     the result, so that three tensors exist instead of five.
@@ -257,7 +263,7 @@ class Factor(Tensor):
 
     @staticmethod
     def of(operand: StoredOperand) -> Factor:
-        """Return a `Factor` that decodes `operand` when it is used."""
+        """Return a tensor that decodes `operand` when it is used."""
         size, stride, *_ = operand.view.layout
         layout: dict[str, Any] = {"strides": stride, "dtype": operand.dtype, "device": operand.device}
         factor: Factor = Tensor._make_wrapper_subclass(Factor, size, **layout)  # type: ignore[attr-defined]
@@ -296,7 +302,7 @@ CAPTURED = "a CUDA graph was captured, which a copy to host memory cannot be par
 
 
 class OffloadedInputs:
-    """Stores packed inputs of checkpointed layers in host memory."""
+    """The storage of packed inputs of checkpointed layers in host memory, which `plan.offloading()` requests."""
 
     def __init__(self) -> None:
         self._copies = HostCopies()
@@ -304,11 +310,11 @@ class OffloadedInputs:
         self._num_offloaded, self._reason = 0, NO_INPUTS
 
     def changes(self) -> list[Change]:
-        """Return one row if no input could be offloaded; otherwise return no rows."""
+        """Return one row of changes if no input could be moved to host memory; otherwise none."""
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
     def form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
-        """Return the form of an encoded input that is copied to host memory; None for other tensors, and where no copy is possible."""
+        """Return the stored form of an encoded input that is copied to host memory; None for other tensors."""
         if saved.op != CHECKPOINT:
             return None
         if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():
@@ -322,7 +328,7 @@ class OffloadedInputs:
 
 @final
 class OffloadedValues(StoredForm):
-    """Saved values whose codes are in host memory.
+    """The packed values of a saved tensor, with codes in host memory.
 
     Decoding one of these tensors starts copying back those that were stored before it, since backward needs them next.
     """
@@ -342,7 +348,7 @@ class OffloadedValues(StoredForm):
         return self._fetched[0].nbytes if self._fetched is not None else 0
 
     def fetch(self) -> None:
-        """Start copying the codes to the GPU, unless that copy was started already."""
+        """Start copying the codes to the GPU, unless a copy was started already."""
         if self._fetched is None and self._host is not None:
             self._fetched = self._copies.to_device(self._host, self._device)
 
@@ -363,20 +369,20 @@ def _pinned_copy(part: Tensor) -> Tensor:
 
 
 class HostCopies:
-    """Copies packed tensors between a GPU and host memory on a CUDA stream of its own; for CPU tensors, at once."""
+    """Copies packed tensors between a GPU and host memory, on a CUDA stream of its own."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def _stream(self, device: torch.device) -> Any:
-        """Return the copy stream of a device, after making it wait for the work queued on the current stream."""
+        """Return the CUDA stream for copies of a device, which waits for the work that is queued on the current stream."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
         return self._streams[device]
 
     def to_host(self, packed: PackedTensor) -> PackedTensor:
-        """Return a copy of `packed` in host memory; the allocator may reuse the original's memory once the copy is complete."""
+        """Return a copy of `packed` in host memory, after which the allocator may reuse the original's memory."""
         if packed.device.type == "cpu":
             return packed.mapped(Tensor.clone)
         stream = self._stream(packed.device)

@@ -26,7 +26,7 @@ from paredown.session.weights.packed_weights import Weights
 
 @final
 class MeasuredRuns:
-    """Contexts that `verify` uses to run one model without its plan, in float32, or with some of its slots packed."""
+    """The contexts in which `verify` runs a model: without its plan, in float32, or with some slots packed."""
 
     def __init__(
         self, activations: Activations, watch: Watch, weights: Weights, checkpointed: CheckpointedModules, tiles: TiledModules
@@ -40,12 +40,12 @@ class MeasuredRuns:
         return self._weights.weights
 
     def decision_of(self, name: str) -> StorageDecision | None:
-        """Return how the slot `name` is stored; None if no forward pass has saved it so far."""
+        """Return how a slot is stored; None if no forward pass has saved it yet."""
         return self._activations.decisions.get(name)
 
     @contextmanager
     def unmodified(self) -> Generator[None]:
-        """Return a context in which the model runs without the plan; packed weights are decoded and stay decoded in it."""
+        """Return a context in which the model runs without the plan, with packed weights decoded."""
         layers = self._checkpointed.paused(), self._tiles.paused()
         with self._watch.paused(), layers[0], layers[1], self._weights.unpacked(), self._weights.keeping_saved():
             yield
@@ -54,9 +54,10 @@ class MeasuredRuns:
     def storing(
         self, only: Collection[str] | None = None, *, is_exact: bool = False, on_packed: Observer | None = None
     ) -> Generator[None]:
-        """Return a context in which only the slots `only` are stored (None: all), in float32 if `is_exact`.
+        """Return a context in which only the slots `only` are stored (None: all), exactly (float32) if `is_exact`.
 
-        `on_packed` is called after each saved tensor is packed."""
+        `on_packed` is called after each saved tensor is packed.
+        """
         activations = self._activations
         chosen, save = None if only is None else frozenset(only), activations.save
 
@@ -75,7 +76,7 @@ class MeasuredRuns:
 
     @contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """Return a context that restores decisions and counts when it ends, and in which no guard measures.
+        """Return a context that undoes changes of decisions and counts when it ends, and in which no guard measures.
 
         It yields a function that sets the number of forward passes back.
         """

@@ -14,7 +14,7 @@ _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.Weak
 
 
 def check_has_none(model: nn.Module) -> None:
-    """Raise ApplyError if the model, a part of it, or a model that contains it has a session."""
+    """Raise ApplyError if the model, a part of it, or a model around it has an open session."""
     for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
         owner = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
         owner = owner or ("a model that this is a part of" if _is_part(model, other) else None)
@@ -23,19 +23,19 @@ def check_has_none(model: nn.Module) -> None:
 
 
 def register(model: nn.Module, session: Any) -> None:
-    """Record `session`, in store or simulate mode, as the open session of `model`."""
+    """Record the open session of a model, in store or simulate mode."""
     _SESSIONS[model] = weakref.ref(session)
 
 
 def forget(model: nn.Module, session: Any) -> None:
-    """Remove the record of a session, so that another plan can be applied to the model."""
+    """Remove the record of a model's session, so that another plan can be applied."""
     current = _SESSIONS.get(model)
     if current is not None and current() is session:
         del _SESSIONS[model]
 
 
 def any_session_of(model: nn.Module) -> Any:
-    """Return the open session of `model` in store or simulate mode; None if there is none."""
+    """Return the open session of a model, in store or simulate mode; None if it has none."""
     session = _SESSIONS.get(model)
     return session() if session is not None else None
 

@@ -40,14 +40,14 @@ CENTERED_LEN = 64  # consecutive values that are assumed to share a mean, as tho
 
 @dataclass(frozen=True)
 class SlotSignal:
-    """Measurements of a slot: its relative rounding error and its largest absolute value, infinity where they are not finite."""
+    """The measurements of a slot for a guard: relative rounding error and largest magnitude, infinity if not finite."""
 
     error: float
     largest: float
 
 
 class Signals:
-    """Measures the error and the largest value of the slots `names`, in an order that is the same in all processes."""
+    """Measures the rounding error and the largest value of packed slots, for a guard."""
 
     def __init__(self, activations: Activations, names: Sequence[str], every: int) -> None:
         self._activations, self._names, self._every = activations, tuple(names), every
@@ -59,16 +59,16 @@ class Signals:
 
     @property
     def has_any(self) -> bool:
-        """Whether any of the slots was packed so far."""
+        """Whether any slot was packed so far."""
         return self._numbers is not None
 
     @property
     def device(self) -> torch.device:
-        """The device on which the measurements are."""
+        """The device on which measurements are stored."""
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
-        """Return the gradient norm and the slots measured since the last call, reduced by maximum over all processes."""
+        """Return the gradient norm and the measurements since the last call, the maximum over all processes."""
         assert self._numbers is not None
         first = self._numbers.new_tensor([UNSEEN]) if norm is None else norm.detach().reshape(1).to(self._numbers)
         numbers = torch.cat([first, self._numbers.reshape(-1)])
@@ -82,14 +82,14 @@ class Signals:
         return values[0], {name: SlotSignal(error, largest) for name, error, largest in rows if error != UNSEEN}
 
     def is_due(self, num_calls: int) -> bool:
-        """Return whether to use what a compiled graph measured in call number `num_calls`.
+        """Return whether measurements of a compiled graph's call with this number are used: the first, and every `every`-th.
 
         These are the first call, and each `every`-th later one.
         """
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
     def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
-        """Record what a compiled graph measured: `numbers` has (error, largest) for each saved tensor; `slots` has their slot names."""
+        """Record what a compiled graph measured: (error, largest) for each saved tensor, whose slots are `slots`."""
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=numbers.device)
         index = self._indices.get(tuple(slots))
@@ -115,7 +115,7 @@ class Signals:
         return flat, form.codec.decode(form.stored, (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Return exact and decoded values of a part of the tensor, a different part in each measurement."""
+        """Return exact and decoded values of a part of a packed tensor; each measurement takes another part."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -127,7 +127,7 @@ class Signals:
 
 
 def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tensor:
-    """Return |rounded - exact|^2 / |exact|^2 of two flat tensors.
+    """Return the squared relative error |rounded - exact|^2 / |exact|^2 of two flat tensors.
 
     `is_centered` subtracts the mean of each 64 values from `exact` in the denominator.
 
@@ -143,7 +143,7 @@ def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tens
 
 
 class SessionGuard(ABC):
-    """The methods of a guard that its session calls; the guard calls `change(plan)` to change the session's plan."""
+    """The methods of a guard that its session calls."""
 
     slots: Mapping[str, Any]  # name -> traced slot, of those that it measures
     signals: Signals
@@ -153,11 +153,11 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def passes_over(self) -> bool:
-        """Return whether the guard itself runs the forward pass that begins. Nothing is packed in such a pass."""
+        """Return whether the forward pass that begins is run by the guard itself, so that nothing is packed."""
 
     @abstractmethod
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Let the guard call `format_of(slot name)` for the current format of a slot, since compiled graphs decide formats themselves."""
+        """Set the function `format_of(slot name)` that returns a slot's current format."""
 
     @abstractmethod
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
@@ -169,7 +169,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Continue from a `state_dict`, with the plan that was in use when it was saved."""
+        """Restore a guard's state; `plan` was its current plan when the state was saved."""
 
     @abstractmethod
     def close(self) -> None:

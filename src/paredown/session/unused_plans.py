@@ -38,7 +38,7 @@ SCRIPTED = "torch.jit.script compiled it, and hooks cannot read what it saves in
 
 
 def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
-    """Return a row of changes for each rule of a whole role (weights, frozen weights, ...) that matches no parameter of `model`."""
+    """Return a row of changes for each rule of a role (weights, frozen weights, ...) that matches no parameter."""
     needs = [p.requires_grad for p in model.parameters()]
     rows: list[Change] = []
     for text, assignment in plan.rules:
@@ -65,7 +65,7 @@ def warn_of_unused_plan(plan: Plan, model: nn.Module) -> None:
 
 
 def scripted_parts(model: nn.Module) -> list[str]:
-    """Return the paths of the outermost scripted modules in `model`; ApplyError if the model itself is scripted."""
+    """Return the paths of scripted modules (TorchScript) in `model`; raise ApplyError if it is scripted itself."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ApplyError(
             "this model is a torch.jit.ScriptModule: it runs without Python, and no hook can pack what it saves. Apply the plan to the "
@@ -76,13 +76,13 @@ def scripted_parts(model: nn.Module) -> list[str]:
 
 
 def scripted_changes(plan: Plan, paths: Iterable[str]) -> list[Change]:
-    """Return a row of changes for each scripted module in `paths` if the plan packs its activations."""
+    """Return a row of changes for each scripted module, whose activations cannot be packed."""
     rest = plan.find(("",), Role.ACTIVATION).format
     return [Change(path, str(rest), UNMODIFIED, SCRIPTED) for path in paths if rest is not None]
 
 
 def does_nothing(plan: Plan, stored: Sequence[StoredBytes], *, has_run: bool) -> bool:
-    """Return whether a plan that has rules packs nothing; `has_run`: a step ran, or the plan does not pack activations."""
+    """Return whether a plan with rules packs nothing in this model."""
     return bool(plan.rules) and has_run and not any(row.stored < row.baseline for row in stored)
 
 
@@ -99,7 +99,7 @@ class UnseenSteps:
         self._handle.remove()
 
     def check(self, among: set[nn.Parameter] | None = None) -> bool:
-        """Return whether parameters of the model (or only those in `among`) have gradients although the session saw no forward pass."""
+        """Return whether parameters of the model (or of `among`) have gradients although no forward pass was seen."""
         model, session = self._model(), self._session()
         if model is not None and session is not None and not self.were_seen and not session.has_run:
             found = [p for p in model.parameters() if among is None or p in among]

@@ -59,7 +59,7 @@ READ_INTERVAL = 8
 
 @dataclass(eq=False, slots=True)
 class DeviceReading:
-    """Numbers that were read from a tensor on the device, and newer numbers that are being copied to the host."""
+    """Numbers that were read from a device tensor, and newer ones whose copy to the host is under way."""
 
     values: list[float]
     forwards: int
@@ -68,7 +68,7 @@ class DeviceReading:
 
 
 class KnownReason(NamedTuple):
-    """A reason to leave a slot unmodified, or "" for none, and the numbers and format from which it was derived."""
+    """A reason to leave a slot unmodified ("" for none), with the format and numbers that it follows from."""
 
     reason: str
     reading: DeviceReading
@@ -76,12 +76,12 @@ class KnownReason(NamedTuple):
     format: Format
 
     def holds(self, format: Format) -> bool:
-        """Return whether the reason is still valid: the format is the same, and no newer numbers were read or are being copied."""
+        """Return whether the reason still holds: same format, and no newer numbers."""
         return self.reading.pending is None and self.reading.values is self.values and self.format is format
 
 
 class ValueBounds:
-    """Decides by their values which saved tensors of one model stay unmodified; keeps the numbers read so far, by slot."""
+    """Decides by their values which saved tensors must stay unmodified, and keeps the numbers that it has read."""
 
     def __init__(self) -> None:
         self._readings: dict[str, DeviceReading] = {}
@@ -89,12 +89,12 @@ class ValueBounds:
         self._last: DeviceReading | None = None  # the one that `_read` returned last
 
     def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
-        """Return what `reason_to_keep` would return for a slot if it is known already; None if it must be called."""
+        """Return the reason to leave a slot unmodified, if it is known without reading values; None if it is not known."""
         known = self._known.get(name)
         return known.reason if known is not None and forwards % READ_INTERVAL and known.holds(format) else None
 
     def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
-        """Return why a saved tensor stays unmodified in this forward pass although a format was chosen; "" if it may be packed."""
+        """Return why the values of a saved tensor forbid packing it in this forward pass; "" if they do not."""
         self._last = None
         reason = self._reason(saved, format, forwards)
         if self._last is not None and saved.tensor is not None and saved.tensor.is_cuda:
@@ -145,7 +145,7 @@ class ValueBounds:
 
 
 def depends_on_values(saved: Saved) -> bool:
-    """Return whether the values of a saved tensor of this layout can keep it from being packed (`ValueBounds.reason_to_keep`)."""
+    """Return whether a saved tensor of this kind may be packed only if its values allow it."""
     tensor = saved.tensor
     assert tensor is not None
     if saved.pin in ATTENTION_PINS or saved.op in PERIODIC:
@@ -162,7 +162,7 @@ def is_capturing() -> bool:
 
 
 def check_is_warm(what: str) -> None:
-    """Raise ApplyError if a CUDA graph is being captured; `what` says in the message what a session does in its first passes only."""
+    """Raise ApplyError if a CUDA graph is being captured; `what` says in the message what must run before a capture."""
     if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
@@ -215,20 +215,20 @@ def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return four numbers for each attention, in one 1-D tensor; `parts`: the results of `attention_parts` for several, concatenated."""
+    """Return four numbers for each attention, in one 1-D tensor."""
     largest = [torch.stack(tuple(parts[i::4])).amax(1) for i in range(2)]
     means = [torch.stack(tuple(parts[i::4])).mean(1) for i in range(2, 4)]
     return torch.stack(largest + means, 1).reshape(-1)
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return the first sequences of a tensor of shape (batch, heads, tokens, values), SAMPLE_SIZE values or a few more."""
+    """Return the first sequences of a tensor (batch, heads, tokens, values), about SAMPLE_SIZE values."""
     num_sequences = -(-SAMPLE_SIZE * tensor.shape[0] // max(tensor.numel(), 1)) if tensor.dim() > 2 else tensor.shape[0]
     return tensor[:num_sequences]
 
 
 def largest_of_rows(tensor: Tensor) -> Tensor:
-    """Return the root mean square, over rows, of the largest magnitude in each row; infinity where it is not a number.
+    """Return the root mean square, over rows, of each row's largest magnitude; infinity if it is not a number.
 
     >>> float(largest_of_rows(torch.tensor([[3.0, -4.0], [0.0, 4.0]])))
     4.0
@@ -237,7 +237,7 @@ def largest_of_rows(tensor: Tensor) -> Tensor:
 
 
 def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
-    """Return [smallest rstd, largest rstd, smallest mean, largest mean], the input of `spread_of_ranges`.
+    """Return the smallest and largest rstd and the smallest and largest mean of a norm's channels, (4,).
 
     >>> extremes(torch.tensor([2.0, 1.0]), torch.tensor([0.0, 6.0]))
     tensor([1., 2., 0., 6.])
@@ -246,7 +246,7 @@ def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
 
 
 def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
-    """Return, in one 1-D tensor, `extremes` of every BLOCK channels of many norms.
+    """Return the extremes of every BLOCK channels of many norms, in one 1-D tensor.
 
     `statistics`: mean, rstd, mean, rstd, ...
     """
@@ -269,7 +269,7 @@ def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
 
 
 def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
-    """Return whether a block of 64 values, in memory order, can hold values of several channels, rows or groups."""
+    """Return whether a block of 64 values in memory can hold values of several channels, rows or groups."""
     if _lies_in_rows(tensor, op):
         return False  # such norms take rows of the last dimension together, and a block lies in one of them
     if not tensor.is_contiguous():
@@ -284,9 +284,9 @@ def _lies_in_rows(tensor: Tensor, op: str) -> bool:
 
 
 def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwards: int) -> bool:
-    """Read the values whose copy to the host is complete, and start a copy in every READ_INTERVAL-th forward pass.
+    """Read values whose copy to the host is complete, start a new copy now and then, and return whether there are new ones.
 
-    Returns whether there are new values. There is at most one copy at a time, and none is started while a CUDA graph is captured.
+    There is at most one copy at a time, and none is started while a CUDA graph is captured.
     """
     reading.forwards = forwards
     if torch.cuda.is_current_stream_capturing():
@@ -305,7 +305,7 @@ def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwar
 
 
 class Bounds(NamedTuple):
-    """How a mask is stored: the bit of a value is `low < value < high`.
+    """The bounds of a stored mask: the bit of a value is `low < value < high`.
 
     `values`: what bits 1 and 0 are decoded as; None if no two values give the same backward.
     """
@@ -316,7 +316,7 @@ class Bounds(NamedTuple):
 
 
 def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
-    """Return what backward needs of a saved tensor, and the bounds of its mask or the dtype of its indices.
+    """Return what backward needs of a saved tensor, with the bounds of its mask or the dtype of its integers.
 
     Several views of one storage may be saved. What depends on values is determined for one view only, so it must be part of the key: two
     views may hold {0, 1} and {0, 2}, and they may share bits only if both decode to the same two values.
@@ -336,7 +336,7 @@ def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
 
 
 def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
-    """Return a value between two bounds, one of which may be infinite, and a value outside; None if `dtype` has none between."""
+    """Return a value of `dtype` between two bounds and one outside; None if there is none between."""
     middle = (
         0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
     )
@@ -345,7 +345,7 @@ def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[fl
 
 
 def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
-    """Return the value of `dtype` at or beyond a bound, since kernels compare 16-bit values with the bound in float32."""
+    """Return the value of `dtype` at a bound or next to it, since kernels compare 16-bit values in float32."""
     exact = torch.tensor(bound, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
     near = exact.to(dtype)
     if dtype.itemsize == 2 and bool(near.float() < exact if up else near.float() > exact):
@@ -355,7 +355,7 @@ def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
 
 
 def _only_positive_value(tensor: Tensor) -> float | None:
-    """Return the positive value of a float tensor that holds only that value and 0, such as a dropout mask on the CPU.
+    """Return the positive value of a tensor that otherwise holds only 0, such as a dropout mask; None for other tensors.
 
     None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would synchronize with the device. The
     answer is valid for this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.

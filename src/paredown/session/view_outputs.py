@@ -31,7 +31,7 @@ NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class ViewOutputs:
-    """Hooks that replace module outputs which are views of new tensors, so that in-place operations on them can be packed.
+    """Hooks that replace module outputs that are views, so that in-place operations on them can be packed.
 
     Outputs of `Linear` are replaced only if a module of the model works in place.
 
@@ -57,14 +57,14 @@ class ViewOutputs:
 
 
 def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """Return `output` as a tensor that is no view, if `output` is a view and of the type `replaces`; otherwise None."""
+    """Return `output` as a tensor that is no view; None if nothing must be replaced."""
     if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())
 
 
 def check_is_not_graphed(model: nn.Module) -> None:
-    """Raise ApplyError if torch.cuda.make_graphed_callables replaced the forward of a module: a graph's saved tensors take no hooks."""
+    """Raise ApplyError if torch.cuda.make_graphed_callables has replaced the forward of a module."""
     for path, module in model.named_modules():
         if getattr(vars(module).get("forward"), "__qualname__", "").startswith("make_graphed_callables."):
             name = f"its module {path!r}" if path else "this model"

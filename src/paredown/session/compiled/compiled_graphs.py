@@ -42,7 +42,7 @@ NOT_SAVED = "the compiled graphs save no tensor of this name"
 
 
 class CompiledGraphs:
-    """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
+    """The graphs that torch.compile made for one session: what each stores, their calls, and the bytes that are stored."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CompiledGraphs:
 
     @property
     def decisions(self) -> dict[str, GraphDecision]:
-        """The decision for each saved tensor of all graphs, by the name of its first slot."""
+        """The decision how each saved tensor of all graphs is stored, by the name of its first slot."""
         return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
 
     def format_of(self, name: str) -> Format | None:
@@ -83,7 +83,7 @@ class CompiledGraphs:
         return next((d.format for d in decisions if d.format is not None), None)
 
     def changes(self) -> list[Change]:
-        """Return the saved tensors that are not stored as requested; if nothing of the model was compiled, return one row for the model."""
+        """Return a row for each saved tensor that is not stored as requested, or one row if nothing was compiled."""
         if not self.reports and self.plan.packs_activations:
             return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
@@ -91,7 +91,7 @@ class CompiledGraphs:
         return [*rows, *self._not_recomputed()]
 
     def _not_recomputed(self) -> Iterator[Change]:
-        """Yield the slots that the plan recomputes, if a graph saves them or no graph has them."""
+        """Yield the slots that the plan recomputes and that a graph saves nevertheless, or that no graph has."""
         refused = {name: reason for report in self.reports for name, reason in report.not_recomputed.items()}
         names = {*refused, *(name for report in self.reports for name in report.recomputed)}
         yield from (Change(name, RECOMPUTED, "saved", reason) for name, reason in refused.items())
@@ -103,7 +103,7 @@ class CompiledGraphs:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, scales and masks of all calls whose backward has not run.
+        """The bytes of codes, scales and masks of all calls whose backward has not run yet.
 
         If sizes are dynamic, these are the bytes for the sizes that a graph was compiled with.
         """
@@ -122,7 +122,7 @@ class CompiledGraphs:
         return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
-        """Record the report of a newly compiled graph in place of `previous`, the report of its earlier compilation."""
+        """Record what a newly compiled graph stores, in place of its earlier compilation."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def on_call(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:

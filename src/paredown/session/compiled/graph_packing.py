@@ -109,7 +109,7 @@ KEEPS_LOOPS = {"loop_ordering_after_fusion": False}
 
 @dataclass(frozen=True, eq=False)
 class PlanPartitioner(CustomPartitionerFn):
-    """Partitions joint graphs, packs what forward saves, and calls `on_graph` with a report of each graph."""
+    """A partitioner for torch.compile that splits joint graphs as torch does, and packs what forward saves."""
 
     plan: Plan
     seed: int
@@ -125,7 +125,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept), self.has_guard)
 
     def __reduce__(self) -> Any:
-        """Pickle the uuid in place of the object: Inductor pickles its settings to make the keys of its cache."""
+        """Return how to pickle the partitioner, by its uuid, since Inductor pickles its settings for cache keys."""
         return repr, (self.uuid(),)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -163,7 +163,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Let backward recompute the saved tensors that the plan names; return the names of the tensors from which it recomputes them.
+        """Make backward recompute the saved tensors that the plan names, and return the names of the tensors that this needs.
 
         A plan names a tensor only if no other tensor has the same name.
         """
@@ -186,7 +186,7 @@ class PlanPartitioner(CustomPartitionerFn):
     def _decide(
         self, editor: GraphEditor, joint: Any, report: GraphReport, sources: Collection[str] = ()
     ) -> list[tuple[fx.Node, GraphDecision]]:
-        """Return the saved tensors to pack, with their decisions. Tensors that stay unmodified although requested are added to the report.
+        """Return which saved tensors to pack and how; tensors that stay unmodified are added to the report.
 
         `sources`: names of saved tensors from which others are recomputed.
         """
@@ -207,7 +207,10 @@ class PlanPartitioner(CustomPartitionerFn):
         return [pair for pair in chosen if pair not in shared]
 
     def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
-        """Return the decision for a saved tensor; `held`: the reason why its memory stays allocated anyway, or ""."""
+        """Return the decision how a saved tensor is stored.
+
+        `held`: the reason why its memory stays allocated anyway, or "".
+        """
         value: Tensor = node.meta["val"]
         numel = hint(value.numel())
         assignment = self.plan.find(slot.names, Role.ACTIVATION)
@@ -233,7 +236,7 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
-    """Return the operations of a joint graph; `options`: the keyword arguments of the partitioner.
+    """Return the model's operations found in a joint graph; `options`: the keyword arguments of the partitioner.
 
     `roots`: as in `read_joint_graph`.
     """
@@ -254,7 +257,7 @@ def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[
 
 
 def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
-    """Return the names of recomputed tensors that should be saved instead; `bits`: bits per value of each packed tensor, by name."""
+    """Return the names of recomputed tensors that should be saved instead, to lower the peak in backward."""
     return RecomputedChains(backward, of_tangents(backward)).to_save(bits)
 
 
@@ -263,7 +266,7 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor with `partitioner`, and with two more inputs for each graph."""
+    """A backend of torch.compile: Inductor with a `PlanPartitioner`, and two more inputs for each graph."""
 
     graphs: CompiledGraphs  # the current plan, seed and step counters
     partitioner: PlanPartitioner
@@ -275,7 +278,7 @@ class PlanBackend:
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
-        """Return the module path in the model of each variable of a compiled function, from the names of its parameters."""
+        """Return the path in the model of each variable through which a compiled function reaches modules."""
         names, found = self.names(), dict[str, str]()
         for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
             name, source = names.get(id(example), ""), getattr(node, "_dynamo_source", None)
@@ -298,7 +301,7 @@ class PlanBackend:
             return compile_fx(gm, inputs, compile_kernels, patches, operations)  # type: ignore[return-value]
 
     def _patches(self, device: str) -> dict[str, Any]:
-        """Return Inductor's settings for this plan; settings of the user replace them."""
+        """Return the settings of Inductor for this plan; settings of the user take precedence."""
         plan = self.partitioner.plan
         formats = [format for format in plan.activation_formats if format is not None]
         has_few_bits = any(format.element.width < 8 for format in formats)
@@ -325,7 +328,7 @@ def inductor_of(options: dict[str, Any]) -> Any:
 
 @contextmanager
 def collection_paused() -> Generator[None]:
-    """Return a context without garbage collection, which takes 8 % of the time of compiling ResNet-50."""
+    """Return a context without garbage collection, which takes 8 % of the time of compiling a ResNet-50."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -342,13 +345,13 @@ def compile_kernels(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -
 
 
 def _row_choices() -> AbstractContextManager[Any]:
-    """Return a context in which Inductor holds rows in registers; if the user has chosen a class of choices, one that changes nothing."""
+    """Return a context in which Inductor's kernels hold longer rows in registers, unless the user chose otherwise."""
     return nullcontext() if inductor_config.inductor_choices_class is not None else V.set_choices_handler(RowsInRegisters())
 
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has additional placeholders at the end; `examples`: a tensor for each of them."""
+    """Return a context in which a graph of Dynamo has these additional inputs at the end."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")
@@ -367,7 +370,7 @@ def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]
 
 
 def autograd_node_of(outputs: Any) -> Any:
-    """Return the autograd node of the compiled call that returned `outputs`; None if the call has none.
+    """Return the autograd node of the compiled call that returned `outputs`; None without gradients.
 
     If an output is a view, the node is a few nodes behind it.
     """

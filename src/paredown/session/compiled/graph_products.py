@@ -26,7 +26,7 @@ DEVICES = ("cuda", "cpu")  # where an operation transposes
 
 
 def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductLayers, names: Mapping[int, str]) -> None:
-    """Let those layers of a graph of Dynamo multiply 8-bit codes that `layers` has chosen.
+    """Replace `F.linear` in a graph of Dynamo by products of 8-bit codes, for the layers that `layers` has chosen.
 
     `inputs`: example inputs of the graph. `names`: names of parameters by id.
     """
@@ -49,17 +49,17 @@ def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductL
 
 
 def is_transpose(node: Any) -> bool:
-    """Return whether a node is one of the operations that transpose codes."""
+    """Return whether a node transposes a matrix of codes."""
     return isinstance(node, fx.Node) and node.op == "call_function" and aten_name(node) == TRANSPOSED
 
 
 def _devices() -> tuple[str, ...]:
-    """Return the device types on which codes can be transposed by one operation: CUDA is one only if its kernels are available."""
+    """Return the types of devices on which one operation transposes codes: the CPU, and CUDA if its kernels are available."""
     return DEVICES if backend.find_kernels() is not None else tuple(device for device in DEVICES if device != "cuda")
 
 
 def call_transposes(backward: fx.GraphModule) -> None:
-    """Let one operation transpose the codes that a backward graph reads, in place of those that Inductor fuses.
+    """Insert one operation for each transpose of codes in a backward graph, so that Inductor does not fuse it.
 
     On CUDA it fuses them into reductions; the operation is a kernel. On a CPU it fuses them with the decoding of a packed input, whose
     blocks it makes a loop of, and fails where tokens and inputs differ in number (`try_loop_split` of torch 2.13, an AssertionError).

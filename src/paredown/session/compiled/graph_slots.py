@@ -71,7 +71,7 @@ _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 @dataclass(frozen=True)
 class GraphSlot:
-    """One saved tensor of a compiled graph: the names of the slots that it holds, and what backward needs of it.
+    """The names of the slots that a saved tensor of a compiled graph stands for, and what backward needs of it.
 
     `reason`: if backward needs it exactly, why.
     """
@@ -84,7 +84,7 @@ class GraphSlot:
 
 @dataclass
 class JointGraph:
-    """Facts about the nodes of a joint graph, by node name; the partitioned graphs keep the names."""
+    """The operations of the model in a joint graph, by node name; the partitioned graphs keep the names."""
 
     operations: dict[int, GraphOperation] = field(default_factory=dict)  # by seq_nr
     numbers: dict[str, int] = field(default_factory=dict)  # seq_nr of every node
@@ -93,7 +93,7 @@ class JointGraph:
 
 @dataclass
 class GraphOperation:
-    """One operation of the model: its row in the table of operations, its module, and its nodes in the joint graph."""
+    """An operation of the model in a joint graph: its row in the table of operations, its module, and its nodes."""
 
     aten: str
     row: OperationRow
@@ -103,7 +103,7 @@ class GraphOperation:
     count: int = 1  # 2 for the second operation of this name in its module
 
     def slot(self, operand: str) -> str:
-        """Return the name of the slot of `operand` as eager mode has it: module:operand, or module:operation.operand."""
+        """Return the slot name that eager mode has for an operand: module:operand, or module:operation.operand."""
         number = f"#{self.count}" if self.count > 1 else ""
         return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
 
@@ -111,7 +111,7 @@ class GraphOperation:
 def read_joint_graph(
     graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set[str], roots: Mapping[str, str] | None = None
 ) -> JointGraph:
-    """Read the operations of a joint graph; `parameters` are its placeholders of parameters and buffers.
+    """Return the model's operations in a joint graph; `parameters` are its placeholders of parameters and buffers.
 
     `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations are given these. `roots`: paths in
     the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
@@ -142,7 +142,7 @@ def read_joint_graph(
 
 
 def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
-    """Return for each node the node that replaces it when repeated operations are merged.
+    """Return which node replaces each node when the partitioner merges equal operations.
 
     A node replaces itself if its name is in `unique`.
     """
@@ -157,14 +157,14 @@ def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Return whether autograd created this node of the joint graph in backward."""
+    """Return whether a node of a joint graph belongs to backward."""
     return node.meta.get("partitioner_tag") == "is_backward" or (
         node.meta.get("fwd_nn_module_stack") is not None and node.meta.get("partitioner_tag") is None
     )
 
 
 def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
-    """Return the slot of a saved tensor, from its placeholder in the backward graph."""
+    """Return the slot that a saved tensor of a compiled graph is, given its placeholder in the backward graph."""
     uses = list(_uses(saved, joint))
     names = tuple(dict.fromkeys(name for _, name, _, _ in sorted(uses, key=lambda use: use[0])))
     exact = next((reason for _, _, needs, reason in uses if needs.use is Use.EXACT), "")
@@ -177,7 +177,7 @@ def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
 
 
 def num_recomputed_sums(graph: fx.Graph) -> int:
-    """Return the length of the longest chain of additions of tensors that a backward graph recomputes."""
+    """Return the length of the longest chain of additions that a backward graph recomputes."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "call_function" and not is_backward(node):
@@ -191,7 +191,7 @@ FoundUse = tuple[int, str, Needs, str]  # number of the operation, slot name, ne
 
 
 def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
-    """Yield every use of a saved tensor in backward, directly or through recomputed operations of forward."""
+    """Yield each use of a saved tensor in backward, also through operations of forward that backward recomputes."""
     stack, seen = [Reached(saved, saved, joint.numbers.get(saved.name, -1))], {saved}
     while stack:
         reached = stack.pop()
@@ -215,7 +215,7 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """A value that backward recomputes from a saved tensor: it is in operation `number`, and `entry` is the first node on the way there."""
+    """A value that backward computes from a saved tensor, with the operation and the first node on the way to it."""
 
     value: fx.Node
     entry: fx.Node
@@ -251,7 +251,7 @@ def _use(value: fx.Node, user: fx.Node, joint: JointGraph, is_centered: bool) ->
 
 
 def _code_uses(codes: fx.Node, joint: JointGraph, *, is_centered: bool) -> Iterator[FoundUse]:
-    """Yield the uses of codes as the input of each layer that multiplies them."""
+    """Yield the uses of 8-bit codes as inputs of the layers that multiply them."""
     for number, operation in joint.operations.items():
         if operation.aten == QUANTIZE and any(node.name == codes.name for node in operation.nodes):
             operand = operation.row.operands["input"]
@@ -259,7 +259,7 @@ def _code_uses(codes: fx.Node, joint: JointGraph, *, is_centered: bool) -> Itera
 
 
 def _operand(value: fx.Node, user: fx.Node, operation: GraphOperation) -> Operand:
-    """Return the row in the table of operations for the operand of `operation` that `user` reads as `value`."""
+    """Return the row in the table of operations for the operand that `user`, a node of `operation`, reads as `value`."""
     row = operation.row
     if row.op == ATTENTION:
         name = argument_name(user, value)
@@ -285,7 +285,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: GraphOperation) -> Operan
 
 
 def _input(value: fx.Node, operation: GraphOperation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """Return the operand of `operation` as which `value` is passed; if several are possible, the one that allows least rounding."""
+    """Return which operand of `operation` the argument `value` is; of several, the one that allows the least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)
@@ -311,7 +311,7 @@ def _is_same(argument: Any, value: fx.Node) -> bool:
 
 
 def argument_name(node: fx.Node, value: fx.Node) -> str:
-    """Return the name of the argument as which `value` is passed to an attention's backward; "" if it is not an argument."""
+    """Return the name of the argument that `value` is of a node in attention's backward; "" if it is none."""
     schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     named = {argument.name: given for argument, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     found = next((name for name, given in named.items() if _is_same(given, value)), "")
@@ -326,7 +326,7 @@ def _exact(name: str, operation: str) -> Operand:
 
 
 def aten_name(node: fx.Node) -> str:
-    """Return the name of the operation that a node was before decomposition, such as "native_layer_norm"."""
+    """Return the name of the aten operation that a node came from before decomposition, such as "native_layer_norm"."""
     target = node.meta.get("original_aten") or node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
@@ -334,7 +334,7 @@ def aten_name(node: fx.Node) -> str:
 
 
 def module_path(stack: Any, roots: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """Return the path of the innermost module of a stack, and whether it is a module of torch.nn without children.
+    """Return the path of the module in which a node was created, and whether it is a leaf module of torch.nn.
 
     The path is as in named_modules(). `roots`: see `read_joint_graph`. Operations of the compiled function itself have no stack.
 
@@ -355,7 +355,7 @@ def module_path(stack: Any, roots: Mapping[str, str] | None = None) -> tuple[str
 
 
 def root_and_path(source: str) -> tuple[str, str]:
-    """Return the variable with which the source of a module or parameter begins, and the path behind it.
+    """Return the variable with which Dynamo's name of a module or parameter begins, and the path behind it.
 
     >>> root_and_path("L['self'].layers._modules['3'].fc")
     ('self', 'layers.3.fc')
@@ -374,7 +374,7 @@ def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping
 
 
 def _row_name(node: fx.Node) -> str:
-    """Return the name under which the table of operations has the operation of a node, such as "NativeLayerNorm"."""
+    """Return the name under which the table of operations has a node's operation, such as "NativeLayerNorm"."""
     bare = aten_name(node).replace("_", "").lower()
     return ROW_NAMES.get(bare) or ALIASES.get(bare) or aten_name(node)
 

@@ -25,10 +25,10 @@ SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  
 
 @final
 class ByLastOperation(SchedulerPass):
-    """A pass over fused kernels, for `torch._inductor.config._post_fusion_custom_pass`."""
+    """A pass of Inductor that orders kernels by their last operations, to lower the peak of backward."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Return the kernels of a backward graph in the order of their last operations, and those of a forward graph unchanged."""
+        """Return the kernels of a backward graph in that order; kernels of a forward graph stay as they are."""
         return by_last_operation(nodes) if V.graph.is_backward else nodes
 
     def uuid(self) -> Any:
@@ -36,12 +36,12 @@ class ByLastOperation(SchedulerPass):
         return "paredown kernel order 1"
 
     def __reduce__(self) -> Any:
-        """Pickle the uuid in place of the object: Inductor pickles its settings to make the keys of its cache."""
+        """Return how to pickle the pass, by its uuid, since Inductor pickles its settings for cache keys."""
         return repr, (self.uuid(),)
 
 
 def by_last_operation(nodes: list[Any]) -> list[Any]:
-    """Return fused kernels in the order of the last operation of each; every kernel stays behind the kernels that it depends on."""
+    """Return fused kernels in the order of the last operation of each, behind the kernels that they depend on."""
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
     users: dict[Any, list[Any]] = {node: [] for node in nodes}
     missing: Counter[Any] = Counter()

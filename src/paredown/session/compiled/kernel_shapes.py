@@ -23,11 +23,11 @@ MAX_ROW = 4096  # values
 
 @final
 class RowsInRegisters(InductorChoices):
-    """Inductor's choices, but for the longest row that a kernel holds."""
+    """Inductor's choices of kernels, with another limit for the longest row that a kernel holds in registers."""
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        """Return whether a kernel holds the row that it reduces."""
+        """Return whether a kernel holds the whole row that it reduces in registers."""
         if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
             return True
         if not config.triton.persistent_reductions:

@@ -27,7 +27,7 @@ MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
 
 
 class PackedGraph:
-    """A compiled graph; if values of some slots are too large for their formats, it compiles itself again without packing these slots."""
+    """A compiled graph that compiles itself again without packing some slots if their values are too large for their formats."""
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
@@ -91,7 +91,7 @@ class PackedGraph:
         return self._compile(inputs)
 
     def _must_compile_again(self, *, is_read: bool) -> bool:
-        """Return whether a number that the graph measured forbids packing a slot that the graph packs.
+        """Return whether measured numbers forbid packing a slot that the graph packs.
 
         `is_read`: read the numbers of this call. Otherwise, on a GPU, the numbers of an earlier call are used, without synchronizing.
         """
@@ -114,7 +114,7 @@ class PackedGraph:
 
 
 class Snapshot:
-    """The state that a call of a graph changes besides its outputs: random number generators and small buffers."""
+    """A copy of the random number generators and small buffers that a call of a graph changes, from which the call can be repeated."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         tensors = [t for t in args if isinstance(t, Tensor) and not t.requires_grad and t.numel() <= MAX_BUFFER]
@@ -124,7 +124,7 @@ class Snapshot:
         self._host = torch.get_rng_state()
 
     def restore(self) -> None:
-        """Set generators and buffers back to the snapshot."""
+        """Restore the random number generators and buffers."""
         torch.set_rng_state(self._host)
         for device, state in self._random:
             torch.cuda.set_rng_state(state, device)

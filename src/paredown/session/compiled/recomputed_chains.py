@@ -33,7 +33,7 @@ MIN_GAIN = 2.0  # bytes that are in memory early over bytes stored instead
 
 
 class RecomputedChains:
-    """The recomputed tensors of one backward graph that operations read from memory.
+    """The tensors that backward recomputes from packed ones and that operations read from memory.
 
     `of_tangents`: the nodes that depend on tangents (the gradients of the outputs).
     """
@@ -49,7 +49,7 @@ class RecomputedChains:
         self._tensors = {self._viewed(node) for node in graph.nodes if self._is_recomputed(node) and self._is_read(node)}
 
     def to_save(self, bits: Mapping[str, float]) -> set[str]:
-        """Return the names of recomputed tensors that should be saved instead; `bits`: bits per value of each packed tensor, by name."""
+        """Return the names of recomputed tensors that should be saved instead, to lower the peak."""
         found = set[str]()
         for chain in self._chains():
             leaves = {i.name for node in self._cone(chain) for i in node.all_input_nodes if i.name in bits}
@@ -59,7 +59,7 @@ class RecomputedChains:
         return found
 
     def delay(self, scales: set[fx.Node], insert: Callable[..., fx.Node]) -> None:
-        """Let Inductor compute a recomputed tensor only when the operation that uses it has its gradient.
+        """Make Inductor wait with each recomputed tensor until the operation that uses it has its gradient.
 
         Tensors of chains, and those that share a kernel with others, are excepted. `scales`: placeholders of the scales of packed
         tensors. `insert(function, arguments, before)` inserts a traced function.
@@ -82,7 +82,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Return whether a kernel could compute the nodes of `cone` for other users too, which do not depend on `first`."""
+        """Return whether a kernel could compute these nodes for other users, too, before `first` is known."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)
@@ -94,7 +94,7 @@ class RecomputedChains:
         return not others <= after
 
     def _copy(self, nodes: Iterable[fx.Node], copies: dict[fx.Node, fx.Node], before: fx.Node) -> None:
-        """Copy nodes before a node; `copies` maps each replaced node to its replacement, and receives the new nodes."""
+        """Copy nodes before a node; `copies` maps nodes to their copies."""
         with self._graph.inserting_before(before):
             for node in nodes:
                 copies[node] = self._graph.node_copy(node, lambda i: copies.get(i, i))
@@ -112,7 +112,7 @@ class RecomputedChains:
         return node
 
     def _chains(self) -> list[set[fx.Node]]:
-        """Return the sets of tensors that are recomputed from each other."""
+        """Return sets of tensors that are recomputed from each other, such as along a residual stream."""
         chains: list[set[fx.Node]] = []
         for tensor in self._tensors:
             joined = self._cone([tensor]) & self._tensors
@@ -124,7 +124,7 @@ class RecomputedChains:
         return node not in self._of_tangents and node not in self._constants and self._is_pointwise(node)
 
     def _is_read(self, node: fx.Node) -> bool:
-        """Return whether an operation that Inductor does not fuse reads a node from memory."""
+        """Return whether an operation that Inductor does not fuse, such as a matrix product, reads a node."""
         return any(user in self._of_tangents and not self._operations.is_fusible(user) for user in node.users)
 
     def _viewed(self, node: fx.Node) -> fx.Node:
@@ -140,7 +140,7 @@ class RecomputedChains:
         return self._operations.is_view(node) or _numel(node) >= max(map(_numel, node.all_input_nodes), default=0)
 
     def _cone(self, outputs: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the recomputed pointwise nodes from which `outputs` are computed, including `outputs`."""
+        """Return the recomputed pointwise operations that compute `outputs`."""
         cone, stack = set[fx.Node](), list(outputs)
         while stack:
             node = stack.pop()
@@ -151,7 +151,7 @@ class RecomputedChains:
 
 
 def _after(scales: Tensor, gradient: Tensor) -> Tensor:
-    """Return `scales`, computed by an operation that depends on `gradient`.
+    """Return `scales`, in a form that makes Inductor compute them only after `gradient`.
 
     Inductor stores the input of as_strided, so that the order holds. The comparison is false for all numbers (none is larger than
     infinity), so the compiler of the kernel drops the load.

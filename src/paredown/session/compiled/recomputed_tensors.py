@@ -49,22 +49,22 @@ class RecomputedTensor:
 
     @property
     def node(self) -> fx.Node:
-        """The node of the tensor itself."""
+        """The node of the tensor that is recomputed."""
         return self.nodes[-1]
 
     @property
     def products(self) -> list[fx.Node]:
-        """The matrix products and convolutions among `nodes`."""
+        """The matrix products and convolutions that recomputing the tensor takes."""
         return [node for node in self.nodes if kind_of(node) == "extern"]
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of `products`."""
+        """The floating-point operations that recomputing the tensor takes."""
         return sum(_flops(node) for node in self.products)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the intermediate tensors that are written to memory: inputs and outputs of `products`."""
+        """The bytes of intermediate tensors that recomputing writes to memory."""
         inside = set(self.nodes)
         ends = [_viewed(i) for node in self.products for i in (node, *node.all_input_nodes)]
         written = {node for node in ends if node in inside and is_tensor(node)} - {_viewed(self.node)}
@@ -72,14 +72,17 @@ class RecomputedTensor:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of memory that recomputing the tensor reads and writes."""
+        """The bytes of memory that recomputing the tensor reads and writes."""
         inside = set(self.nodes)
         read = {i for node in self.nodes for i in node.all_input_nodes if i not in inside and is_tensor(i)}
         return sum(nbytes_of(node) for node in read) + 2 * self.written_bytes + nbytes_of(self.node)
 
 
 def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, RecomputedTensor]:
-    """Return the saved tensors that backward could recompute, by name; the first `num_outputs` results of `forward` are its own outputs."""
+    """Return the saved tensors that backward could recompute, by name.
+
+    The first `num_outputs` results of `forward` are its own outputs.
+    """
     returned: Any = forward.output_node().args[0]
     tensors = list(dict.fromkeys(node for node in returned if is_tensor(node)))
     held = {node for node in returned[:num_outputs] if is_tensor(node)}
@@ -101,7 +104,7 @@ def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, Recom
 
 
 def _operations_of(node: fx.Node, saved: set[fx.Node], written: set[Any]) -> set[fx.Node]:
-    """Return the operations that compute a node from saved tensors or inputs; empty if one of these operations cannot run again."""
+    """Return the operations that compute a node from saved tensors or inputs; an empty set if one of them cannot run again."""
     cone, stack = set[fx.Node](), [node]
     while stack:
         one = stack.pop()
@@ -161,7 +164,10 @@ def _flops(node: fx.Node) -> int:
 def recompute_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, tensors: Iterable[RecomputedTensor]
 ) -> None:
-    """Let backward recompute saved tensors, so that forward no longer saves them; no tensor may be a source of another."""
+    """Edit both graphs so that backward recomputes these saved tensors and forward does not save them.
+
+    No tensor may be a source of another.
+    """
     returned: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     for tensor in tensors:
         known = {node.name: node for node in backward.graph.nodes}
@@ -178,7 +184,7 @@ def recompute_saved(
 
 
 def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], order: dict[fx.Node, int]) -> None:
-    """Let backward compute `node` of forward before `first`; `known`: backward's nodes by name, `order`: the positions of its nodes."""
+    """Copy the computation of a forward node into backward, before the node `first`."""
     old = known.get(node.name)
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: known[n.name])
     if old is None:
@@ -194,7 +200,7 @@ def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], or
 
 
 def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: int) -> fx.Node:
-    """Save a node of forward, and return the placeholder that backward now has for it."""
+    """Add a forward node to the saved tensors, and return its placeholder in backward."""
     _save(node, returned, num_outputs)
     with graph.inserting_after(last_saved(graph)):
         placeholder = graph.placeholder(node.name)
@@ -203,7 +209,10 @@ def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: i
 
 
 def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
-    """Let forward save the tensors `names`, which backward recomputes, and drop saved tensors that only the recomputation reads."""
+    """Edit both graphs so that forward saves tensors that backward recomputed before.
+
+    Saved tensors that only the recomputation read are dropped.
+    """
     output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for node in [node for node in backward.graph.nodes if node.name in names & computed.keys() and node.op == "call_function"]:
@@ -219,7 +228,7 @@ def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
 
 
 def _save(node: fx.Node, returned: list[Any], num_outputs: int) -> None:
-    """Add a node of forward to the saved tensors, before the symbolic sizes."""
+    """Add a forward node to the saved tensors, which precede the symbolic sizes."""
     returned.insert(end_of_tensors(returned, num_outputs), node)
 
 

@@ -78,10 +78,13 @@ FormOf = Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None]
 
 
 class Activations:
-    """Packs the tensors that one model saves for backward."""
+    """The storage of one model's saved activations: packs each in forward, and unpacks it when backward uses it."""
 
     def __init__(self, plan: Plan, seed: int, *, form_of: FormOf | None = None, min_numel: int = MIN_PACKED_NUMEL) -> None:
-        """Begin with no decisions. `form_of` makes another form for some encoded tensors, as offloading does."""
+        """Prepare to pack as `plan` says.
+
+        `form_of` makes another form for some encoded tensors, as offloading does.
+        """
         self.plan, self.seed, self.min_numel, self._form_of = plan, seed, min_numel, form_of
         self.count = ForwardCount()
         self.is_sharded = False  # whether parameters are freed between forward and backward
@@ -117,18 +120,18 @@ class Activations:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all stored tensors at this moment."""
+        """The bytes of all activations that are stored at this moment."""
         return sum(form.nbytes for form in self.stored_forms())
 
     def stored_forms(self) -> list[StoredForm]:
-        """Return what is stored at this moment: a `StoredForm` for each packed storage or view."""
+        """Return what is stored at this moment, one `StoredForm` for each packed piece of memory."""
         alive = [form for ref in self._forms if (form := ref()) is not None]
         self._forms = [weakref.ref(form) for form in alive]
         return alive
 
     @contextmanager
     def storing_exactly(self) -> Generator[None]:
-        """Return a context in which packed tensors are stored in float32, also those that would be recomputed from rounded values."""
+        """Return a context in which saved tensors are stored in float32, so that only storing is tested, not rounding."""
         decide = self.decide
 
         def exact(*arguments: Any) -> StorageDecision:
@@ -147,18 +150,18 @@ class Activations:
             yield
 
     def observe(self, observer: Observer | None) -> None:
-        """Call `observer` after each saved tensor is packed from now on; None for no call."""
+        """Set a function that is called after each saved tensor is packed; None removes it."""
         self.on_packed = observer
 
     @contextmanager
     def storing_in(self, storage: ForwardStorage) -> Generator[None]:
-        """Return a context in which this thread stores saved tensors in `storage`, which is not that of a forward pass."""
+        """Return a context in which this thread stores saved tensors in `storage`, as while backward runs a layer again."""
         with patched_attributes(self._local, storage=storage):
             yield
 
     @contextmanager
     def restored_after(self) -> Generator[Callable[[], None]]:
-        """Return a context that restores decisions and counts at its end; it yields a function that resets the number of forward passes."""
+        """Return a context that undoes changes of decisions and counts; it yields a function that resets the number of forward passes."""
         forwards, restored = self.forwards, self.restored
         decisions, not_packed = dict(self.decisions), dict(self.not_packed)
 
@@ -179,7 +182,7 @@ class Activations:
         self._forget_slots()
 
     def report_small_to(self, on_small: Callable[[set[str], int], None]) -> None:
-        """Call `on_small` with the slots of tensors that are too small to be packed, and with their largest bytes."""
+        """Set the function that gets the slots too small to be packed, with their largest bytes."""
         self.on_small = on_small
 
     def resume(self, seed: int, forwards: int) -> None:
@@ -192,7 +195,7 @@ class Activations:
         self._plan_number += 1
 
     def begin(self, *, is_sharded: bool) -> None:
-        """Start a forward pass."""
+        """Begin a forward pass."""
         self.count.add()
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
@@ -201,13 +204,13 @@ class Activations:
         self._running.append(storage)
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """Record that the running forward pass of this thread entered the model through a submodule (`PassOutputs.begin`)."""
+        """Record that this thread's forward pass began with a call of a part of the model."""
         storage = self._current_storage()
         self._local.outputs.begin(storage, arguments, outputs)
         storage.pack_again(self.count)
 
     def end(self, output: Any) -> None:
-        """End a forward pass: where the original storage stays alive anyway, refer to it instead of a packed copy.
+        """End a forward pass: drop packed copies of memory that stays allocated anyway.
 
         A storage stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not
         packed shares it. If other references keep the memory alive, packing saves nothing: `not_freed` has the slots.
@@ -235,7 +238,7 @@ class Activations:
     def _choose_small(
         self, storage: ForwardStorage, held: set[Any], baseline: int, leave_out: Callable[[set[str], int], None]
     ) -> None:
-        """Leave the smallest tensors unmodified from the next pass on; `held`: keys of pieces of memory that stay allocated anyway.
+        """Choose the smallest tensors, which stay unmodified from the next pass on.
 
         If small tensors are left unmodified already, and this pass saved more than before, all of them are packed in the next pass, so that
         their sizes are known. `baseline`: the bytes that the pass saves without a plan. `leave_out` gets the slots and the limit in bytes.
@@ -253,7 +256,7 @@ class Activations:
             leave_out(self.small, self.max_left_bytes)
 
     def save(self, saved: Saved) -> None:
-        """Replace one saved tensor by its stored form, if it can be packed."""
+        """Replace a tensor that autograd saved by its packed form, if it can be packed."""
         tensor = saved.tensor
         if saved.kind != "activation" or tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
             self.names.add(saved.name)
@@ -271,12 +274,12 @@ class Activations:
             self._store(saved, piece, slot, storage, saved.node, saved.raw)
 
     def saved_by(self, *ends: str) -> dict[str, tuple[torch.Size, int]]:
-        """Return shape and bytes of the slots whose names end with one of `ends`."""
+        """Return shape and bytes of the saved slots whose names end with one of `ends`."""
         found = {name: slot.memory for name, slot in self._slots.items() if name.endswith(ends)}
         return {name: (size, nbytes) for name, (_, _, nbytes, size, *_) in found.items()}
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """Save a tensor in the way in which the tensor in the same place of the model was saved in an earlier pass.
+        """Replace a saved tensor as in an earlier pass, without deciding again how it is stored.
 
         `seen` describes the earlier one. Decisions for its slot are used again if nothing that they depend on has changed.
         """
@@ -303,7 +306,7 @@ class Activations:
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
-        """Decide how the saved tensors of a slot are stored."""
+        """Return the decision how the saved tensors of a slot are stored, made now if need be."""
         slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
         self._slots[saved.name] = slot
         return slot
@@ -311,7 +314,7 @@ class Activations:
     def _store(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Store the memory of a saved tensor, and measure the time on a CPU; `node`, `raw`: autograd's node and handle of the tensor."""
+        """Store a saved tensor packed, and measure the time that this takes on a CPU."""
         start = self.packing_time.clock()
         with self._lock:
             self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
@@ -321,7 +324,7 @@ class Activations:
     def _replace(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Find or make the stored data for a piece of memory, and register it in place of the saved tensor."""
+        """Put packed data in place of a saved tensor, encoded now or shared with another tensor of the same memory."""
         tensor, forms = piece.tensor, storage.forms
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
         key = (*piece.key, found)
@@ -355,7 +358,7 @@ class Activations:
             self.not_packed.pop(saved.name, None)
 
     def _leave(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, use: Use) -> None:
-        """Leave a piece of memory unmodified: drop packed copies of it now; a ReLU that wrote it packs no mask from the next pass on."""
+        """Leave a piece of memory unmodified, and drop packed copies of it."""
         if use is Use.EXACT:
             self.not_packed.setdefault(saved.name, saved.reason)
         storage.left[piece.key] = slot.nbytes if use is VALUE else 0
@@ -366,11 +369,11 @@ class Activations:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
 
     def _current_storage(self) -> ForwardStorage:
-        """Return the state of this thread's forward pass; in a worker thread, that of the pass started last, or a new one."""
+        """Return the storage of this thread's forward pass; in a worker thread, of the pass started last."""
         return self._local.storage or (self._running[-1] if self._running else ForwardStorage())
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
-        """Return how a slot is stored: as the plan requests, limited by what backward needs and by dtype and size."""
+        """Return how a slot is stored: as the plan requests, within the limits of backward, dtype and size."""
         decision = self._decided.get(key := (saved.name, piece.numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered))
         if decision is None:
             decision = self._decided[key] = storage_decision(self.plan, saved, piece)
@@ -439,7 +442,7 @@ class Activations:
         return codec.encode(tensor, step, mask.bits)
 
     def _determined(self, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> StoredForm | None:
-        """Return a form that recomputes the tensor from a stored one, if an operation before the tensor allows that; otherwise None."""
+        """Return a form that recomputes the tensor from another stored one; None if that is impossible."""
         recomputation = rematerialization_of(piece.tensor)
         while recomputation is not None:
             form = self._recomputed(saved, piece, recomputation, storage)
@@ -451,7 +454,7 @@ class Activations:
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
     ) -> StoredForm | None:
-        """Return a form that recomputes the tensor by `rematerialization`; None if that is impossible or not precise enough."""
+        """Return a form that recomputes the tensor as `rematerialization` says; None if that is impossible or too imprecise."""
         view = storage.source(rematerialization.source)
         if view is None or not piece.is_whole:
             return None
@@ -467,7 +470,7 @@ class Activations:
         return RecomputedValues(piece, source, steps)
 
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
-        """Return whether the decoded values of `form` are precise enough for the operation that saved `saved`."""
+        """Return whether the decoded values of `form` are precise enough for the operation that saved the tensor."""
         values = form.source if type(form) is RecomputedValues else form
         if type(values) is not StoredValues or values.stored is None:
             return True
@@ -479,7 +482,7 @@ class Activations:
         return True
 
     def _sign(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm:
-        """Return the mask of a ReLU: packed now, or later if in the last pass another operation encoded the same tensor."""
+        """Return the stored form of a ReLU's mask, which may be packed later, together with another tensor."""
         x = piece.tensor
         if slot.is_delayed and self.on_packed is None:
             form = StoredMask(piece, None, (1.0, 0.0), x.detach())

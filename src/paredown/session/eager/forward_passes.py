@@ -35,7 +35,7 @@ from paredown.session.value_bounds import check_is_warm
 
 @dataclass
 class ForwardStorage:
-    """State of one running forward pass: the tensors stored so far, and the storages that are not packed."""
+    """The tensors that one running forward pass has stored, and the storages that stay unmodified."""
 
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
@@ -51,12 +51,12 @@ class ForwardStorage:
     sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
     def baseline_bytes(self, unmodified: Mapping[int, int]) -> int:
-        """Return the bytes that this pass saves without a plan; `unmodified`: storage address -> bytes of tensors that stay in memory."""
+        """Return the bytes that this forward pass would save without a plan."""
         originals = {key[0]: form.original_bytes for key, form in self.forms.items()}
         return sum({**originals, **unmodified}.values())
 
     def restore_held(self, held: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
-        """Let stored data refer to its original where a tensor in `held` (by storage address) keeps the original alive.
+        """Make stored data refer to its original memory where a tensor in `held` keeps that memory allocated.
 
         Returns two lists of keys: of the data that now refers to its original, and of the data whose original is alive although no known
         tensor refers to it.
@@ -76,24 +76,24 @@ class ForwardStorage:
         return restored, alive
 
     def packable_sizes(self, held: Iterable[Any]) -> list[int]:
-        """Return the bytes of each piece of memory that packing could free; pieces with a key in `held` stay allocated anyway."""
+        """Return the bytes of each piece of memory that packing could free."""
         packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in self.forms.items()}
         return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the stored operand of `node` from which other tensors can be recomputed; None if there is none."""
+        """Return the stored operand of `node`, from which other tensors can be recomputed; None if there is none."""
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
 
     def pack_delayed(self) -> None:
-        """Pack the delayed masks for which no later operation has encoded the tensor."""
+        """Pack the masks that were meant to be packed together with another tensor and are not packed yet."""
         for mask, slot in self.masks.values():
             if mask.delayed is not None:
                 slot.is_delayed = False
                 mask.pack()
 
     def pack_again(self, count: ForwardCount) -> None:
-        """Pack again the outputs of earlier passes that this pass got as arguments.
+        """Pack outputs of earlier calls of the model's parts again, once the caller has passed them on.
 
         While the caller held such an output, its form referred to the original in place of packed data.
         """
@@ -105,7 +105,7 @@ class ForwardStorage:
 
 
 class PassOutputs:
-    """The stored outputs of earlier passes in one thread; if a pass gets such an output as an argument, it shares the stored data.
+    """The stored outputs of earlier calls of the model's parts in one thread, which later calls may get as arguments.
 
     All references are weak, so that they end with the graph and the tensors of the step.
     """
@@ -117,9 +117,10 @@ class PassOutputs:
         self.held: set[str] = set()  # slots of packed arguments that outlived the graph of their pass: the caller holds them
 
     def begin(self, storage: ForwardStorage, arguments: Iterable[Tensor], outputs: Collection[int]) -> None:
-        """Begin a pass with `arguments` that earlier passes returned.
+        """Begin a call of a part of the model, with arguments that earlier calls returned.
 
-        `outputs`: addresses of the storages of the outputs of those passes."""
+        `outputs`: addresses of the storages of the outputs of those passes.
+        """
         self._find_held()
         self._unmodified = {address: ref for address, ref in self._unmodified.items() if not ref.expired()}
         alive = {key: form for key, ref in self._forms.items() if (form := ref()) is not None}
@@ -138,7 +139,7 @@ class PassOutputs:
                 storage.at_address.setdefault(key[0], []).append(form)
 
     def end(self, storage: ForwardStorage, outputs: Mapping[int, Tensor]) -> None:
-        """End the pass; `outputs`: the output tensors of the pass by storage address."""
+        """End a call of a part of the model, which returned `outputs` (by storage address)."""
         for address in storage.unpacked.keys() & outputs.keys():
             self._unmodified[address] = StorageRef(outputs[address].untyped_storage())
         for key, form in storage.forms.items():
@@ -148,7 +149,7 @@ class PassOutputs:
                 self._arguments.append((form.name, weakref.ref(form), StorageRef(original)))
 
     def _find_held(self) -> None:
-        """Record in `held` the arguments whose memory is still allocated after their graph was freed."""
+        """Record the arguments whose memory the caller still holds after their graph was freed."""
         left: list[tuple[str, weakref.ref[StoredForm], StorageRef]] = []
         for name, form, ref in self._arguments:
             if ref.expired():
@@ -161,12 +162,12 @@ class PassOutputs:
 
 
 def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
-    """Return the original storage of stored data; None if the storage was freed."""
+    """Return the original memory of stored data; None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
 
 
 class ThreadState(threading.local):
-    """State of the forward passes of one thread."""
+    """The running forward pass of one thread, and the storage of its last one."""
 
     def __init__(self) -> None:
         self.storage: ForwardStorage | None = None  # of the pass that is running
@@ -174,14 +175,14 @@ class ThreadState(threading.local):
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of the activations that one forward pass saved: as stored, and as the unmodified model saves them."""
+    """The bytes of activations that one forward pass saved: as stored, and as the unmodified model saves them."""
 
     stored: int = 0
     baseline: int = 0
 
 
 class ForwardCount:
-    """The number of forward passes so far, which is the step in the random bits of stochastic rounding.
+    """The number of forward passes so far, which selects the random bits of stochastic rounding.
 
     Kernels read it in the memory of their device, so that replayed CUDA graphs draw new bits: a captured pass counts there alone.
     """
@@ -193,14 +194,14 @@ class ForwardCount:
 
     @property
     def value(self) -> int:
-        """The number of forward passes; if a CUDA graph was captured, it is read from the device."""
+        """The number of forward passes, read from the device if a CUDA graph was captured."""
         if self._is_captured:
             self.on_host = max(self.on_host, *(int(step) for step in self.on_device.values()))
         return self.on_host
 
     @property
     def has_run(self) -> bool:
-        """Whether the number of forward passes is above 0, without reading from a device."""
+        """Whether a forward pass has run, known without reading from a device."""
         return self._is_captured or self.on_host > 0
 
     @value.setter
@@ -210,7 +211,7 @@ class ForwardCount:
             step.fill_(count)
 
     def add(self) -> None:
-        """Count a forward pass: on host and devices, or in the graph alone while a CUDA graph is captured."""
+        """Count a forward pass, or record the counting in a CUDA graph that is being captured."""
         if self.on_device and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
             for step in self.on_device.values():
@@ -219,7 +220,7 @@ class ForwardCount:
         self.value += 1
 
     def at(self, tensor: Tensor) -> Any:
-        """Return the number of forward passes as the codec takes it for `tensor`: an int, or on a GPU an int32 tensor on its device."""
+        """Return the number of forward passes in the form that the codec takes for `tensor`: an int, or an int32 tensor on its GPU."""
         if not tensor.is_cuda:
             return self.on_host
         step = self.on_device.get(tensor.get_device())
@@ -231,7 +232,7 @@ class ForwardCount:
 
 
 class PackingTime:
-    """The seconds that encoding and decoding took on a CPU, and the seconds of the whole steps, by `clock`.
+    """The seconds that encoding and decoding activations took on a CPU, and the seconds of whole steps.
 
     A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
     GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step down.
@@ -246,24 +247,24 @@ class PackingTime:
 
     @property
     def share(self) -> float | None:
-        """The fraction of the counted steps' time that packing took; None if no step was counted."""
+        """The share of the steps' time that encoding and decoding took; None if no step was measured."""
         packing, whole = self._steps
         return packing / whole if whole > 0 else None
 
     def begin_step(self) -> None:
-        """End the previous step, and begin a new one."""
+        """End the measurement of the last step, and begin that of a new one."""
         now = self.clock()
         if self._has_decoded:
             self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]
         self._started, self._packing, self._has_decoded = now, 0.0, False
 
     def add_since(self, start: float) -> None:
-        """Count the time since `start` as packing."""
+        """Add the time since `start` to the time of packing."""
         with self._lock:
             self._packing += self.clock() - start
 
     def unpacked(self, view: StoredView) -> Tensor:
-        """Return the unpacked saved tensor of a view on the CPU, and count the time as packing."""
+        """Return an unpacked saved tensor on the CPU, and add the time that this took."""
         start = self.clock()
         tensor = view.tensor()
         self.add_since(start)

@@ -53,7 +53,7 @@ MULTIPLIED = "forward changes: it multiplies 8-bit codes of input, weight and gr
 
 
 class ProductInput:
-    """The input of a linear layer: `F.linear` of it multiplies 8-bit codes."""
+    """A tensor subclass for the input of a linear layer, of which `F.linear` multiplies 8-bit codes."""
 
     __slots__ = ("layers", "path", "tensor")
 
@@ -71,7 +71,7 @@ class ProductInput:
 
 
 class ProductLayers:
-    """The linear layers of one model that multiply 8-bit codes, and those that do not although the plan requests it, by path."""
+    """The linear layers of one model that multiply 8-bit codes as the plan requests, and those that do not, with reasons."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.elements: dict[str, str] = {}
@@ -106,14 +106,14 @@ class ProductLayers:
     # --- eager ---
 
     def attach(self) -> None:
-        """Register the hooks by which the layers multiply codes."""
+        """Register the hooks that make the layers multiply codes."""
         for path, ref in self._layers.items():
             if (module := ref()) is not None:
                 self._hooks[path] = hook = Hook(_Enter(self, path))
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def detach(self) -> None:
-        """Remove the hooks: layers multiply in the model's dtype. Backward of existing graphs still uses their codes."""
+        """Remove the hooks, so that layers multiply in the model's dtype."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -130,7 +130,7 @@ class ProductLayers:
                 self.attach()
 
     def linear(self, path: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output of the layer at `path`."""
+        """Return the output of the layer at `path`, as a product of codes if the operands allow it."""
         reason = self.reason_at_call(path, x, weight)
         if reason:
             self.left[path] = self.elements[path], reason
@@ -140,7 +140,7 @@ class ProductLayers:
         return row_linear(x, weight, bias, self.elements[path], self._shared)
 
     def reason_at_call(self, path: str, x: Tensor, weight: Tensor) -> str:
-        """Return why a call of the layer with these operands multiplies in the model's dtype; "" if it multiplies codes."""
+        """Return why this call of a layer does not multiply codes; "" if it does."""
         rows = x.numel() // max(1, x.shape[-1])
         if rows == 0 or (rows < MIN_ROWS and path not in self._named):
             return FEW_ROWS
@@ -157,12 +157,12 @@ class ProductLayers:
 
     @property
     def multiplied(self) -> dict[str, str]:
-        """The format of the codes of each layer that has multiplied codes in all calls so far, by path."""
+        """The format of codes of each layer that has multiplied codes in all of its calls, by path."""
         unused = self._unused()
         return {path: element for path, element in self.elements.items() if path not in self.left and path not in unused}
 
     def _unused(self) -> dict[str, str]:
-        """Return the reason for each chosen layer that does not multiply codes, by path."""
+        """Return why each layer that a rule names does not multiply codes, by path."""
         if self.in_graphs is not None:
             return dict.fromkeys(self.elements.keys() - self.in_graphs - self.left.keys(), NOT_IN_GRAPHS)
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
@@ -186,7 +186,7 @@ class ProductLayers:
         return [SlotExplanation(f"{PRODUCT}={path}", of, of, MULTIPLIED) for path, of in self.multiplied.items()]
 
     def say(self) -> str:
-        """Return the line of the summary that says how many layers multiply codes; "" if the plan requests none."""
+        """Return the summary's line on how many layers multiply codes; "" without rules for products."""
         multiplied = self.multiplied
         if not self._asked:
             return ""
@@ -195,7 +195,7 @@ class ProductLayers:
 
 
 class _Enter:
-    """The forward pre-hook of one layer."""
+    """The forward pre-hook that passes a `ProductInput` to one layer."""
 
     def __init__(self, layers: ProductLayers, path: str) -> None:
         self._layers, self._path = layers, path
@@ -212,7 +212,7 @@ def _resolved(element: str, device: torch.device) -> str:
 
 
 def _reason_to_leave(module: nn.Module, *, by_speed: bool, is_head: bool) -> str:
-    """Return why a layer multiplies in the model's dtype; "" if it multiplies codes."""
+    """Return why a linear layer must not multiply codes; "" if it may."""
     if isinstance(module, nn.MultiheadAttention):
         return ATTENTION
     assert isinstance(module, nn.Linear)

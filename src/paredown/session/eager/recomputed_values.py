@@ -20,7 +20,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @final
 class RecomputedValues(StoredForm):
-    """Values that backward recomputes from a stored tensor; only a norm's parameters and statistics are referenced."""
+    """A stored form without data: backward recomputes the tensor from another stored tensor."""
 
     __slots__ = ("source", "steps")
 
@@ -32,7 +32,7 @@ class RecomputedValues(StoredForm):
         return self._recomputed((self.numel,), (1,))
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """Return the recomputed tensor with this size and stride, without making a flat tensor first."""
+        """Return the recomputed tensor with this size and stride."""
         return self._recomputed(size, stride) if self.plain_values is None else self.values().as_strided(size, stride)
 
     def _recomputed(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -47,7 +47,7 @@ class RecomputedValues(StoredForm):
 def decode_steps_of(
     rule: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
 ) -> DecodeSteps | None:
-    """Return the steps that compute `result` from the values of `source`; None if their memory layouts differ or an operand is missing.
+    """Return the operations that compute `result` from the decoded `source`; None if they are not possible.
 
     `signs`: the stored signs of the result, if an activation function needs them. `keeps_parameters`: the model keeps its parameters until
     backward, so the steps refer to them; otherwise they are copied.
@@ -100,7 +100,7 @@ def _batch_norm(node: Any, source: StoredView, keeps_parameters: bool) -> Norm |
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """Return a norm's parameter as a 1-D float32 tensor: the parameter itself if it is one and is kept until backward, else a copy."""
+    """Return a norm's parameter as a 1-D float32 tensor, a copy unless the parameter is kept until backward."""
     if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
         return parameter
     return parameter.detach().float().reshape(-1).clone()

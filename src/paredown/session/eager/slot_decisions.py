@@ -44,7 +44,7 @@ IN_PLACE = (
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """How a slot is stored.
+    """How a slot is stored: the plan's format (`asked`), the one in use (None: unmodified), and why they differ.
 
     `asked`: the plan's format. `format`: the format in use (None: unmodified). `reason`: why the two differ.
     """
@@ -58,7 +58,7 @@ class StorageDecision:
 
 
 def storage_decision(plan: Plan, saved: Saved, piece: StoragePiece) -> StorageDecision:
-    """Return how a slot is stored: as the plan requests, limited by what backward needs and by dtype and size."""
+    """Return how a slot is stored: as the plan requests, within the limits of backward, dtype and size."""
     asked = plan.find((saved.name,), Role.ACTIVATION)
     dtype = str(piece.tensor.dtype).removeprefix("torch.")
     format, reason = resolve_format(asked, plan.needs_of(saved.name, saved.needs), dtype=dtype, numel=piece.numel)
@@ -72,7 +72,7 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 
 
 class SlotDecisions:
-    """Decisions about the saved tensors of a slot, which are made once and hold while their layout and the plan do not change."""
+    """How the saved tensors of a slot are stored, decided once and valid as long as plan and layout do not change."""
 
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
@@ -100,18 +100,18 @@ class SlotDecisions:
         self.is_cuda = tensor.is_cuda
 
     def fits(self, saved: Saved, tensor: Tensor) -> bool:
-        """Return whether the decisions hold for this saved tensor: same use and same memory layout."""
+        """Return whether the decisions hold for this saved tensor, which has the same use and memory layout."""
         is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
         return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
 
 
 def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """Return all properties of a tensor that decisions depend on: device, dtype, storage bytes, size, strides and offset."""
+    """Return the properties of a tensor on which decisions depend: device, dtype, bytes, size, strides and offset."""
     return tensor.get_device(), tensor.dtype, storage.nbytes(), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def form_for(use: Use, detail: Any, piece: StoragePiece) -> StoredForm | None:
-    """Return the stored form of a piece of memory if backward needs less of it than the values; None to leave it unmodified.
+    """Return the stored form of a tensor of which backward needs less than the values, such as bits; None if it needs them.
 
     `use`: what backward needs. `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
     """

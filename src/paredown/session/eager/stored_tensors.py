@@ -31,7 +31,7 @@ has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
 
 class StoragePiece:
-    """The flat memory that is packed for a saved tensor: its whole storage, or a copy of a view that is a small part of its storage.
+    """The flat memory that is packed for a saved tensor: its whole storage, or a copy of a small view.
 
     Two pieces have the same `key` if they are the same memory with the same contents. That holds while a weak reference to the storage
     exists, which keeps `address` from being reused.
@@ -40,7 +40,7 @@ class StoragePiece:
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
-        """Choose the memory to pack for `tensor`.
+        """Choose whether to pack the whole storage of `tensor` or a copy of the view.
 
         `known`: (is_whole, numel) of an earlier tensor with the same layout, so that they need not be computed again.
         """
@@ -61,7 +61,7 @@ class StoragePiece:
         return source.as_strided((self.numel,), (1,), 0)
 
     def layout(self) -> ViewLayout:
-        """Return the layout of the saved tensor within the piece."""
+        """Return where the saved tensor lies within the piece of memory."""
         tensor = self.tensor
         if self.is_whole:
             is_all = tensor.numel() == self.numel and is_dense(tensor.size(), tensor.stride())
@@ -81,20 +81,20 @@ class StorageRef:
         free(self.cdata)  # bound here: modules are cleared before the last objects at exit
 
     def expired(self) -> bool:
-        """Return whether the storage referred to was freed."""
+        """Return whether the storage was freed."""
         return bool(has_expired(self.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage referred to; None if it was freed."""
+        """Return the storage; None if it was freed."""
         return torch.UntypedStorage._new_with_weak_ptr(self.cdata)
 
 
 def no_tensor() -> Tensor | None:
-    """Return None, in place of a weak reference to a tensor."""
+    """Return None, in place of a weak reference whose tensor is gone."""
 
 
 class StoredForm(ABC):
-    """The abstract base class of what is stored in place of a flat piece of memory."""
+    """The base class of what is stored between forward and backward in place of a piece of memory."""
 
     packed_data: tuple[str, ...] = ()  # attributes that are None once the form refers to the original
 
@@ -129,7 +129,7 @@ class StoredForm(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed data; 0 once the form refers to the original."""
+        """The bytes of the packed data; 0 once the form refers to the original memory."""
         return self._packed_bytes() if self.plain_values is None else 0
 
     def values(self) -> Tensor:
@@ -141,11 +141,11 @@ class StoredForm(ABC):
         return self.plain_values
 
     def is_of(self, piece: StoragePiece) -> bool:
-        """Return whether this form stores the memory of `piece`."""
+        """Return whether this form stores the memory that `piece` describes."""
         return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:
-        """Refer to the original storage again and drop the packed data; return whether that was possible.
+        """Drop the packed data and refer to the original memory again; return whether that was possible.
 
         `holder` is a tensor that keeps the storage alive. It is impossible if the storage was modified since, or if `holder` has other
         memory by now, as a packed weight that is no longer decoded.
@@ -160,7 +160,7 @@ class StoredForm(ABC):
         return True
 
     def refer_to(self, values: Tensor) -> None:
-        """Return these values from now on, shape (numel,), whatever is stored."""
+        """Drop the packed data and return `values`, shape (numel,), from now on."""
         self.plain_values, self.version = values, values._version
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
@@ -176,31 +176,31 @@ class StoredForm(ABC):
 
 @final
 class StoredValues(StoredForm):
-    """Values encoded in a format."""
+    """A stored form with values encoded in a format."""
 
     packed_data = ("stored",)
     __slots__ = ("_copies", "_copy", "codec", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
-        """Hold `stored`, which is what `codec.encode` returned for the piece."""
+        """Hold what `codec.encode` returned for the piece."""
         super().__init__(piece)
         self.codec, self.stored, self._copies = codec, stored, copies
         self._copy: DecodedCopy | None = None  # of values that several saved tensors share
 
     @property
     def packed(self) -> PackedTensor | None:
-        """The packed values; None once the form refers to the original."""
+        """The packed values; None once the form refers to the original memory."""
         return self.codec.packed(self.stored) if self.stored is not None else None
 
     def replace(self, codec: FlatCodec, stored: Any) -> None:
-        """Store the same values in another format, and refer to the original no longer."""
+        """Store the same values in another format."""
         self.codec, self.stored, self.plain_values = codec, stored, None
 
     def _packed_bytes(self) -> int:
         return self.codec.nbytes if self.stored is not None else 0
 
     def _unpacked(self) -> Tensor:
-        """Return the decoded values.
+        """Return the decoded values, shared with other saved tensors while they are alive.
 
         If several saved tensors share the values, they get the copy that was decoded last, while it is alive.
         """
@@ -222,14 +222,14 @@ class StoredValues(StoredForm):
         return values
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """Return the whole piece as a tensor; a kernel decodes into it if no other saved tensor shares the values."""
+        """Return the decoded piece as a tensor with these sizes and strides."""
         if self.num_views > 1 or self.plain_values is not None or not self.codec.takes_address:
             return self.values().as_strided(size, stride)
         return self.codec.decode(self.stored, size, stride)
 
 
 class DecodedCopy:
-    """The last decoded copy of values that several saved tensors share."""
+    """A reference to the last decoded copy of values that several saved tensors share."""
 
     __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
 
@@ -240,7 +240,7 @@ class DecodedCopy:
         self.num_unpacked = 0  # saved tensors that were unpacked so far
 
     def values(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the decoded values; None if they were freed, or are held on another CUDA stream."""
+        """Return the decoded copy; None if it was freed, or belongs to another CUDA stream."""
         if self.held is not None:
             return self.held if current_stream(self.held.get_device()) == self.stream else None
         alive = self.alive.storage() if self.alive is not None else None
@@ -248,7 +248,7 @@ class DecodedCopy:
 
 
 class DecodedCopies:
-    """Holds decoded values on a GPU from one use in backward to the next, so that the input of two branches is decoded once.
+    """Holds decoded values on a GPU until all saved tensors that share them are unpacked, if memory allows it.
 
     At most MAX_HELD copies exist. A copy is held only if it cannot raise the peak: FREE_COPIES times its bytes must be free below the peak
     so far.
@@ -258,7 +258,7 @@ class DecodedCopies:
         self._held: deque[weakref.ref[DecodedCopy]] = deque()
 
     def hold(self, copy: DecodedCopy, values: Tensor) -> None:
-        """Hold `values` until the last saved tensor that shares them is unpacked, if memory allows it."""
+        """Keep `values` alive until the last saved tensor that shares them is unpacked, if memory allows it."""
         if not values.is_cuda or values.nbytes < MIN_HELD_BYTES:
             return
         in_use, peak = memory_in_use(values.get_device())
@@ -279,7 +279,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # No
 
 
 def memory_in_use(index: int) -> tuple[int, int]:
-    """Return the bytes allocated on a GPU at the moment and at the peak; (0, 0) for an allocator that does not count them."""
+    """Return the bytes that are allocated on a GPU now and were at the peak; (0, 0) if its allocator does not count."""
     try:
         counts = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
     except (KeyError, RuntimeError):
@@ -289,7 +289,7 @@ def memory_in_use(index: int) -> tuple[int, int]:
 
 @final
 class StoredMask(StoredForm):
-    """One exact bit for each value, decoded as one of two values.
+    """A stored form with one exact bit for each value, which is decoded as one of two values.
 
     `delayed`: a tensor that the next operation is going to encode. The mask is packed in the same pass over memory, or at the latest when
     the forward pass ends.
@@ -307,19 +307,19 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """Hold `bits`: 1 for values between `bounds`, which are decoded as `values[0]`, and 0 for others, decoded as `values[1]`."""
+        """Hold `bits`: 1 for values between `bounds`, decoded as `values[0]`, and 0 for others, decoded as `values[1]`."""
         super().__init__(piece)
         self.bits, self.delayed, self.bounds = bits, delayed, bounds
         self.inside, self.outside = values
 
     def pack(self) -> None:
-        """Pack a delayed mask, if it is not packed yet."""
+        """Pack the mask now, if it was meant to be packed together with another tensor and is not packed yet."""
         tensor, self.delayed = self.delayed, None
         if tensor is not None and tensor._version == self.version:
             self.bits = pack_mask(tensor, *self.bounds)
 
     def pack_again(self) -> None:
-        """Pack the mask after `restore_original`, and drop the reference to the original."""
+        """Pack the mask again after `restore_original`, and drop the reference to the original memory."""
         if self.plain_values is not None and self.plain_values._version == self.version:
             self.bits, self.plain_values = pack_mask(self.plain_values, *self.bounds), None
 
@@ -335,7 +335,7 @@ class StoredMask(StoredForm):
 
 @final
 class StoredIntegers(StoredForm):
-    """Integers that are stored in a smaller dtype."""
+    """A stored form with integers in a smaller dtype."""
 
     packed_data = ("small",)
     __slots__ = ("small",)
@@ -354,7 +354,7 @@ class StoredIntegers(StoredForm):
 
 @final
 class StoredShape(StoredForm):
-    """A saved tensor of which backward reads only the shape: it is unpacked as uninitialized memory."""
+    """A stored form of a tensor of which backward reads only the shape; it is unpacked as uninitialized memory."""
 
     __slots__ = ("device",)
 
@@ -367,7 +367,7 @@ class StoredShape(StoredForm):
 
 
 class ViewLayout(NamedTuple):
-    """Size, strides and offset of a saved tensor within a piece; `is_all`: it is all of the piece."""
+    """The size, strides and offset of a saved tensor within a piece of memory."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -376,7 +376,7 @@ class ViewLayout(NamedTuple):
 
 
 class StoredView:
-    """The stored data of a piece of memory, and the layout of a saved tensor in it; both replace the tensor in the autograd graph."""
+    """What autograd holds in place of a saved tensor: stored data, and the layout of the tensor in it."""
 
     __slots__ = ("form", "layout")
 
@@ -384,7 +384,7 @@ class StoredView:
         self.form, self.layout = form, layout
 
     def __call__(self, tensor: Tensor) -> StoredView:
-        """Return this view: it serves as its own pack hook, which spares a function for each saved tensor."""
+        """Return this view, which serves as its own pack hook."""
         return self
 
     def tensor(self) -> Tensor:
@@ -395,7 +395,7 @@ class StoredView:
         return self.form.values().as_strided(size, stride, offset)
 
     def relu_output(self) -> Tensor:
-        """Return a ReLU's output for its backward: the packed mask itself if there is one, otherwise the unpacked tensor."""
+        """Return the output of a ReLU for its backward: the packed mask if there is one, else the unpacked tensor."""
         form, layout = self.form, self.layout
         if layout.is_all and type(form) is StoredMask and form.bits is not None:
             return ReluOutput(form.bits, layout.size, layout.stride, form.dtype)
@@ -403,7 +403,7 @@ class StoredView:
 
 
 def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor covers its memory without gaps or overlaps, in some order of its dimensions."""
+    """Return whether a tensor covers its memory without gaps or overlaps."""
     expected = 1
     for step, length in sorted((step, length) for step, length in zip(stride, size, strict=True) if length != 1):
         if step != expected:

@@ -51,7 +51,7 @@ def four_bit_weights(tensors: Mapping[str, FileTensor]) -> Iterator[PackedInFile
 
 
 def _read(parts: Mapping[str, FileTensor], state: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> PackedTensor:
-    """Return the packed tensor that decodes to the values of bitsandbytes."""
+    """Return a 4-bit weight of bitsandbytes as a packed tensor with the same values."""
     length = int(state["blocksize"])
     rows, cols = Format.rows_and_cols(shape)
     packed = parts[""].read()

@@ -56,7 +56,7 @@ ADAPTED = ".base_layer."
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint by the names that a model gives them."""
+    """The tensors of a checkpoint, by the names that a model has for them."""
 
     where: Path
     tensors: Mapping[str, FileTensor | PackedInFiles]
@@ -80,7 +80,7 @@ def open_checkpoint(source: PathText | Sequence[PathText]) -> Checkpoint:
 
 
 def _saved_weights(found: FoundTensors) -> Iterator[PackedInFiles]:
-    """Yield the weights that `save_packed` wrote."""
+    """Yield the packed weights that `save_packed` wrote into these files."""
     for metadata in found.metadata:
         if METADATA in metadata:
             value = parse_json(metadata[METADATA], "metadata of packed weights", CheckpointError, name=str(found.where))
@@ -102,7 +102,7 @@ def _shape_and_dtype(name: str, header: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTensor:
-    """Return the packed tensor; raise CheckpointError if its parts do not fit its header."""
+    """Return a packed tensor from its header and parts; raise CheckpointError if they do not fit."""
     try:
         return PackedTensor.from_state_dict({"header": header, **{part: tensor.read() for part, tensor in parts.items()}})
     except CodecError as error:
@@ -113,7 +113,7 @@ def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTens
 
 
 def plan_of(plan: Plan | str | None) -> Plan:
-    """Return a plan, the preset of this name, or for None the plan that packs nothing."""
+    """Return a plan, given itself or the name of a preset; for None, the plan that packs nothing."""
     chosen = Plan() if plan is None else Plan.preset(plan) if isinstance(plan, str) else plan
     if not isinstance(chosen, Plan):
         raise CheckpointError(f"plan is a Plan or the name of a preset, such as 'frozen4', not {brief(plan)}.")
@@ -156,7 +156,7 @@ def load_packed(
 
 
 def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
-    """Return the first name of a parameter that the files have; raise CheckpointError if others of its names have other values there."""
+    """Return the name under which the files have a parameter; raise CheckpointError if tied names have different values."""
     first, *rest = [name for name in names if name in checkpoint.tensors]
     for name in rest:
         values = [value for value in (checkpoint.tensors[part].read() for part in (first, name)) if isinstance(value, Tensor)]
@@ -168,7 +168,7 @@ def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
 
 
 def _loaded(name: str, stored: FileTensor | PackedInFiles, slot: Tensor, plan: Plan, device: torch.device | str | None) -> Tensor:
-    """Return the new value of a parameter or buffer `slot`."""
+    """Return the value that a parameter or buffer gets from the files."""
     where = torch.device(device) if device is not None else slot.device if slot.device.type != "meta" else torch.device("cpu")
     value = moved(stored.read(), name, where, slot.dtype)
     if not isinstance(slot, nn.Parameter):
@@ -178,7 +178,7 @@ def _loaded(name: str, stored: FileTensor | PackedInFiles, slot: Tensor, plan: P
 
 
 def moved(value: Tensor | PackedTensor, name: str, device: Any, dtype: torch.dtype | None) -> Tensor | PackedTensor:
-    """Return a dense or packed tensor on `device`, whose values have `dtype`; codes stay the same."""
+    """Return a dense or packed tensor on `device`, with values of `dtype`; codes stay the same."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype)
     if dtype is not None and dtype not in DTYPES:
@@ -187,7 +187,7 @@ def moved(value: Tensor | PackedTensor, name: str, device: Any, dtype: torch.dty
 
 
 def parameter_of(name: str, value: Tensor | PackedTensor, plan: Plan) -> nn.Parameter:
-    """Return the parameter with these values: packed as they are, or as `plan` has it."""
+    """Return a parameter with this value: packed if it is packed in the file or by the plan."""
     return packed_parameter(value) if isinstance(value, PackedTensor) else pack_values(name, value, plan)
 
 
@@ -212,7 +212,7 @@ def _check_fits(model: nn.Module, checkpoint: Checkpoint, slots: Mapping[str, An
 
 
 def check_names(checkpoint: Checkpoint, model: str, missing: Sequence[str], unexpected: Sequence[str], advice: str = "") -> None:
-    """Raise CheckpointError if tensors are missing in a checkpoint, or if it has tensors that the model has not."""
+    """Raise CheckpointError if the checkpoint lacks tensors or has tensors that the model does not have."""
     if not missing and not unexpected:
         return
     texts = [f"lacks {listed(missing)} of the model"] if missing else []

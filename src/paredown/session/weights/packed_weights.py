@@ -71,7 +71,7 @@ NO_BACKWARD = -1  # id of the current graph task outside backward
 
 
 class Weights:
-    """The packed weights of one model."""
+    """The packed weights of one model, and the hooks that decode them while their modules run."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Weights:
         return False
 
     def _adopt(self, name: str, weight: Weight, format: Format | None, reason: str | None) -> None:
-        """Use a weight that is packed already and that no session has; decode it if there is a `reason`."""
+        """Take over a weight that was packed before the session; decode it if there is a `reason`."""
         if reason is not None:
             self.not_packed[name] = weight.format, reason
             weight.release()
@@ -149,7 +149,7 @@ class Weights:
         return sum(weight.nbytes for weight in self.weights.values())
 
     def changes(self) -> Iterator[Change]:
-        """Yield the weights that are not stored as the plan requests."""
+        """Yield a row of changes for each weight that is not stored as the plan requests."""
         self._remove_released()
         if self.small:
             asked = ", ".join(dict.fromkeys(str(format) for format in self.small.values()))
@@ -195,7 +195,7 @@ class Weights:
             self.not_packed[name] = weight.packed.format, RELEASED
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of each module, tied ones under each of their names; modules may refer back to one that contains them."""
+        """Yield the parameters of each module by name, tied ones under each of their names."""
         model = self._model()
         sharded = packed_shards.sharded_of_whole(model) if model is not None and self.shards else {}
         for path, module in model.named_modules() if model is not None else ():
@@ -205,7 +205,10 @@ class Weights:
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Pack the weights and register the hooks; called after `Watch.attach`, whose hooks must see saved tensors first."""
+        """Pack the weights and register the hooks.
+
+        `Watch.attach` comes first, whose hooks must see saved tensors before these.
+        """
         try:
             self._pack()
             self._register_hooks()
@@ -232,7 +235,7 @@ class Weights:
         self._pack_shards(sharded)
 
     def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
-        """Pack the parameters of fully_shard; all processes must call this with the same parameters."""
+        """Pack this process's rows of parameters under fully_shard, in all processes alike."""
         model = self._model()
         if sharded and model is not None:
             packed, refused = packed_shards.pack_shards(sharded, model)
@@ -243,7 +246,7 @@ class Weights:
                 self._writes.watch(name, shard.weight)
 
     def _repack_shards(self) -> None:
-        """Pack shards that load_state_dict(assign=True) or model.to() has replaced by plain ones; encode deferred values of others."""
+        """Pack rows again that load_state_dict(assign=True) or model.to() has replaced by plain ones."""
         replaced: dict[str, tuple[DTensor, Format]] = {}
         for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
             del self.shards[name], self.weights[name]
@@ -351,7 +354,7 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Decode the parameter of a weight before its module runs, and count its references before anything refers to its memory."""
+        """Decode a parameter before its module runs, and count its references."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
@@ -369,7 +372,7 @@ class Weights:
             self._finish(calls.pop(), output)
 
     def _finish(self, call: WeightCall, output: Any) -> None:
-        """End a module's call: replace the weights that autograd saved in it, and pack the module's parameters again."""
+        """End a module's call: replace weights that autograd saved in it, and free its decoded parameters."""
         weights, is_deferred = call.weights, call.end_saves()
         if not weights:
             return
@@ -392,7 +395,7 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _free(self, weight: Weight, is_hooked: bool) -> None:
-        """Free the decoded values of a parameter unless other code refers to its tensor, or if `is_hooked` to its Python object."""
+        """Free the decoded values of a parameter, unless other code refers to them."""
         if weight.is_referenced(by_objects=is_hooked):
             self._hold(weight, is_hooked)
             return
@@ -403,7 +406,7 @@ class Weights:
         weight.hide()
 
     def _hold(self, weight: Weight, is_hooked: bool) -> None:
-        """Leave a parameter unpacked because other code refers to it, and try again when its gradient is accumulated.
+        """Leave a parameter decoded while other code refers to it, and try again once its gradient is complete.
 
         Frozen parameters of a checkpointed module have no gradient: they are tried again at the next call of this method, and when
         backward ends.
@@ -423,7 +426,7 @@ class Weights:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(weight))
 
     def retry(self, weight: Weight, *, in_backward: bool = False) -> None:
-        """Pack a parameter that was referenced at the last try, unless it still is."""
+        """Free a parameter's decoded values if the references that prevented it are gone."""
         if weight not in self._held or weight.users:
             return
         is_hooked, _ = self._held[weight]
@@ -436,7 +439,7 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _end_interrupted(self, interrupted: list[WeightCall]) -> None:
-        """End the calls of this thread whose forward hooks did not run because of an exception."""
+        """End the module calls of this thread whose forward hooks an exception has skipped."""
         for call in reversed(list(interrupted)):
             self._calls().remove(call)
             call.end_saves()
@@ -466,7 +469,7 @@ class Weights:
             self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """After load_state_dict, let the next forward pass pack the parameters that assign=True replaced."""
+        """Make the next forward pass pack parameters that load_state_dict(assign=True) replaced."""
         self._repack_shards()
         for name, parameter in self._named():
             weight = self.weights.get(name) if name not in self.shards else None
@@ -488,7 +491,7 @@ class Weights:
     # --- outside of modules -------------------------------------------------------------------------------------------
 
     def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """After an operation outside the weights' modules, replace the decoded values that it saved for backward."""
+        """Replace the decoded values that an operation outside of the weights' modules saved for backward."""
         if torch.is_grad_enabled():
             release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
             if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
@@ -503,13 +506,13 @@ class Weights:
                     self._frozen_linears.pop(weight, None)
 
     def _pin(self, weight: Weight) -> None:
-        """Leave a weight unpacked, because torch.compile runs its module and hooks have no effect there."""
+        """Leave a weight decoded for good, because torch.compile runs its module."""
         weight.pin()
         self.pinned.update(name for name, other in self.weights.items() if other is weight)
 
     @contextmanager
     def keeping_saved(self) -> Generator[None]:
-        """Return a context in which weights that autograd saves are not replaced by packed ones."""
+        """Return a context in which weights that autograd saves stay decoded."""
         finish = self._finish
         with patched_attributes(self, _finish=lambda call, output: finish(call, None), _held={}):
             yield
@@ -533,7 +536,7 @@ class Weights:
 
 
 def _retry_after_gradient(retry: weakref.WeakMethod[Any], ref: weakref.ref[Weight], parameter: Tensor) -> None:
-    """Pack a parameter once its gradient is accumulated: backward has used it by then."""
+    """Free a parameter's decoded values once its gradient is accumulated, since backward has used them by then."""
     method, weight = retry(), ref()
     if method is not None and weight is not None:
         method(weight, in_backward=True)

@@ -44,7 +44,7 @@ WHAT = "safetensors file"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file, which `read` reads."""
+    """A tensor in a safetensors file that has not been read yet."""
 
     path: Path
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class PackedInFiles:
-    """A packed tensor whose parts are tensors in files: `names`."""
+    """A packed tensor whose codes and scales are tensors in files."""
 
     name: str
     shape: torch.Size
@@ -85,7 +85,7 @@ class PackedInFiles:
 
 @dataclass(frozen=True)
 class FoundTensors:
-    """The tensors of a checkpoint by name, the metadata of its files, and the path that it was found under."""
+    """The tensors that a checkpoint has, by name, with the metadata of its files."""
 
     where: Path
     tensors: Mapping[str, FileTensor]
@@ -133,7 +133,7 @@ def _in_folder(folder: Path, names: Sequence[str]) -> Path:
 
 
 def _merged(where: Path, files: Sequence[Path], file_of: Mapping[str, str] | None) -> FoundTensors:
-    """Return the tensors of all files; `file_of`: the file names of the index, which must be those of the files."""
+    """Return the tensors of all files together; raise CheckpointError if an index names others."""
     tensors: dict[str, FileTensor] = {}
     metadata: list[Mapping[str, str]] = []
     for file in files:
@@ -154,7 +154,7 @@ def _merged(where: Path, files: Sequence[Path], file_of: Mapping[str, str] | Non
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the tensors of one file by name, and its metadata under `METADATA`."""
+    """Return the description of each tensor in a file by name, and the file's metadata."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -193,7 +193,7 @@ def _tensor(path: Path, name: str, row: Any, begin: int) -> FileTensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Tensors that belong into one file, with the text that describes them under `name`; an empty text describes nothing."""
+    """Tensors that belong into the same file, with a text that describes them."""
 
     name: str
     tensors: Mapping[str, Tensor]

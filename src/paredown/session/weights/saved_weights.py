@@ -52,7 +52,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Con
 
 
 class DeferredWeight:
-    """A saved weight that is decoded when backward uses it."""
+    """What autograd holds in place of a saved weight: it decodes the packed weight when backward uses it."""
 
     __slots__ = ("accumulator", "dtype", "offset", "size", "stride", "version", "weight")
 
@@ -72,7 +72,7 @@ setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # other hooks skip saved tensor
 
 
 def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
-    """Return the saved-tensor handle at the end of a path through the graph; None if there is none, or if it has another hook.
+    """Return the saved-tensor handle at the end of a known path through autograd's graph; None if it is not there.
 
     `hops`: the indices of the edges from `node` on. `name`: the name of the saved-tensor attribute of the last node.
     """
@@ -93,7 +93,7 @@ def release_saved_weights(
     *,
     is_layer: bool = False,
 ) -> bool:
-    """Replace weights saved by nodes behind `values`, and return whether other hooks may hold a weight.
+    """Replace the weights that autograd nodes behind `values` saved, and return whether other hooks may hold a weight.
 
     Only nodes with a sequence number of at least `first` are visited. `memory`: storage address -> weight, of the unpacked parameters.
     `trails` receives the path to each replaced tensor: the indices of edges from the node of `values`, and the name of the saved-tensor
@@ -125,7 +125,7 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
-    """Replace a saved tensor that is a packed weight, a view or a cast of one; return whether it was replaced."""
+    """Replace a saved tensor if it is a packed weight, its view or its cast, and return whether it is one."""
     if raw is None:
         return False
     tensor = raw.data
@@ -144,7 +144,7 @@ def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
 
 
 class CheckpointedSaves:
-    """Saved-tensor hooks around those of torch.utils.checkpoint, while a module runs that has frozen packed weights.
+    """Saved-tensor hooks that keep packed frozen weights out of a checkpoint's recomputation.
 
     The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
     the second forward pass then stores nothing for it, and backward decodes it.
@@ -177,7 +177,7 @@ class CheckpointedSaves:
 
 
 def keeps_objects(hook: Any) -> bool:
-    """Return whether a saved-tensor hook may hold the Python object of the tensor; the hooks of torch.utils.checkpoint do not."""
+    """Return whether a saved-tensor hook may hold the tensor itself; the hooks of torch.utils.checkpoint do not."""
     if isinstance(getattr(hook, "__self__", None), CheckpointedSaves | SecondPass):
         return False
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
@@ -201,7 +201,7 @@ Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the Accumu
 
 
 def gradient_node(weight: Weight, known: Accumulators) -> Any:
-    """Return the node that accumulates the gradient of a weight, and add the node to `known`.
+    """Return the autograd node that accumulates the gradient of a weight; None for frozen weights.
 
     It is None for frozen weights, and in inference mode.
     """
@@ -219,7 +219,7 @@ def gradient_node(weight: Weight, known: Accumulators) -> Any:
 
 
 def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield (node, indices of the edges that lead to it) for nodes behind `values` with a sequence number of at least `first`."""
+    """Yield each autograd node behind `values` with the edges that lead to it, from sequence number `first` on."""
     pending: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -231,12 +231,12 @@ def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
 
 
 def leads_to_weight(values: Any) -> bool:
-    """Return whether a tensor in `values` is a view or a cast of a packed weight, decoded outside the weight's module."""
+    """Return whether a tensor in `values` is a view or cast of a weight decoded outside of its module."""
     return any(_source(t)[0] == DECODED for t in tensors_in(values))
 
 
 def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
-    """Return the first operation behind a tensor that is neither a cast nor a view: its name, its node, and the names of those passed."""
+    """Return the first operation behind a tensor that is no cast or view, and the names of the casts and views passed."""
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
@@ -248,7 +248,7 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
 
 
 def _weight_behind(tensor: Tensor) -> Weight | None:
-    """Return the packed weight from which a saved tensor was decoded, or decoded and cast; None if there is none."""
+    """Return the packed weight that a saved tensor was decoded from; None if there is none."""
     name, node, names = _source(tensor)
     weight: Weight | None = None
     if name == DECODED:
@@ -262,12 +262,12 @@ def _weight_behind(tensor: Tensor) -> Weight | None:
 
 
 def _has_size(tensor: Tensor, weight: Weight) -> bool:
-    """Return whether the storage of a tensor has as many values as the weight and is on the same device."""
+    """Return whether a tensor's storage has as many values as the weight, on the same device."""
     return tensor.untyped_storage().nbytes() == weight.size.numel() * tensor.itemsize and tensor.device == weight.packed.device
 
 
 def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: bool) -> Weight | None:
-    """Return the frozen weight if a saved tensor without gradient is a cast of one; None if it is not."""
+    """Return the frozen weight of which a saved tensor is a cast; None if it is not one."""
     for weight in memory.values():
         parameter = weight.parameter
         if parameter is None or parameter.requires_grad or cast.dtype not in DTYPES or cast.dtype is weight.dtype:
@@ -281,7 +281,7 @@ def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: b
 
 
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
-    """Return whether a tensor has the bits of the weight.
+    """Return whether a tensor has the values of the weight, bit for bit.
 
     If so, `place` (where the tensor was saved) is remembered, unless all values are equal, which may be chance.
     """
@@ -296,7 +296,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 class PackedModule:
-    """A module with packed parameters, and what one call of the module records for the next."""
+    """A module with packed parameters, and what its calls have learned about where autograd saves them."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 
@@ -339,7 +339,7 @@ class PackedModule:
 
 
 class WeightCall:
-    """A running forward call of a module with packed parameters."""
+    """A call of a module with packed parameters that is running."""
 
     __slots__ = ("_saves", "first", "place", "weights")
 
@@ -348,14 +348,14 @@ class WeightCall:
         self._saves: CheckpointedSaves | None = None
 
     def begin_saves(self) -> None:
-        """Inside torch.utils.checkpoint, let the frozen weights that the module saves be replaced by deferred ones."""
+        """Replace frozen weights that the module saves inside torch.utils.checkpoint, from now on."""
         hooks = top_hooks(True)
         if hooks is not None and not keeps_objects(hooks[0]):
             frozen = [weight for weight in self.weights if (p := weight.parameter) is not None and not p.requires_grad]
             self._saves = CheckpointedSaves(hooks, frozen) if frozen else None
 
     def end_saves(self) -> bool:
-        """Remove the hooks of `begin_saves`, and return whether there were any."""
+        """Stop replacing saved weights, and return whether `begin_saves` was called."""
         saves, self._saves = self._saves, None
         if saves is not None:
             saves.leave()
@@ -363,7 +363,7 @@ class WeightCall:
 
 
 def is_frozen_linear(module: nn.Module) -> bool:
-    """Return whether a module is an unmodified nn.Linear with frozen weight and bias, which runs while its weight is packed."""
+    """Return whether a module is a plain nn.Linear with frozen parameters, which computes with its weight packed."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -371,7 +371,7 @@ def is_frozen_linear(module: nn.Module) -> bool:
 
 
 def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
-    """Return the reasons, by id of the parameter, for parameters of modules whose hooks do not run."""
+    """Return the parameters that cannot be packed because hooks do not run in their modules, by id, with the reason."""
     reasons: dict[int, str] = {}
     for module in model.modules():
         compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
@@ -383,7 +383,7 @@ def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, s
 
 
 def export_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace packed weights in a state dict by decoded tensors; tied weights stay the same tensor under all names."""
+    """Replace packed weights in a state dict by decoded tensors; tied weights stay one tensor."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, PackedParameter):

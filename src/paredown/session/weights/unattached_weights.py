@@ -49,7 +49,7 @@ def reason_to_keep_plain(parameter: Tensor, format: Format) -> str | None:
 
 
 def reason_not_to_encode(values: Tensor, format: Format) -> str | None:
-    """Return why a weight of this dtype, size and memory cannot be packed, whatever its values; None if it can."""
+    """Return why a weight of this dtype, size and layout cannot be packed; None if it can."""
     if values.device.type not in DEVICES or values.dtype not in DTYPES or values.layout is not torch.strided:
         return f"it is {values.dtype} in layout {values.layout} on {values.device}"
     if format.nbytes(values.shape) >= values.nbytes:
@@ -70,7 +70,7 @@ def format_of(plan: Plan, name: str, values: Tensor) -> Format | None:
 
 
 def pack_values(name: str, values: Tensor, plan: Plan) -> nn.Parameter:
-    """Return the parameter `name` with these values, packed in the plan's format for frozen weights if it has one.
+    """Return a parameter with these values, packed if the plan has a format for it.
 
     The bits are those that `apply` would store. Packed parameters are frozen, unless a rule for `weight` gives the same format to trained
     ones. References to the memory of `values` stay valid.
@@ -93,7 +93,7 @@ def packed_parameter(packed: PackedTensor) -> nn.Parameter:
 
 
 def unattached_weight(parameter: Tensor) -> Weight | None:
-    """Return the packed weight of a parameter if no session has it; None for other parameters."""
+    """Return the packed weight of a parameter that belongs to no session; None for other parameters."""
     weight = weight_of(parameter) if type(parameter) is PackedParameter else None
     return None if weight is None or weight.is_attached else weight
 
@@ -110,7 +110,7 @@ def stays_packed(weight: Weight, packed_base: bool | None, was_packed: bool) -> 
 
 
 def kept_formats(asked: Mapping[str, Format | None], weights: Mapping[str, Weight]) -> Iterator[Change]:
-    """Yield a row of changes for the weights that were packed before `apply` in other formats than the plan's, `asked`."""
+    """Yield a row of changes for each weight that was packed before `apply` in another format than the plan's."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name, format in asked.items():
         if name in weights and str(format) != str(weights[name].format):
@@ -121,7 +121,7 @@ def kept_formats(asked: Mapping[str, Format | None], weights: Mapping[str, Weigh
 
 
 def export_decoded(model: nn.Module) -> None:
-    """Let state dicts of the model have decoded values in place of its packed weights."""
+    """Make state dicts of the model contain decoded values in place of packed weights."""
     for module in model.modules():
         if any(p is not None and weight_of(p) is not None for p in module._parameters.values()):
             module.register_state_dict_post_hook(Hook(export_plain))

@@ -59,7 +59,7 @@ FOREIGN_ROW = "{} rounds updates to nearest, off by {:.2g} % in its first step: 
 
 
 class WeightWrites:
-    """Observes writes into the packed weights of one session, and warns of a write if rounding loses it."""
+    """Observes writes into the packed weights of a session, and warns of writes that rounding loses."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Weight, str] = WeakKeyDictionary()
@@ -84,7 +84,7 @@ class WeightWrites:
             self._coarse[name] = Change(f"weight={name}", format, format, reason)
 
     def changes(self) -> Iterator[Change]:
-        """Yield a row for each weight that its format does not suit, one for foreign optimizers, and one for each merged frozen weight."""
+        """Yield a row of changes for each weight whose format does not suit what is written into it."""
         yield from self._coarse.values()
         yield from [self._foreign] if self._foreign is not None else ()
         yield from self._merged.values()
@@ -110,7 +110,7 @@ class WeightWrites:
         self._loading.update({weight: _versions(weight) for weight in _weights_of(module)})
 
     def _written(self, weight: Weight, values: Tensor) -> Callable[[], None] | None:
-        """Return a function that warns of a write, to be called after `values` are encoded; None if there is nothing to warn of."""
+        """Return a function that warns of this write once it is encoded; None if nothing is lost."""
         parameter, name = weight.parameter, self._names.get(weight)
         is_loaded = weight in self._loading and self._loading[weight] in (None, _versions(weight))
         if parameter is None or name is None or is_loaded:
@@ -138,7 +138,7 @@ class WeightWrites:
             self._stepping = []
 
     def _updated_by(self, optimizer: Optimizer) -> list[Weight]:
-        """Return the trained packed weights of this session that a foreign optimizer updates."""
+        """Return the packed weights of this session that an optimizer of another library updates."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._num_seen.get(optimizer) == len(parameters):
             return []
@@ -172,6 +172,6 @@ def _weights_of(module: nn.Module) -> list[Weight]:
 
 
 def _versions(weight: Weight) -> tuple[int, int]:
-    """Return two version numbers of a weight; every write changes one of them, whether the weight is packed or plain."""
+    """Return two version numbers of a weight, one of which changes with every write."""
     parameter = weight.parameter
     return weight.version, parameter._version if parameter is not None else -1
