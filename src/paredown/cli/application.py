@@ -66,11 +66,11 @@ LONG = 2000  # characters of a message; exceptions of libraries can have any len
 
 
 class InterruptedWithStore(KeyboardInterrupt):
-    """Raised when work is interrupted while finished trials are in a store."""
+    """Raised when the user interrupts work whose finished trials are in a store, so that it can be resumed."""
 
 
 class Exit(IntEnum):
-    """The exit statuses that docs/cli.md lists."""
+    """The exit statuses of the command line, which docs/cli.md lists."""
 
     DONE = 0
     ERROR = 1
@@ -90,7 +90,7 @@ LOOK, CHOOSE, MANY, SHOW = "Inspect", "Choose and train", "Many trials", "Report
 
 
 def load() -> typer.Typer:
-    """Return the application with all subcommands, which register themselves when their modules are imported."""
+    """Return the typer application with all subcommands."""
     for name in VERB_FILES:
         import_module(f"paredown.cli.{name}")
     return app
@@ -136,7 +136,7 @@ def verb(
 
 
 def options_of(function: Callable[..., Any]) -> list[Parameter]:
-    """Return the parameters of a function, or fields of a dataclass, that are options of the command line.
+    """Return the parameters of a subcommand's function that are options of the command line.
 
     A parameter whose type is a dataclass gives the fields of that class.
 
@@ -153,7 +153,7 @@ def options_of(function: Callable[..., Any]) -> list[Parameter]:
 
 
 def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """Call `function` with the values of all options, after making its dataclasses, and return its result."""
+    """Return the result of a subcommand's function, called with the values of all options."""
     arguments: dict[str, Any] = {}
     for parameter, kind in _typed(function):
         if is_dataclass(kind):
@@ -190,7 +190,7 @@ def errors() -> Generator[None]:
 
 @contextmanager
 def kept_in_store(is_kept: bool = True) -> Generator[None]:
-    """Return a context in which Ctrl-C also says that finished trials are in the store, if `is_kept`."""
+    """Return a context in which Ctrl-C also tells the user that finished trials are in the store, if `is_kept`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -221,7 +221,7 @@ def say_missing(package: str) -> str:
 
 
 def end(sentence: str, status: int) -> NoReturn:
-    """Print a message and exit with `status`."""
+    """Print a message and exit the process with this status."""
     say(sentence if len(sentence) <= LONG else f"{sentence[: LONG - 4]} ...")
     raise typer.Exit(status) from None
 
@@ -230,7 +230,7 @@ def end(sentence: str, status: int) -> NoReturn:
 
 
 def option(text: str, *names: str, **settings: Any) -> Any:
-    """Return `typer.Option` with the help `text`.
+    """Return `typer.Option` with a help text, to which the default is added.
 
     The text says the default if there is one: None is not shown.
     """
@@ -238,7 +238,7 @@ def option(text: str, *names: str, **settings: Any) -> Any:
 
 
 def check_size(text: str | None) -> str | None:
-    """Return `text` unchanged if it is a valid size; typer.BadParameter otherwise."""
+    """Return `text` unchanged if it is a valid size; raise typer.BadParameter otherwise."""
     try:
         if text is not None:
             parse_bytes(text, whole=100)
@@ -317,7 +317,7 @@ ModeOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """Options that change the step which an argument names; None leaves the step's own value.
+    """The options that change the training step which an argument names; None leaves the step's own value.
 
     The last three have options of their own in some subcommands.
     """
@@ -341,7 +341,7 @@ class SubjectOptions:
         return replace(self, input=f"tokens:{length}")
 
     def on_device_of(self, gpu: str | None) -> SubjectOptions:
-        """Return these options on CUDA, if --gpu names a card and --device nothing else."""
+        """Return these options for CUDA, if --gpu names a card and no --device is given."""
         return replace(self, device=self.device or ("cuda" if gpu else None))
 
 

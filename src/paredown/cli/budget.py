@@ -31,7 +31,7 @@ HERE = re.compile(r"(?:cuda|here)(?::(?P<index>[0-9]{1,3}))?")
 
 
 class Card(NamedTuple):
-    """A GPU by name.
+    """A row of the table of GPUs: name, gigabytes in its name or specification, and memory that torch reports.
 
     `sold_gb` is the number in its name or specification, `total_gib` what torch reports, rounded down to 0.1 GiB.
     """
@@ -75,7 +75,7 @@ ALIASES = {"a10g": "a10", "h10080gb": "h100", "v100": "v100-16gb or v100-32gb", 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget of the command line.
+    """A budget of the command line: a size as text, the argument that gave it, and words that explain it.
 
     `size` is text that parse_bytes reads, `argument` the argument that gave it, `origin` words that explain the size.
     """
@@ -101,14 +101,14 @@ class Budget:
 
 
 def read_budget(budget: str | None, gpu: str | None) -> Budget | None:
-    """Return the budget that --budget or --gpu gives; None without either, BadParameter with both."""
+    """Return the budget that --budget or --gpu gives, or None; raise BadParameter if both are given."""
     if budget is not None and gpu is not None:
         raise typer.BadParameter(f"give a budget or a GPU, not both: --gpu {gpu} is a budget.", param_hint="--gpu")
     return gpu_budget(gpu) if gpu is not None else None if budget is None else Budget(budget, f"--budget {budget}")
 
 
 def needed_budget(budget: str | None, gpu: str | None, *, default: str | None = None) -> Budget:
-    """Return `read_budget`, or the budget `default`; BadParameter if there is neither."""
+    """Return the budget that --budget or --gpu gives, or else `default`; raise BadParameter without any."""
     found = read_budget(budget, gpu)
     if found is None and default is None:
         raise typer.BadParameter("missing: give a size such as 8GiB or 60%, or the card with --gpu.", param_hint="--budget")
@@ -136,7 +136,7 @@ def gpu_budget(text: str) -> Budget:
 
 
 def _budget_here(index: int, text: str) -> Budget:
-    """Return the free memory of GPU number `index`.
+    """Return the memory that is free on GPU number `index` of this machine as a budget.
 
     The memory of other processes and of this one's CUDA context is subtracted.
     """
@@ -207,7 +207,7 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
 def shorter(
     peak: Callable[[int], int], length: int, peak_bytes: int, *, fixed_bytes: int, budget_bytes: int
 ) -> tuple[int, int] | None:
-    """Return a length whose peak is within the budget, near the longest one, and its peak; None if three predictions find none.
+    """Return a length of text whose predicted peak is within the budget, and that peak; None if three tries find none.
 
     `peak_bytes`: of `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first guess is on the line through
     both, the next one on the line through the last two.

@@ -83,7 +83,7 @@ def demo(
 
 @dataclass(frozen=True, eq=False)
 class MeasuredFit:
-    """The step that does not fit the budget, and the plan that does, each with its peak.
+    """The step that does not fit the demo's budget, and the plan that does, each with its peak.
 
     Peaks are measured where that is possible, otherwise predicted.
     """
@@ -102,7 +102,7 @@ class MeasuredFit:
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
     def _row(self, name: str, plan: Plan, nbytes: int) -> EstimateRow:
-        """Return predicted bytes by role; what was measured beyond them is counted as workspace of convolutions."""
+        """Return the bytes at the peak by role as a row of an estimate, with what was measured beyond the prediction."""
         from paredown.plan.footprint import footprint
 
         foot = footprint(self.subject.trace(plan), plan)
@@ -158,7 +158,7 @@ def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Measur
 def _trained(
     screen: LiveScreen, task: Task, fit: MeasuredFit, seed: int, first: int, sessions: ExitStack
 ) -> tuple[Training, Training]:
-    """Train without and with the plan from one seed, taking a step of each in turn, and return both trainings."""
+    """Return trainings without and with the plan from one seed, which took their steps in turn."""
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
 
@@ -173,7 +173,7 @@ def _trained(
 
 
 def _written(subject: Subject, result: DemoResult, session: Any, out: Path) -> dict[str, str]:
-    """Write the plan and the report, and return the paths of the files by name."""
+    """Write the plan and the report of the demo, and return the paths of the files by name."""
     from paredown.cli.report_verbs import with_memory
     from paredown.plan.plan import Plan
     from paredown.study.report.page import write
@@ -189,7 +189,7 @@ def _written(subject: Subject, result: DemoResult, session: Any, out: Path) -> d
 
 @dataclass(frozen=True, eq=False)
 class DemoResult:
-    """The trials without and with the plan, seed by seed, and the difference of their errors with its standard error."""
+    """The result of the demo: trials without and with the plan, and the difference of their errors."""
 
     fit: MeasuredFit
     baseline: tuple[Trial, ...]
@@ -265,7 +265,7 @@ class DemoResult:
 
     @property
     def _peak(self) -> str:
-        """The word for the peaks: "peak" where torch's profiler measured memory, otherwise "predicted peak"."""
+        """The word for peaks in the demo's text: "peak" if they were measured, otherwise "predicted peak"."""
         return "peak" if all(trial.measured_peak_bytes for trial in self.trials) else "predicted peak"
 
     def headline(self) -> str:
@@ -291,7 +291,7 @@ def _mean_error(trials: Sequence[Trial]) -> str:
 
 
 def _slow() -> str:
-    """Return a sentence on what to install if the CPU quantizes slowly; "" if it is installed."""
+    """Return a sentence on what to install if encoding on this CPU is slow; "" if it is installed."""
     from paredown.codec.cpu import has_numba
 
     return "" if has_numba() else " Quantizing is slow without numba: pip install 'paredown[cpu]'."

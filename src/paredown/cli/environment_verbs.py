@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 class Package(NamedTuple):
-    """A package that paredown can use: the name it is imported by, and its use."""
+    """An optional package: the name under which it is imported, and what paredown uses it for."""
 
     name: str
     use: str
@@ -136,7 +136,7 @@ def _data() -> dict[str, Any]:
 
 
 def _advice(value: dict[str, Any]) -> list[str]:
-    """Return the commands that the user should run, the most important first."""
+    """Return commands for the user to run, such as installing what is missing, the most important first."""
     missing = [p["name"] for p in value["packages"] if p["version"] is None]
     torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
     advice = ["torch is missing: pip install torch"] if torch is None else []

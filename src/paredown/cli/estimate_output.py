@@ -48,7 +48,7 @@ RED, GREEN, PLAIN = "\x1b[1;31m", "\x1b[1;32m", "\x1b[0m"
 
 
 class BarSegment(NamedTuple):
-    """A part of a bar: its letter in plain text, its colour on a terminal, its name, and the keys of `at_peak` that it sums."""
+    """A part of a printed bar of memory: its letter, colour and name, and the roles whose bytes it sums."""
 
     letter: str
     colour: int
@@ -69,7 +69,7 @@ SEGMENTS = (
 
 @dataclass(frozen=True)
 class EstimateRow:
-    """The estimate of a step under one plan; the fields are those of the JSON, which has ABSENT ones only where they are known."""
+    """The estimate of a step under one plan, with the fields of the JSON."""
 
     plan: str
     peak_bytes: int
@@ -97,7 +97,7 @@ class EstimateRow:
 
     @property
     def parts_at_peak(self) -> dict[str, int]:
-        """Bytes at the peak by role, and the workspace of libraries; their sum is the peak."""
+        """The bytes at the peak by role and of libraries' workspaces, which add up to the peak."""
         return {**self.at_peak, **({WORKSPACE: self.workspace_bytes} if self.workspace_bytes else {})}
 
     @property
@@ -113,7 +113,7 @@ def smallest(rows: Sequence[EstimateRow]) -> EstimateRow:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The numbers of layers with a LoRA adapter, of trained parameters, and of all parameters."""
+    """The numbers of layers with LoRA adapters, of trained parameters, and of all parameters."""
 
     layers: int
     trained_parameters: int
@@ -122,7 +122,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class EstimatedStep:
-    """The answer of `paredown estimate`; the fields are those of its JSON, which has `lora` and `checkpointed` only if there are any."""
+    """The answer of `paredown estimate`, with the fields of its JSON."""
 
     model: str
     device: str
@@ -148,7 +148,7 @@ class EstimatedStep:
         return f"{self.device} {COMPILED}" if self.compiled else self.device
 
     def verdict(self, *, requested: bool) -> str:
-        """Return a sentence on whether the judged plan fits, and which of the others does.
+        """Return a sentence that says whether the plan in question fits the budget, and which other plan does.
 
         The baseline is judged, or of requested plans the first that fits.
         """
@@ -177,7 +177,7 @@ class EstimatedStep:
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
     def _rows_with_bars(self, *, requested: bool) -> Sequence[EstimateRow]:
-        """Return all requested plans; without a request, the baseline and the first plan that fits, or the smallest."""
+        """Return the plans for which bars are shown: all that were requested, else the baseline and one that fits."""
         if requested or self.budget_bytes is None:
             return self.plans[:SHOWN_BARS]
         first = self.plans[0]
@@ -189,7 +189,7 @@ class EstimatedStep:
 
 
 def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool, device: str) -> str:
-    """Return whether the judged plan fits (the baseline, or of requested plans the first that fits), and which of the others does."""
+    """Return a sentence that says whether the plan in question fits the budget, and which other plan does."""
     if allowed is None:
         return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
     if rows[0].largest_batch is not None:
@@ -214,7 +214,7 @@ def _begin(row: EstimateRow, words: str) -> str:
 
 
 def _share(nbytes: int, allowed: int) -> str:
-    """Return two sizes as text, with one unit if they have the same: 13.20 of 11.20 GiB."""
+    """Return two sizes as text in one unit: 13.20 of 11.20 GiB."""
     (number, unit), (other, other_unit) = say_bytes(nbytes).split(), say_bytes(allowed).split()
     return f"{number} of {other} {unit}" if unit == other_unit else f"{number} {unit} of {other} {other_unit}"
 
@@ -228,13 +228,13 @@ def _span(row: EstimateRow) -> str:
 
 
 def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
-    """Return a sentence on the smallest of the other plans; "" if none is smaller than the first."""
+    """Return a sentence on the plan with the smallest peak; "" if it is the first."""
     least = smallest(rows)
     return "" if least.peak_bytes >= rows[0].peak_bytes else f" {least.plan} needs {_size(least)}{_time(least, rows, device)}."
 
 
 def _time(row: EstimateRow, rows: Sequence[EstimateRow], device: str) -> str:
-    """Return the step time of a plan relative to the baseline's, as text; "" if it is unknown.
+    """Return a plan's step time relative to the baseline's as text; "" if it is unknown.
 
     It is predicted for a calibrated device, and otherwise measured, for a preset.
     """
@@ -264,7 +264,7 @@ def styled_verdict(text: str) -> str:
 
 
 def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, columns: int | None = None) -> list[str]:
-    """Return a bar for each row, all to one scale, and a legend of their segments; lines have at most `columns` characters."""
+    """Return a bar of memory for each plan, all to one scale, and a legend."""
     longest = max([row.peak_bytes for row in rows] + ([allowed] if allowed and not all(row.fits for row in rows) else []))
     names = [clean(row.plan) for row in rows]
     width = max(map(len, names))
@@ -282,7 +282,7 @@ def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, c
 
 
 def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator: str) -> list[str]:
-    """Return the parts in as few lines of `columns` characters as hold them, without a separator at the end of a line."""
+    """Return the legend of the bars, in as few lines of `columns` characters as possible."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}{separator}{part}" if lines else ""
@@ -294,7 +294,7 @@ def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator
 
 
 def _segments(row: EstimateRow, scale: float) -> list[BarSegment]:
-    """Return the segment of each character of a bar, which has `scale` characters for a byte."""
+    """Return which segment each character of a plan's bar belongs to."""
     drawn: list[BarSegment] = []
     parts, total = row.parts_at_peak, 0
     for part in SEGMENTS:
@@ -308,7 +308,7 @@ def _drawn(part: BarSegment, block: str, *, in_colour: bool) -> str:
 
 
 def _bar(parts: Sequence[BarSegment], mark_at: int | None, length: int, *, in_colour: bool) -> str:
-    """Return the characters of a bar, padded to one length, with a mark at the budget."""
+    """Return the characters of a bar, with a mark at the budget."""
     cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (length + 1 - len(parts))]
     if mark_at is not None:
         cells.insert(mark_at, "|")
@@ -328,13 +328,13 @@ def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
 
 
 def _by(parts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """Return a table row for each key, in the order of the first plan (modules: the largest first)."""
+    """Return the rows of a table with bytes by key, in the order of the first plan."""
     keys = list(dict.fromkeys(key for row in parts for key in row))
     return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
 
 
 def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
-    """Return a table row for each of the largest modules, one for all others, and one for the workspace of libraries."""
+    """Return the rows of the table of bytes by module: the largest modules, all others, and workspaces."""
     by_module = [row.at_peak_by_module for row in rows]
     keys = list(dict.fromkeys(key for row in by_module for key in row))
     largest = [{key: row[key] for key in keys[:SHOWN_MODULES] if key in row} for row in by_module]
@@ -348,7 +348,7 @@ def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
 
 
 def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str, ...]]:
-    """Return the table of the whole step: bounds of the peak, what is stored or sent, time, and whether it fits."""
+    """Return the rows of the table on the whole step: bounds of the peak, bytes stored and sent, time, verdict."""
 
     def sizes(name: str, nbytes: Callable[[EstimateRow], int | None]) -> tuple[str, ...]:
         return name, *(say_bytes(nbytes(row) or 0) for row in rows)
@@ -370,13 +370,13 @@ def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str,
 
 
 def _untimed(rows: Sequence[EstimateRow]) -> list[str]:
-    """Return a line that says why no step time is predicted; empty if one is."""
+    """Return a line on why no step time is predicted; none if one is."""
     reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
     return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
 
 
 def _reasons(rows: Sequence[EstimateRow]) -> list[str]:
-    """Return why tensors that plans have rules for are not packed: a line for each reason of more than 1 % of the peak."""
+    """Return a line for each reason why tensors that a plan has rules for are not packed."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         for group in row.not_packed:

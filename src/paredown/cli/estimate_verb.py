@@ -53,7 +53,7 @@ SHOWN_BESIDE_FROZEN = ("baseline", "activations8", "activations4")
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest:
-    """The arguments of `paredown estimate`."""
+    """The arguments of one call of `paredown estimate`."""
 
     model: ModelArgument
     budget: BudgetOption = None
@@ -92,22 +92,22 @@ class EstimateRequest:
 
     @property
     def names_plans(self) -> bool:
-        """Whether the user named the plans; otherwise a few presets are shown."""
+        """Whether the user has named plans; otherwise a few presets are shown."""
         return self.plan is not None
 
     @property
     def shown_plans(self) -> Sequence[str]:
-        """The plans that the user named; without --plan, a few presets."""
+        """The plans to show: those that the user named, or a few presets."""
         default = SHOWN_BESIDE_FROZEN if self.frozen else SHOWN if self.lora is None else SHOWN_FOR_LORA
         return self.plan or default
 
     @property
     def is_for_plan(self) -> bool:
-        """Whether `paredown plan` has options for this step, which has none for adapters, checkpointing, frozen formats and processes."""
+        """Whether `paredown plan` can make a plan for this step, which it cannot with adapters or several processes."""
         return not (self.lora or self.checkpointing or self.frozen or self.strategy)
 
     def subject_options(self) -> SubjectOptions:
-        """Return the options that change the step; BadParameter for options that exclude or need one another."""
+        """Return the options that change the step; raise BadParameter if they contradict each other."""
         if self.step.input is not None and self.length is not None:
             raise typer.BadParameter(
                 f"--input {self.step.input} has the length already: leave one of them out.", param_hint="--length"
@@ -120,7 +120,7 @@ class EstimateRequest:
         return replace(step.on_device_of(self.gpu), batch=size, lora=self.lora, lora_targets=targets)
 
     def _batch_size(self) -> int | None:
-        """Return the requested batch size; None for the model's own, or for auto."""
+        """Return the batch size that was requested; None for the model's own and for "auto"."""
         if self.batch is None or self.batch == AUTO:
             if self.batch == AUTO and self.budget is None and self.gpu is None:
                 raise typer.BadParameter(
@@ -156,7 +156,7 @@ class EstimateRequest:
             )
 
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
-        """Return the plans by name, changed as the request says.
+        """Return the plans to show by name, with the changes that options request.
 
         They get a format for frozen weights, checkpointed layers, and packed inputs of these in host memory.
         """
@@ -204,7 +204,7 @@ def estimate(request: EstimateRequest) -> None:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The step of a request, and its plans by name."""
+    """The training step of an estimate, with its plans by name."""
 
     request: EstimateRequest
     options: SubjectOptions
@@ -212,7 +212,7 @@ class PlannedStep:
     plans: Mapping[str, Plan]
 
     def footprint(self, name: str, plan: Plan, batch_size: int | None = None) -> Footprint:
-        """Return the footprint under a plan; the baseline has no session, even if its layers are checkpointed."""
+        """Return the footprint of the step under the plan of this name."""
         from paredown.plan.footprint import footprint
 
         trace = self.subject.trace(plan, batch_size)
@@ -262,7 +262,7 @@ def _planned_step(request: EstimateRequest, options: SubjectOptions) -> PlannedS
 
 
 def _check_offload(feet: Mapping[str, Footprint]) -> None:
-    """Raise BadParameter if no plan has anything in host memory."""
+    """Raise BadParameter if --offload was given and no plan moves anything to host memory."""
     foot = next(iter(feet.values()))
     if any(foot.host_bytes for foot in feet.values()):
         return
@@ -308,7 +308,7 @@ def _adapters(subject: Subject) -> Adapters | None:
 
 
 def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> EstimateRow:
-    """Return the row of one plan: stored bytes by module to a depth, and bytes at the peak by group."""
+    """Return the estimate under one plan as a row of the answer."""
     from paredown.plan.explanation import unpacked_slots
     from paredown.predict.device_calibration import calibration_for
 
@@ -337,7 +337,7 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
 
 
 def _grouping(foot: Footprint, depth: int | None) -> Grouping:
-    """Return groups of modules: those of a given depth, or those that show where the bytes of the first plan are."""
+    """Return how modules are grouped in tables: by a given depth, or so that groups show where the bytes are."""
     from paredown.cli.module_groups import Grouping, useful_grouping
 
     return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
@@ -352,7 +352,7 @@ def _module_sizes(foot: Footprint) -> dict[str, int]:
 
 
 def _notes(feet: Mapping[str, Footprint]) -> list[str]:
-    """Return the notes of the footprints, each once; a note that only some plans have names these."""
+    """Return the notes of all footprints, each once, with the names of plans if only some have it."""
     owners: dict[str, list[str]] = {}
     for name, foot in feet.items():
         for note in foot.notes:
@@ -393,7 +393,7 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
 
 
 def _smallest_that_fits(step: PlannedStep, least: EstimateRow, allowed: int) -> str:
-    """Return advice: the plan of the smallest peak, what to change, and a length of text that fits under it, if one is found."""
+    """Return advice for a step that does not fit: the smallest plan, and a length of text that fits."""
     advice = f"{least.plan} has the smallest peak, {say_bytes(least.peak_bytes)}: lower --batch or --length, or raise the budget."
     if step.request.length is None:
         return advice

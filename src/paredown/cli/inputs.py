@@ -25,7 +25,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def check_places(files: Mapping[str, Path | None]) -> None:
-    """Raise BadParameter before the work starts if an output file cannot be written; `files` are by option."""
+    """Raise BadParameter, before the work starts, if an output file cannot be written."""
     for option, path in files.items():
         if path is not None and path.is_dir():
             raise typer.BadParameter(f"{path} is a folder; give a file.", param_hint=option)
@@ -40,7 +40,7 @@ def check_new(path: Path, *, may_overwrite: bool) -> None:
 
 
 def read_json_file(path: Path) -> Any:
-    """Return the value of a JSON file; PlanError if there is none."""
+    """Return the value of a JSON file; raise PlanError if there is none."""
     if not path.is_file():
         raise PlanError(f"there is no file {path}.")
     return serial.read_json(path, "JSON file", PlanError)
@@ -66,7 +66,7 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
 
 
 def answer_json(picked: Picked) -> dict[str, Any]:
-    """Return the JSON of a pick, with absolute paths removed from its texts (messages of failed trials can contain them)."""
+    """Return the JSON of a pick without absolute paths, which messages of failed trials can contain."""
     from paredown.study.report.record import scrub
 
     value = picked.to_json()
@@ -93,7 +93,7 @@ def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Re
 
 
 def _of_value(value: Any, title: str) -> Record:
-    """Return the record in a JSON value: a record, or the output of pick or train, which their fields tell apart."""
+    """Return the record for a JSON value, which is a record or the output of `pick` or `train`."""
     from paredown.study.pick.answer import Picked
     from paredown.study.report.record import Record
     from paredown.study.tasks.trial import Trial

@@ -22,7 +22,7 @@ MOST_GROUPS = 10  # of groups with numbers
 
 
 class Grouping(NamedTuple):
-    """A way to group modules by the first `depth` parts of their paths. `joins_layers`: numbers in paths are ignored."""
+    """A way to group modules: by the first `depth` parts of their paths, with or without numbers."""
 
     depth: int
     joins_layers: bool = False

@@ -27,13 +27,13 @@ CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]
 
 
 class Styled(str):
-    """A line that contains colours and is made of cleaned parts, so that `tell` prints it unchanged."""
+    """A line of output with colours, which `tell` prints unchanged."""
 
     __slots__ = ()
 
 
 def clean(text: str) -> str:
-    """Return `text` with control characters replaced by "?": names from files may hold escape sequences for the terminal.
+    """Return `text` with control characters replaced by "?", since names from files may change the terminal.
 
     >>> clean("digits" + chr(27) + "[2J")
     'digits?[2J'
@@ -83,7 +83,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Return whether more than half of the cells that have text are numbers, or yes and no."""
+    """Return whether most cells of a column are numbers."""
     texts = [cell for cell in cells if cell]
     return 2 * sum(text.lstrip("+-")[:1].isdigit() or text in ("yes", "no") for text in texts) > len(texts)
 
@@ -110,7 +110,7 @@ ECHO = 3  # columns that live bars leave free: a terminal echoes Ctrl-C as ^C, a
 
 
 class ProgressLines:
-    """Lines of progress: what was done, the time so far and the predicted time left; one every PIPE_SECONDS.
+    """Prints lines of progress: what was done, the time so far and the predicted time left.
 
     >>> now = [0.0]
     >>> lines = ProgressLines("picking", clock=lambda: now[0], write=print)
@@ -132,7 +132,7 @@ class ProgressLines:
         self.tick()
 
     def tick(self) -> None:
-        """Write a line if the last one was PIPE_SECONDS ago."""
+        """Print a line if the last one is old enough."""
         with self._lock:
             now = self._clock()
             if now - self._written >= PIPE_SECONDS:
@@ -206,7 +206,7 @@ def spinner(what: str) -> Generator[None]:
 
 @dataclass(frozen=True)
 class LiveScreen:
-    """Text with bars below it.
+    """Two functions that change a text with bars below it: `tell(lines)` and `bar(name, done, total, note)`.
 
     `tell(lines)` replaces the text; `bar(name, done, total, note)` sets a bar, which is red if done exceeds total.
     """

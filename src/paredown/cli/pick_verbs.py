@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PickRequest:
-    """The arguments of `paredown pick`."""
+    """The arguments of one call of `paredown pick`."""
 
     task: TaskArgument
     budget: DefaultBudget = None
@@ -157,7 +157,7 @@ def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
 
 
 def _in_words(picked: Picked) -> list[str]:
-    """Return the picked plan and its reason, the Pareto front as a table, and notes, as lines."""
+    """Return the lines that describe a pick: the plan and its reason, the Pareto front, and notes."""
     from paredown.study.report.studies import study_of_pick
 
     study = study_of_pick(picked)
@@ -175,7 +175,7 @@ def front(study: Study) -> list[str]:
 
 
 def _step(mark: PlanMark) -> str:
-    """Return the step time relative to the baseline's if that is known, otherwise in milliseconds.
+    """Return a plan's step time as text, relative to the baseline's if that is known.
 
     A tilde says that it was not measured on this task.
     """

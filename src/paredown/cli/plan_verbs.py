@@ -41,7 +41,7 @@ SHOWN_SLOTS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The arguments of `paredown plan`."""
+    """The arguments of one call of `paredown plan`."""
 
     model: ModelArgument
     budget: BudgetOption = None
@@ -78,7 +78,7 @@ class PlanRequest:
     panel=CHOOSE,
 )
 def make_plan(request: PlanRequest) -> None:
-    """A plan whose predicted peak memory is within a budget; by arithmetic on a trace, without training."""
+    """Make a plan whose predicted peak memory is within a budget, by arithmetic alone."""
     check_new(request.out, may_overwrite=request.overwrite)
     within, options = needed_budget(request.budget, request.gpu), request.subject_options
     with within.in_errors(), spinner("making a plan"):
@@ -157,7 +157,7 @@ def explain(
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """The effect of a plan on a step, slot by slot; the fields are those of the JSON."""
+    """The answer of `paredown explain --model`: how a plan stores each slot of a step."""
 
     model: str
     baseline_bytes: int
@@ -166,7 +166,7 @@ class ExplainedStep:
 
     @staticmethod
     def of(subject: Subject, plan: Plan) -> ExplainedStep:
-        """Return the slots of a step under a plan, and its predicted peak beside the baseline's."""
+        """Return how the plan stores each slot of a step, and the predicted peaks with and without it."""
         from paredown.plan.explanation import explain_slots
         from paredown.plan.footprint import footprint
 

@@ -67,7 +67,7 @@ OPTIMIZER = "adamw"
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A training step that can be traced: the arguments of `trace_step`, and the task it belongs to, if any."""
+    """A training step that the command line names: the arguments of `trace_step`, and the task if it belongs to one."""
 
     name: str
     model: nn.Module
@@ -89,7 +89,7 @@ class Subject:
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """Return the trace from which bytes under `plan` are predicted, optionally with another batch size.
+        """Return the trace of this step, for predictions under `plan`.
 
         For a task it is the trace that its trials use.
         """
@@ -101,7 +101,7 @@ class Subject:
         return self._traces[key]
 
     def _missing_loss(self) -> str:
-        """Return a hint if the step has no loss although its batch looks like inputs and targets; "" otherwise."""
+        """Return a hint if no loss was given although the batch seems to have targets; "" otherwise."""
         if self.loss is not None or not isinstance(self.batch, tuple) or len(self.batch) < 2:
             return ""
         return f" {missing_loss(len(self.batch), f'return (model, batch, loss), such as {LOSS_EXAMPLE}')}"
@@ -123,7 +123,7 @@ class Subject:
         return peak_of(self.trace(plan, batch_size), plan)
 
     def plan_within(self, budget: str, **options: Any) -> Plan:
-        """Return a plan whose predicted peak is within a budget (percentages: of the baseline's peak); `options` are those of assign."""
+        """Return the plan that `assign` makes for this step and budget."""
         budget_bytes = parse_bytes(budget, whole=self.peak_bytes(Plan()))
         if self.peak_bytes(Plan()) > budget_bytes:
             made = assign(self.trace(Plan.preset("lpmm")), budget_bytes, **options)
@@ -185,14 +185,14 @@ def _assumed_batch(num: int) -> str:
 
 
 def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
-    """Return texts that say which batch size and length were assumed for a Hugging Face config, which has neither."""
+    """Return texts that tell which batch size and length were assumed for a Hugging Face config."""
     is_given = changes.input is not None or "length" in parse_options(tail)
     lengths = [f"length {batch['input_ids'].shape[1]} (--input tokens:N sets it)"] if "input_ids" in batch and not is_given else []
     return (_assumed_batch(CONFIG_BATCH), *lengths)
 
 
 def _assumed_of_model(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return texts that say which batch size, and length or picture size, were assumed for a model of MODELS."""
+    """Return texts that tell which batch size and length or picture size were assumed for a model of MODELS."""
     key, size = ("length", f"length {LENGTH}") if name in OF_TEXT else ("picture", f"pictures of {PICTURE} x {PICTURE}")
     batch = () if "batch" in options else (_assumed_batch(BATCH),)
     return (*batch, *(() if key in options else (f"{size} (#{key}=N sets it)",)))
@@ -266,7 +266,7 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
 
 
 def _length_of(name: str, input: str | None) -> dict[str, Any]:
-    """Return the keyword argument for the length that --input tokens:N gives to a text model of MODELS."""
+    """Return the length of --input tokens:N as a keyword argument for a text model of MODELS."""
     kind, _, number = (input or "").partition(":")
     return {"length": int(number[:9])} if name in OF_TEXT and kind == "tokens" and number.isdigit() else {}
 
@@ -324,7 +324,7 @@ def _random_batch_and_loss(model: nn.Module, changes: SubjectOptions) -> tuple[A
 
 
 def example(text: str, num: int) -> Tensor:
-    """Return a batch of `num` examples of a shape: `3x224x224` floats (on the meta device), or `tokens:1024`.
+    """Return a batch of `num` examples for a shape as text: `3x224x224` floats, or `tokens:1024`.
 
     >>> example("3x8x8", 2).shape, example("tokens:16", 2).dtype
     (torch.Size([2, 3, 8, 8]), torch.int64)
@@ -341,7 +341,7 @@ def example(text: str, num: int) -> Tensor:
 
 
 def read_plan(text: str) -> Plan:
-    """Return the plan that `text` names."""
+    """Return the plan that an argument names: a preset, presets joined by +, a file, or formats by role."""
     if text == BASELINE:
         return Plan()
     if text and all(name in PRESETS for name in text.split("+")):
@@ -369,5 +369,5 @@ def _by_role(text: str) -> Plan:
 
 
 def name_of(text: str) -> str:
-    """Return the name of a plan in a table: the text itself, or a file's name without its folder."""
+    """Return the name of a plan for tables, without the folder of its file."""
     return text if "=" in text or text in PRESETS else Path(text).name

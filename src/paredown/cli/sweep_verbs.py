@@ -65,7 +65,7 @@ Callbacks = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "C
 
 @contextmanager
 def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Return a context that yields callbacks for output to a pipe: JSON lines of each result, and of progress from time to time.
+    """Return a context that yields callbacks which print results and progress as lines of JSON.
 
     Other output goes to stderr.
     """
@@ -88,7 +88,7 @@ def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 @contextmanager
 def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Return a context that yields callbacks which redraw a progress display on the terminal."""
+    """Return a context that yields callbacks which redraw a display of progress."""
     from rich.live import Live
 
     with Live(refresh_per_second=4) as live:
@@ -131,7 +131,7 @@ app.add_typer(sweep_app, name="sweep", rich_help_panel=MANY)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkRequest:
-    """The arguments that `paredown sweep run` and `paredown worker` have in common."""
+    """The arguments that `paredown sweep run` and `paredown worker` share."""
 
     store: StoreOption = None
     tasks: TasksOption = None
@@ -260,7 +260,7 @@ def sweep_merge(
 
 
 def needed(store: str | None) -> str:
-    """Return `store`; ParedownError if none was named."""
+    """Return the address of the store; raise ParedownError if none was named."""
     if not store:
         raise ParedownError("which store? Give --store FILE or URL, or set PAREDOWN_STORE.")
     return store

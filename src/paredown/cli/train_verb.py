@@ -47,7 +47,7 @@ MUCH_MORE = 1.15  # measured over predicted peak, above which a note is printed
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """The arguments of `paredown train`."""
+    """The arguments of one call of `paredown train`."""
 
     task: TaskArgument
     plan: Annotated[
@@ -70,7 +70,7 @@ class TrainRequest:
     is_json: JsonOption = False
 
     def checked_budget(self) -> Budget | None:
-        """Return the budget, if there is one; BadParameter for options that exclude one another."""
+        """Return the budget, if there is one; raise BadParameter for options that contradict it."""
         budget = read_budget(self.budget, self.gpu)
         if self.plan is not None and budget is not None:
             raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
@@ -141,7 +141,7 @@ def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification
 
 
 def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, Any]:
-    """Return the JSON field of the verification; exit before training if gradients differ by more than the tolerance."""
+    """Return the verification as a field of the JSON; exit before training if gradients are wrong."""
     from paredown.check.verification import TOO_COARSE
 
     result = _verification(task, run.plan, request)
@@ -177,7 +177,7 @@ def _exit_if_failed(last: TrainingRun, advice: str | None) -> None:
 
 @dataclass
 class TrainingRun:
-    """A training run: its plan, and after `train` its trial, and its model if requested."""
+    """One training of `paredown train`: its plan and, afterwards, its trial and model."""
 
     name: str
     plan: Plan
@@ -244,7 +244,7 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """Return a note if the measured peak on a GPU is far above the prediction; "" otherwise.
+    """Return a note if a GPU measured a peak far above the predicted one; "" otherwise.
 
     There is none on a CPU, whose operators always use workspace.
     """
@@ -265,7 +265,7 @@ def _budget_bytes(budget: Budget, task: Task, device: str | None) -> int:
 
 
 def check_weights_file(path: Path | None) -> None:
-    """Raise before the training starts if weights cannot be saved to `path`."""
+    """Raise an error, before training starts, if weights cannot be saved to `path`."""
     if path is not None and path.suffix not in (".safetensors", ".pt"):
         raise typer.BadParameter(f"{path} ends in {path.suffix!r}; the name must end in .safetensors or .pt.", param_hint="--save")
     if path is not None and path.suffix == ".safetensors" and find_spec("safetensors") is None:

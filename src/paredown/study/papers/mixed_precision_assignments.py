@@ -57,7 +57,7 @@ ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class Counted:
-    """A tensor that the paper includes in `ratio_low`: role, name and number of values.
+    """A tensor that the paper counts among all numbers of a step: role, name, number of values, group.
 
     `group` is the number of the group of tensors that are demoted together.
     """
@@ -69,7 +69,7 @@ class Counted:
 
     @property
     def key(self) -> tuple[Role, str]:
-        """Role and name, which identify the tensor."""
+        """The role and name of the tensor, which identify it."""
         return self.role, self.name
 
     @property
@@ -80,7 +80,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that change to the low precision together."""
+    """Tensors whose precision is lowered together."""
 
     number: int
     tensors: tuple[Counted, ...]
@@ -111,14 +111,14 @@ def tensors_of(outline: Outline) -> list[Counted]:
 
 
 def groups_of(outline: Outline) -> list[TensorGroup]:
-    """Return all groups in the order of their first value."""
+    """Return the groups of tensors that the paper lowers together, in the order of their first tensors."""
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
     return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
 
 
 def total_bytes(outline: Outline) -> int:
-    """Return the bytes of all tensors in float32."""
+    """Return the bytes of all tensors that the paper counts, in float32."""
     return BYTES_FP32 * sum(tensor.numel for tensor in tensors_of(outline))
 
 
@@ -141,7 +141,10 @@ def memory_factor(ratio: float) -> float:
 
 
 def decreasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups by falling size: the paper's order. Like all orders it takes a seed, which only `shuffled` uses."""
+    """Return the groups in the paper's order, by falling size.
+
+    Like all orders it takes a seed, which only `shuffled` uses.
+    """
     return sorted(groups, key=lambda group: (-group.numel, group.number))
 
 
@@ -163,7 +166,7 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """Return the tensors in low precision: the fewest groups, taken in this order, that bring the share of low numbers to `ratio`.
+    """Return the tensors that get the low precision: groups in this order, until a share `ratio` of all numbers is low.
 
     If all groups together do not reach `ratio`, these are all groups.
     """
@@ -186,7 +189,7 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the high and the low precision; the low precision has one format in forward and another one in backward."""
+    """The formats of the high and of the low precision, the latter in forward and in backward."""
 
     forward: str = "e4m3b11f"
     backward: str = "e5m2f"
@@ -223,7 +226,7 @@ def high_plan() -> Plan:
 
 
 def operator(outline: Outline) -> Low:
-    """Return the low tensors of HFP8: operands of matrix products and convolutions, except the first and the last one."""
+    """Return the tensors that HFP8 stores in low precision: operands of all products except the first and the last."""
     products = [index for index, value in enumerate(outline.values) if value.is_product]
     low: set[tuple[Role, str]] = set()
     for value in (outline.values[index] for index in products):
@@ -233,7 +236,7 @@ def operator(outline: Outline) -> Low:
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """Return the tensors that HFP8 leaves high: inputs and output of the first product, the group of the last product, and its inputs.
+    """Return the tensors of the first and the last matrix product or convolution, which stay in high precision in HFP8.
 
     `products` are the positions of matrix products and convolutions in the outline (the list of operations).
     """
@@ -245,7 +248,7 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """Return the low tensors of torch.autocast.
+    """Return the tensors that torch.autocast would compute in low precision.
 
     They are outputs of products, and outputs of operations on neither of autocast's lists if all their inputs are low.
     """

@@ -32,7 +32,7 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """The completed matrix, after `num_steps` iterations.
+    """A completed matrix of errors, with the number of iterations that it took.
 
     `residual`: the relative change of the last iteration, scaled to a step of length 1.
     """
@@ -45,7 +45,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Completion:
-    """Parameters of the completion; the defaults are the published values."""
+    """The parameters of matrix completion; the defaults are the published values."""
 
     rank: int = 5
     penalty: float = 0.1
@@ -80,7 +80,7 @@ def _inverse(propensities: Array, is_known: NDArray[np.bool_]) -> Array:
 def _descend(
     known: Array, weights: Array, options: Completion, shrink: _Carried | _Exact, start: Completed | None = None
 ) -> Completed:
-    """Return the result of proximal gradient descent with momentum and restarts.
+    """Return the completed matrix after proximal gradient descent with momentum and restarts.
 
     `known`: the errors, 0 where not observed. `weights`: of each squared difference. `shrink`: the function that shrinks singular values.
     `start`: the result to continue from; None: zeros.
@@ -103,7 +103,7 @@ def _descend(
 
 
 class _Exact:
-    """Computes the nearest matrix of a rank with shrunk singular values, by a full decomposition."""
+    """The projection of a matrix to a rank with shrunk singular values, by a full decomposition."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -114,7 +114,7 @@ class _Exact:
 
 
 class _Carried:
-    """Computes an approximation of `_Exact` by one matrix product, from the singular vectors of the last iteration."""
+    """An approximation of `_Exact` that starts from the singular vectors of the last iteration."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -42,7 +42,7 @@ SHARE = 0.2  # of entries that are observed, or the largest propensity of one
 
 @dataclass(frozen=True)
 class CrossValidationSetting:
-    """Which entries of the prior tasks are observed, and whether memory has a cap."""
+    """One of the paper's settings: which entries of prior tasks are observed, and whether memory is capped."""
 
     sampling: str
     has_cap: bool
@@ -65,7 +65,7 @@ SETTINGS: Mapping[str, CrossValidationSetting] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Matrices:
-    """Errors and memory of tasks (rows) under plans (columns).
+    """The errors and the memory of tasks (rows) under plans (columns).
 
     `levels` (plans,): plans with equal numbers are known to differ by noise alone.
     """
@@ -96,14 +96,14 @@ class Matrices:
 
 @dataclass(frozen=True)
 class PriorRows:
-    """Errors of the prior tasks: with gaps (`errors`), and with the gaps filled in (`completed`)."""
+    """The errors of prior tasks, with gaps (`errors`) and with the gaps filled in (`completed`)."""
 
     errors: Array
     completed: Array
 
 
 def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting) -> PriorRows:
-    """Return the prior of the task `left_out`: the other rows, sampled, and completed if there are gaps."""
+    """Return the other tasks as the prior of the task `left_out`, sampled and completed as the setting says."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":
@@ -116,7 +116,7 @@ def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSettin
 
 
 def propensities_of(memory: Array, sampling: str) -> Array:
-    """Return the probability of each entry to be observed.
+    """Return the probability with which each entry of the matrix is observed.
 
     It is equal for all, or follows the rank of the entry's memory: the least memory is most likely.
     """
@@ -135,7 +135,7 @@ def _is_observed(propensities: Array, sampling: str) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class PickerScores:
-    """Scores of one picker after `count` measurements, over all tasks."""
+    """The scores of one picker after `count` measurements, over all tasks."""
 
     count: int
     rows: tuple[Scores, ...]
@@ -155,7 +155,7 @@ class PickerScores:
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """A task that is left out, and what a picker may know of it."""
+    """A task that is held out, and what a picker may know about it."""
 
     known: TaskKnowledge
     truth: Truth
@@ -183,7 +183,7 @@ Cache = dict[tuple[str, bool], list[PriorRows]]
 
 
 def held_out_tasks(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
-    """Return a held-out task for each row.
+    """Return every task of the matrices in turn as the one that is held out.
 
     `cache` keeps the prior rows of a sampling, which settings with and without a cap share.
     """
@@ -220,7 +220,7 @@ def judge(
 
 
 def hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """Return the area between the front and the corner (memory 1, error `top`)."""
+    """Return the area that a Pareto front dominates, up to memory 1 and error `top`."""
     order = np.argsort(memory, kind="stable")
     widths = np.diff(np.append(np.minimum(memory[order], 1.0), 1.0))
     return float(widths @ np.maximum(top - np.minimum.accumulate(errors[order]), 0.0))
@@ -239,7 +239,7 @@ def released_front(memory: Array, errors: Array) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Scores:
-    """The five scores of one prediction, which the docstring of this file defines."""
+    """The scores of one prediction: convergence, hypervolume, regret, mean regret and rmse."""
 
     convergence: float
     hypervolume: float
@@ -250,7 +250,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Truth:
-    """What predictions for one task are compared with: true errors, and memory relative to the largest of all tasks.
+    """The true errors and the memory of one task, with which predictions are compared.
 
     `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone; if these are unknown, `errors`.
     """
@@ -261,7 +261,7 @@ class Truth:
     means: Array
 
     def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
-        """Return the scores of predictions for the feasible plans.
+        """Return the five scores of a prediction of this task's errors.
 
         The front is taken from the errors `drawn`, recommendations from `expected`, the root mean squared error from `predicted`.
         """
@@ -283,12 +283,12 @@ class Truth:
 
 
 def distance(points: Array, others: Array) -> float:
-    """Return the mean over `points` of the distance to the nearest of `others`."""
+    """Return the mean distance from each of `points` to the nearest of `others`."""
     return float(np.sqrt(((points[:, None] - others[None]) ** 2).sum(axis=-1)).min(axis=1).mean())
 
 
 def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Return the mean excess error of recommendations by `expected`, over all budgets at which the feasible plans change.
+    """Return by how much recommended plans are worse than the best ones, averaged over budgets.
 
     The excess is the error of the recommended plan minus the least error within the budget.
     """

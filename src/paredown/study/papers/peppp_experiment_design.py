@@ -72,7 +72,7 @@ NUM_FIRST = 5  # random plans that are drawn together
 
 
 def optimal(vectors: Array, count: int) -> list[int]:
-    """Return the plans of a greedy D-optimal design, which starts from as many pivots as the vectors have components."""
+    """Return the plans to measure by a greedy D-optimal design."""
     chosen = pivoted(vectors, min(count, len(vectors)))
     inverse = np.linalg.pinv(vectors[:, chosen] @ vectors[:, chosen].T)
     while len(chosen) < min(count, vectors.shape[1]):
@@ -86,7 +86,7 @@ def optimal(vectors: Array, count: int) -> list[int]:
 
 
 def relaxed(vectors: Array, count: int) -> list[int]:
-    """Return the plans of a D-optimal design by convex relaxation: those with the largest shares."""
+    """Return the plans to measure by a D-optimal design, solved as a convex problem."""
     from scipy.optimize import LinearConstraint, minimize
 
     num_plans = vectors.shape[1]
@@ -104,7 +104,7 @@ def relaxed(vectors: Array, count: int) -> list[int]:
 
 
 def pivoted(vectors: Array, count: int) -> list[int]:
-    """Return the first pivots of a QR decomposition: each is the plan that those before it explain least."""
+    """Return the plans to measure as the first pivots of a QR decomposition."""
     from scipy.linalg import qr
 
     *_, order = qr(vectors, mode="r", pivoting=True)
@@ -112,7 +112,7 @@ def pivoted(vectors: Array, count: int) -> list[int]:
 
 
 def scattered(num_plans: int, count: int, *, seed: int) -> list[int]:
-    """Return random plans as in the released code.
+    """Return random plans to measure, drawn as in the released code.
 
     The first plans are drawn together, then one at a time, each from a new generator of this seed.
     """
@@ -132,12 +132,12 @@ def first_at_random(num_plans: int, count: int, *, seed: int) -> list[int]:
 
 
 def embed(errors: Array, rank: int = RANK) -> Array:
-    """Return the first right singular vectors (k, num_plans), orthonormal; k is the smaller of `rank` and their number."""
+    """Return vectors of all plans, the first right singular vectors of the matrix of errors, (k, num_plans)."""
     return np.linalg.svd(errors, full_matrices=False)[2][:rank]
 
 
 def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | Array) -> Array:
-    """Return the errors of all plans from those measured on the chosen ones: the least squares solution of minimum norm."""
+    """Return the errors of all plans, predicted by least squares from those measured on the chosen plans."""
     task = np.linalg.lstsq(vectors[:, list(chosen)].T, np.asarray(measured, dtype=float), rcond=None)[0]
     return task @ vectors
 
@@ -147,7 +147,7 @@ def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | A
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process given `measured` at the chosen points; `squares` are squared distances between all points."""
+    """A Gaussian process over plans, given the errors `measured` at the chosen ones."""
 
     squares: Array
     chosen: list[int]
@@ -157,7 +157,7 @@ class Process:
 
     @staticmethod
     def fitted(squares: Array, chosen: list[int], measured: Array) -> Process:
-        """Return the process whose length and noise have the highest likelihood."""
+        """Return the Gaussian process whose length scale and noise have the highest likelihood."""
         from scipy.optimize import minimize
 
         near = squares[np.ix_(chosen, chosen)]
@@ -167,7 +167,7 @@ class Process:
         return Process(squares, chosen, measured, float(length), float(noise))
 
     def predict(self) -> tuple[Array, Array]:
-        """Return mean and standard deviation of one more measurement at every point."""
+        """Return the mean and the standard deviation of one more measurement of each plan."""
         from scipy.linalg import cho_factor, cho_solve
 
         covariance = np.exp(-self.squares[:, self.chosen] / (2 * self.length**2))  # (num_points, num_chosen)
@@ -209,7 +209,7 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
 
 @dataclass(frozen=True)
 class TaskKnowledge:
-    """What a picker may know of a new task: only its feasible plans, and the prior tasks.
+    """What a picker may know about a new task: its memory, its feasible plans, and prior tasks.
 
     `prior_errors`: errors of the prior tasks (tasks, plans), NaN where not observed. `completed`: the same without gaps. `levels`: plans
     with equal numbers are known to differ by noise alone; None: unknown. `seed`: for pickers that draw at random.
@@ -224,7 +224,7 @@ class TaskKnowledge:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Errors of every plan after some measurements.
+    """The predicted errors of all plans after some measurements.
 
     `predicted`: means; `expected`: the same with measured errors in place, for recommendations; `drawn`: what the front is drawn
     from. `deviations`: standard deviations of one run of each plan about its mean; None where a picker has none.
@@ -241,7 +241,7 @@ Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
-    """Return the prediction as published: the Pareto front comes from predicted errors alone."""
+    """Return the published prediction, whose Pareto front comes from predicted errors alone."""
     return Prediction(tuple(chosen), predicted, with_measured(predicted, chosen, measured), predicted)
 
 
@@ -271,7 +271,7 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
 
 
 def plugged(picker: Picker) -> Picker:
-    """Return the picker with a Pareto front that uses measured errors in place of predicted ones."""
+    """Return a picker whose Pareto front has measured errors in place of predicted ones."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         return {
@@ -282,7 +282,7 @@ def plugged(picker: Picker) -> Picker:
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """Return a picker by expected improvement.
+    """Return a picker that measures the plan of largest expected improvement next.
 
     `points_of` returns the plans' vectors. `is_released`: it measures the plan of least improvement next, as the released code does.
     """
@@ -305,7 +305,7 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return predictions without measurements: the predicted error of a plan is its mean over prior tasks.
+    """Return predictions that are means over prior tasks, without any measurement.
 
     `counts` are the numbers of measurements that predictions are returned for.
     """
@@ -314,7 +314,7 @@ def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> d
 
 
 def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return predictions without measurements that recommend a random one of the plans of most memory.
+    """Return predictions that recommend a random plan among those of most memory.
 
     Errors are means over prior tasks.
     """
@@ -343,7 +343,7 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """This library's picker: it uses the posterior of `pick`, and measures the plan that is expected to improve the front most."""
+    """The picker of this library, which uses the posterior of `pick`, in the form of the published pickers."""
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         """Return predictions after each of `counts` measurements."""
@@ -363,7 +363,7 @@ class Pooled:
 
 
 def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> Array:
-    """Return what a measurement of each plan is worth, (plans,); -1 for measured plans.
+    """Return how much a measurement of each plan is expected to improve the Pareto front, (plans,); -1 for measured plans.
 
     It is the product of two numbers. One is the area that the measurement is expected to add to what the measured front dominates. The
     other is the variance of all levels that the measurement removes: by area alone, plans would be measured that are likely to be on
@@ -400,7 +400,7 @@ def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Arr
 
 @cache
 def luck(runs: int) -> float:
-    """Return how far the least of r normal runs lies below their mean, in standard deviations, averaged over r = 1 .. `runs`.
+    """Return how far the least of r runs lies below their mean, in standard deviations, averaged over r = 1 .. `runs`.
 
     On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 before it.
     """

@@ -36,13 +36,13 @@ VERSION = 3  # of the JSON
 
 
 def one_of(*names: str) -> Check:
-    """Return a check that allows these texts."""
+    """Return a check that allows only these texts."""
     return Check(names.__contains__, f"one of {', '.join(map(repr, names))}")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A plan for a task, with its peak bytes and the posterior mean and standard deviation of its error.
+    """A plan in the answer of `pick`, with its peak bytes and the mean and standard deviation of its predicted error.
 
     `mean` and `deviation` (a standard deviation) are of the mean error over runs, in the task's metric. `measured` is the mean error of the
     finished trials, None if there are none. `source` is "measured", "prior" (a plan of the prior) or "features" (predicted from similar
@@ -72,13 +72,13 @@ class Point:
 
     @property
     def needs(self) -> int:
-        """The peak bytes that a budget has to allow for this plan."""
+        """The bytes that a budget must have at least for this plan."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Plans with their bytes and errors (a `Point` each), sorted by bytes; `front` is the Pareto front of them.
+    """All plans that `pick` knows of, with their bytes and errors, sorted by bytes; `front` is their Pareto front.
 
     `full_bytes` is the peak of the baseline, for budgets in percent. Plans whose mean errors differ by at most `tie_error` are
     equally accurate.
@@ -130,7 +130,7 @@ class Frontier:
         raise PlanError(f"no point has the label {label!r}. Labels: {', '.join(point.label for point in self.points)}.")
 
     def explain_nothing_fits(self, budget_bytes: int) -> str:
-        """Return the sentence that no plan fits, with the plan of the smallest peak."""
+        """Return a sentence that no plan fits the budget, and which plan needs the least memory."""
         if not self.points:
             return f"no plan fits {say_bytes_twice(budget_bytes)}: the frontier is empty."
         least = min(self.points, key=lambda point: (not point.trains, point.needs))
@@ -148,7 +148,7 @@ class Frontier:
 
 
 def cautious_errors(points: Sequence[Point]) -> Array:
-    """Return the errors by which plans are chosen, (points,): mean errors, with caution about plans that have no trial.
+    """Return the errors by which plans are chosen, (points,): mean errors, increased for plans without a trial.
 
     If some points have trials, the standard deviation is added to the mean error of those that have none. If a plan quantizes nothing,
     no error is below that plan's mean (`at_least_exact`).

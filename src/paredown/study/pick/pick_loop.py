@@ -91,7 +91,7 @@ class PickLoop:
     # --- the posterior ------------------------------------------------------------------------------------------------
 
     def learn(self, own_trials: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
-        """Add finished trials: those of this pick, and `others` of the same task that a store has."""
+        """Add finished trials of this pick, and `others` of the same task that a store has."""
         own_trials = list(own_trials)
         self.trials += own_trials
         self.num_done += len(own_trials)
@@ -151,7 +151,7 @@ class PickLoop:
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
-        """The plan and the measured peak bytes of each finished trial on this device.
+        """The measured peak bytes of each finished trial on this device, with the index of its plan.
 
         Unfinished trials are left out, since their peak is only a lower bound.
         """
@@ -164,7 +164,7 @@ class PickLoop:
         return expected_peaks(memory, peaks) if peaks else memory
 
     def needed(self) -> Array:
-        """Return the expected peak bytes of each plan, (plans,); infinite if it cannot be trained, or needs more than the baseline."""
+        """Return the bytes that each plan needs, (plans,); infinite for plans that cannot be trained here."""
         memory = self.expected()
         baseline = self._index_of.get(Plan().key)
         if baseline is not None:
@@ -275,7 +275,7 @@ class PickLoop:
         return replace(estimate, exact=self._exact, times=comparable_times(time[:2] for time in self.step_times()))
 
     def margin(self) -> ErrorMargin | None:
-        """Return the margin above the baseline's error, relative to random guessing; None if the pick is the plan of least error."""
+        """Return how far the picked plan's error may lie above the baseline's; None if the plan of least error is wanted."""
         if self.max_error_increase is None:
             return None
         return ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])

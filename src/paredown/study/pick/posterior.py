@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LevelSums:
-    """Sums of observed errors by task and level: their count, sum and sum of squares.
+    """The counts, sums and sums of squares of observed errors, by task and level (a group of plans that differ by noise alone).
 
     A level is a group of plans that are known to differ by noise alone. `weights`: how much each task counts in a fit.
     """
@@ -93,7 +93,7 @@ class LevelSums:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The mean and covariance of the errors of a task's levels, and the variance `noise` of one run of each level."""
+    """The distribution of a task's errors after its trials: mean and covariance of the levels, and the noise of one run."""
 
     mean: Array
     covariance: Array
@@ -107,7 +107,7 @@ class Posterior:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """The distribution of a new task's errors, by level, before any run; it was fitted to `num_tasks` tasks.
+    """The distribution of a new task's errors before any trial, fitted to prior tasks.
 
     `noise_line`: slope and intercept of the logarithm of a run's variance, as a function of the task's mean error. `noise_ratios`
     (levels,): the variance of each level divided by the variance on that line.
@@ -121,7 +121,7 @@ class Gaussian:
 
     @staticmethod
     def fitted(sums: LevelSums) -> Gaussian:
-        """Return the distribution of highest posterior probability, found by EM."""
+        """Return the distribution of highest posterior probability for the observed errors, found by EM."""
         found, usual_noise = _start_of(sums)
         weights, shrunk = sums.weights, found.covariance
         strength = max(STRENGTH, len(shrunk) - found.num_tasks)
@@ -146,7 +146,7 @@ class Gaussian:
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
     def given(self, levels: Sequence[int] | Indices, errors: Sequence[float] | Array) -> Posterior:
-        """Return the posterior after one run of each of `levels`, with these errors."""
+        """Return the distribution after one run of each of `levels`, with these errors."""
         levels = np.asarray(levels, dtype=np.intp)
         if not len(levels):
             return Posterior(self.mean, self.covariance, self.noise_at(0.0))
@@ -180,7 +180,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution that EM starts from and shrinks to, and the variance of one run.
+    """Return the distribution from which EM starts and to which it shrinks, and the variance of one run.
 
     In it, levels differ by an offset and tasks by a height, which is added to the errors of all levels.
     """
@@ -201,7 +201,7 @@ def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
 
 @dataclass(frozen=True)
 class Prior:
-    """The distribution of a new task's errors, with the level of each plan, and the probability of each plan to diverge.
+    """The distribution of a new task's errors by plan, and the probability that each plan diverges.
 
     `worst`: the error of a run that diverged. `divergence` (plans,): probabilities.
     """
@@ -246,7 +246,7 @@ class BudgetChoice(NamedTuple):
 
 
 class ErrorMargin(NamedTuple):
-    """How far a mean error may lie above that of the plan `baseline`, and the least probability that this holds."""
+    """The amount by which a mean error may exceed the baseline's, and how probable that must be."""
 
     increase: float
     confidence: float
@@ -270,7 +270,7 @@ class Estimate:
 
     @staticmethod
     def after(prior: Prior, memory: Array, runs: Sequence[Run]) -> Estimate:
-        """Return the estimate after runs.
+        """Return the predicted errors of all plans after these runs.
 
         If a plan may diverge, its mean error moves towards the error of a diverged run, in proportion to the probability.
         """
@@ -292,14 +292,14 @@ class Estimate:
 
     @property
     def tie_error(self) -> float:
-        """The difference of mean errors up to which plans are equally accurate.
+        """The difference of mean errors up to which plans count as equally accurate.
 
         It is AS_ACCURATE standard deviations of a run of a typical plan.
         """
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
     def errors(self, plans: Indices, *, is_cautious: bool = True) -> Array:
-        """Return the errors by which `plans` are compared: at least that of exact plans among them, and, if `is_cautious`, with caution.
+        """Return the errors by which plans are compared: their means, raised where caution requires it.
 
         Caution: if some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
         """

@@ -49,7 +49,7 @@ def render(record: Record, *, live: str = "") -> str:
 
 
 def drawn(record: Record) -> dict[str, Any]:
-    """Return the JSON that the page's script reads: that of the record, and a first sentence about each study."""
+    """Return the JSON that the page's script draws: the record, with a first sentence for each study."""
     return {**record.to_json(), "summaries": [scrub(study.summary()) for study in record.studies]}
 
 
@@ -59,7 +59,7 @@ def write(record: Record, path: str | os.PathLike[str]) -> None:
 
 
 def embedded(value: dict[str, Any]) -> str:
-    """Return the JSON of a record, escaped for a script element."""
+    """Return a record as JSON that is safe inside of a script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
@@ -100,7 +100,7 @@ def asset(name: str) -> str:
 
 
 def in_plain(value: dict[str, Any]) -> str:
-    """Return tables of the plans in HTML, for browsers without JavaScript; `value` is the JSON of the record."""
+    """Return tables of the plans as HTML, for browsers without JavaScript."""
     parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
     for study, summary in zip(value["studies"], value["summaries"], strict=True):
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(summary)}</p><p>{escape(study['reason'])}</p>")

@@ -87,7 +87,7 @@ def scrub(text: str) -> str:
 
 
 def scrub_all(value: Any, names: Mapping[str, str] | None = None) -> Any:
-    """Return a JSON value with every text and key scrubbed; `names` maps texts to their replacements."""
+    """Return a JSON value in which every text is scrubbed of paths, names and addresses."""
     names = names or {}
     if isinstance(value, str):
         return names.get(value) or scrub(value)
@@ -108,14 +108,14 @@ def scrub_names(names: Iterable[str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _home() -> str:
-    """Return the home folder of this user, or a text that never occurs if the path is too short to be replaced safely."""
+    """Return the home folder of this user, to be removed from texts."""
     home = str(Path.home())
     return home if len(home) > SHORTEST else "\ud800"
 
 
 @lru_cache(maxsize=1)
 def _names() -> re.Pattern[str]:
-    """Return a pattern that matches the names of this host and user; it matches nothing if they are short or common."""
+    """Return a pattern for the names of this host and user, to be removed from texts."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a user id without a name
@@ -136,7 +136,7 @@ MOST_CURVES = 200  # training curves that are drawn
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """The content of a report page.
+    """The content of a report page: studies of tasks, trials, changes and actions.
 
     `changes`: slots that are not stored as the plan requests; `given`: the storage of every slot.
     """
@@ -159,7 +159,7 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record of a pick.
+        """Return the record that shows the answer of a `pick`.
 
         A `trace` of its step adds memory by plan; a `session` adds its changes and guard actions.
         """
@@ -173,7 +173,7 @@ class Record:
     def of_trials(
         title: str, trials: Iterable[Trial], *, labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[RunTimes] = ()
     ) -> Record:
-        """Return the record of trials, with a study for each task.
+        """Return the record that shows measured trials, with a study for each task.
 
         `labels` names plans, `times` has the time and host of each trial.
         """
@@ -257,7 +257,7 @@ class Record:
 
 
 def _last(trials: list[Trial]) -> list[int]:
-    """Return the positions of the last trials of each task, the same number for each, about MOST_RUNS in total."""
+    """Return the positions of the trials that a report lists: the last ones of each task."""
     if len(trials) <= MOST_RUNS:
         return list(range(len(trials)))
     left = dict.fromkeys((trial.task for trial in trials), max(1, MOST_RUNS // len({trial.task for trial in trials})))
@@ -281,7 +281,7 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
 
 
 def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
-    """Return a trial as a row of the report, with its curve if `has_curve`."""
+    """Return a trial as a row of the report's table."""
     same = ("task", "seed", "error", "loss", "seconds", "step_seconds", "step_ratio", "reason", "device", "commit")
     return ReportedTrial(
         plan=label,
@@ -294,7 +294,7 @@ def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial
 
 
 def _joined(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return each name with its distinct values, separated by commas.
+    """Return the distinct values of each name, separated by commas.
 
     >>> _joined([{"torch": "2.11"}, {"torch": "2.13"}, {"torch": "2.11"}])
     {'torch': '2.11, 2.13'}

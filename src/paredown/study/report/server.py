@@ -225,7 +225,7 @@ def _check(host: str, port: int) -> None:
 
 
 class _Http(ThreadingHTTPServer):
-    """An HTTP server with daemon threads; `names` are the Host headers that it accepts."""
+    """An HTTP server that accepts only requests with one of the Host headers `names`."""
 
     daemon_threads = True
     block_on_close = False
@@ -250,7 +250,7 @@ class _Http(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+    """The handler of one HTTP request to the report page."""
 
     protocol_version = "HTTP/1.1"
     timeout = 10  # seconds for a request to arrive, and for a write to finish

@@ -34,7 +34,7 @@ SEEDS = (
 
 @dataclass(frozen=True)
 class PlanMark:
-    """A plan on the chart: its peak (measured, or predicted) and its mean error over runs.
+    """A plan in the report's chart: its peak memory and its mean error.
 
     `error` is None if no run of it finished.
     """
@@ -57,14 +57,14 @@ class PlanMark:
 
 
 class BudgetPick(NamedTuple):
-    """The best plan for a range of budgets, which begins at `nbytes` and ends at the `nbytes` of the next row."""
+    """The plan to pick for budgets from `nbytes` on, up to the next row."""
 
     nbytes: int
     label: str
 
 
 class SlotRow(NamedTuple):
-    """The storage of a slot under a plan, with the reason (plan/explanation.py); `written_bytes` are those of the baseline."""
+    """A row of the report's table of slots: how a plan stores the slot, and why."""
 
     slot: str
     role: str
@@ -77,7 +77,7 @@ class SlotRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of a step under a plan: bytes at the peak by role, bytes over the step, and every slot."""
+    """The memory of a step under a plan: at the peak by role, over time, and by slot."""
 
     label: str
     peak_bytes: int
@@ -91,7 +91,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Study:
-    """The results of one task.
+    """The part of a report on one task: its plans, the pick, and memory.
 
     `written`: the label of the baseline; `full_bytes`: its predicted peak memory.
     """
@@ -121,7 +121,7 @@ class Study:
             raise ReportError(f"task {self.task!r}: `picks` must be sorted by rising bytes; these are not.")
 
     def summary(self) -> str:
-        """Return one sentence on the benefit and cost of the picked plan; without a pick, on the range of the plans."""
+        """Return the report's first sentence: what the picked plan gains and costs, beside the baseline."""
         baseline, plan = self.compared()
         if baseline is not None and plan is not None:
             said = f"{'; '.join(say_comparison(baseline, plan, self.budget_bytes, self.metric))}."
@@ -137,7 +137,7 @@ class Study:
         return f"{len(self.marks)} plans, from {' to '.join(ends)}." if len(known) > 1 else f"The best plan needs {ends[0]}."
 
     def compared(self) -> tuple[PlanMark | None, PlanMark | None]:
-        """Return the baseline and the plan that the report is about: both with numbers of trials, or both with predictions."""
+        """Return the baseline and the plan that the report compares with it, both measured or both predicted."""
         kept = [PlanMark(row.label, row.peak_bytes) for row in self.kept]
         rows = kept if not self.marks else [] if self.budget_bytes is not None else self._as_accurate()
         label = self.picked or min(((row.nbytes, row.label) for row in rows), default=(0, ""))[1]
@@ -165,7 +165,7 @@ class Study:
 
 @dataclass(frozen=True)
 class ReportedTrial:
-    """A trial as a row of the report."""
+    """A row of the report's table of trials."""
 
     task: str
     plan: str  # its label
@@ -188,7 +188,7 @@ class ReportedTrial:
 
 @dataclass(frozen=True)
 class ReportedProgress:
-    """Numbers of trials of a sweep: waiting, running, and finished by status."""
+    """A row of the report's table of sweeps: numbers of trials waiting, running and finished."""
 
     sweep: str
     waiting: int = 0
@@ -197,7 +197,7 @@ class ReportedProgress:
 
 
 def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ...]:
-    """Return the best plan for each budget: the least error, and among equals the fewest bytes.
+    """Return the plan to pick for each budget: the least error, and of equals the fewest bytes.
 
     None is above the baseline, which has the label `written`.
 
@@ -216,7 +216,7 @@ def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ..
 
 
 def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
-    """Return the marks, with `on_front` set for the plans on the line of the chart: errors fall along it, and it contains `picked`.
+    """Return the marks, with those on the chart's line marked: plans to pick for some budget, among them the picked one.
 
     A plan with less memory and less error than `picked` is not on it; the page says beside it why it was not picked.
 
@@ -271,7 +271,7 @@ def say_comparison(baseline: PlanMark, plan: PlanMark, budget_bytes: int | None,
 
 
 def say_error(mark: PlanMark, metric: str) -> str:
-    """Return the mean error with its standard error, or alone if it is not a mean of several runs.
+    """Return the text of a mean error, with its standard error if it is a mean of several runs.
 
     >>> say_error(PlanMark("a", 1, 0.046, 0.041, 0.051, measured=0.046, num_trials=3), "error")
     '4.6 % \u00b1 0.5'
@@ -365,7 +365,7 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
 
 
 def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
-    """Return the mark of a plan from its trials; None if no trial has a peak."""
+    """Return a plan's mark in the chart, from its trials; None if no trial measured a peak."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
     if not sizes and not measured:
@@ -417,7 +417,7 @@ def _say_seeds(num: int, standard: float | None, metric: str) -> str:
 
 
 def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[tuple[int, float], ...]:
-    """Return a curve of at most `most` points, each the mean of consecutive points, rounded to four digits.
+    """Return a curve with at most `most` points, by averaging neighbours.
 
     >>> thin([(1, 4.0), (2, 2.0), (3, 1.0), (4, 0.123456)], 2)
     ((2, 3.0), (4, 0.5617))
@@ -426,7 +426,7 @@ def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[t
 
 
 def parts_of(values: Sequence[Any], most: int = MOST_POINTS) -> list[Sequence[Any]]:
-    """Return the values in at most `most` consecutive parts of the same length, but for the last."""
+    """Return the values divided into at most `most` parts of neighbours."""
     width = -(-len(values) // most) or 1
     return [values[i : i + width] for i in range(0, len(values), width)]
 
@@ -456,7 +456,7 @@ def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
 
 
 def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
-    """Return the plans whose memory a report shows: the baseline, the picked plan, and at most `most` of the Pareto front."""
+    """Return the plans whose memory a report shows: baseline, pick, and some of the Pareto front."""
     points = picked.frontier.points
     plans = {point.label: point.plan for point in points if point.plan.changes_nothing} or {BASELINE: Plan()}
     plans |= {picked.label: picked.plan} if picked.plan is not None else {}

@@ -336,7 +336,7 @@ class Database:
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Run `work` and return its value, with retries after temporary errors for up to `patience_seconds`.
+        """Return the value of `work` on the store, retried after temporary errors for up to `patience_seconds`.
 
         `is_open`: whether the store was open before; if not, a server that does not answer is an error at once.
         """
@@ -364,7 +364,7 @@ class Database:
         return f"the store {self.name} cannot be used"
 
     def _trouble(self, error: DBAPIError) -> DatabaseTrouble:
-        """Return the row of TROUBLES for an error; StoreError if there is none."""
+        """Return the row of TROUBLES that explains an error; raise StoreError if there is none."""
         trouble = find_trouble(error)
         if trouble is None and isinstance(error, IntegrityError):
             raise error  # a constraint of the tables: a bug of paredown, not of the store
@@ -455,7 +455,7 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 
 @contextmanager
 def readable(what: str) -> Generator[None]:
-    """Return a context that turns exceptions of reading `what` from a store into a StoreError."""
+    """Return a context in which errors of reading from a store become a StoreError that names `what`."""
     try:
         yield
     except StoreError:

@@ -21,7 +21,7 @@ from paredown.study.tasks.trial import Status, Trial
 
 @dataclass
 class Runner:
-    """Runs trials of one task, in one mode on one device, and times the unmodified step once, after the first trial with a step time."""
+    """Runs trials of one task, in one mode on one device."""
 
     task: Task
     mode: str = "store"

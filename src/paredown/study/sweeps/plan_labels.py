@@ -30,7 +30,7 @@ TaskPlan = tuple[str, Hashable]  # a task and `plan.key`
 
 
 class Labels:
-    """Labels of plans, made on first use; `of_tasks` has those of plans on single tasks, as `distinct_labels` returns them."""
+    """The names of plans in tables and pages, made when they are first used."""
 
     def __init__(self, known: Mapping[str, Plan] | None = None, *, of_tasks: Mapping[TaskPlan, str] | None = None) -> None:
         self._labels: dict[Hashable, str] = {plan.key: label for label, plan in (known or {}).items()}

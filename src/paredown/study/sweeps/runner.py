@@ -32,12 +32,15 @@ __all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", 
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """Runs trials of built-in tasks and of tasks in files under `path`."""
+    """A function that runs trials of built-in tasks and of tasks in files under `path`."""
 
     path: Path
 
     def refuses(self, task: str) -> str | None:
-        """Return why this worker does not run a task; None if it does. Checks that the task's file exists; imports nothing."""
+        """Return why this worker does not run a task; None if it does.
+
+        It checks that the task's file exists, and imports nothing.
+        """
         head = task.strip().partition("#")[0]
         kind, _, file = head.partition(":")
         try:
@@ -81,7 +84,7 @@ def engine_for(sweep: Sweep) -> str:
 
 
 def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayOptions | None = None) -> Engine:
-    """Return the engine of that name, which trains with `run`.
+    """Return the engine of this name, which runs trials with `run`.
 
     `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine. `ray`: what a trial gets of a Ray
     cluster, for the ray engine alone.

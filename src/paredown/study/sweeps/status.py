@@ -78,7 +78,7 @@ class SweepCounts:
 
 @dataclass(frozen=True)
 class BestPlan:
-    """The plan of least mean error on a task, and its errors by seed.
+    """The plan of least mean error on a task, with its errors by seed.
 
     `num_not_done`: how many of its trials ended otherwise than DONE.
     """
@@ -114,7 +114,7 @@ class BestPlan:
 
 @dataclass(frozen=True)
 class InfeasibleTrials:
-    """The trials of a task and a template that do not run: no plan of the template fits the task within its budget.
+    """Trials that do not run because no plan for their task fits the budget.
 
     `label` is the label of the template, `reason` the text of the BudgetError.
     """
@@ -160,7 +160,7 @@ def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
 
 
 def count(store: Store) -> list[SweepCounts]:
-    """Return the counts of every sweep, by name."""
+    """Return the numbers of trials of every sweep in a store, by state."""
     columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
     rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
     by_sweep: dict[str, dict[str, int]] = {}
@@ -200,7 +200,7 @@ def find_best(store: Store, sweep: str) -> list[BestPlan]:
 
 @lru_cache(maxsize=4096)
 def _same_run(plan: str, settings: str) -> Hashable:
-    """Return what trials of a task that differ only in their seed have in common: the rules of the plan, mode and device."""
+    """Return a key that is equal for trials of a task that differ only in their seed."""
     parsed = TrialSettings(**json.loads(settings))
     return parsed_plan(plan).key, parsed.mode, parsed.device
 
@@ -222,7 +222,7 @@ WINDOW_SECONDS = 300.0
 
 @dataclass
 class Pace:
-    """Trials per minute, from counts at times of one monotonic clock."""
+    """The rate at which trials finish, per minute."""
 
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
@@ -237,7 +237,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """The progress of a sweep at one time."""
+    """The progress of a sweep at one moment."""
 
     counts: SweepCounts
     trials_per_minute: float | None

@@ -42,7 +42,7 @@ RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result", "s
 
 
 class WriteOutcome(str, Enum):
-    """The effect of `finish` on a store."""
+    """What happened to a result that a worker wrote to a store."""
 
     COUNTED = "counted"  # it is the trial's result
     LATE = "late"  # the trial already had the result of another worker
@@ -50,14 +50,14 @@ class WriteOutcome(str, Enum):
 
 
 class WrittenResult(NamedTuple):
-    """The outcome of writing a result, and the trial that was written, if it counted."""
+    """The outcome of writing a result, with the trial that was written if it counted."""
 
     fate: WriteOutcome
     trial: Trial | None
 
 
 class RunTimes(NamedTuple):
-    """When a trial was claimed and finished (ISO 8601, UTC), and the host that ran it; None: unknown."""
+    """The times at which a trial was claimed and finished (ISO 8601, UTC), and the host that ran it; None if unknown."""
 
     started_at: str | None
     finished_at: str | None
@@ -70,7 +70,7 @@ def utc_now() -> str:
 
 
 class ClaimRequest(NamedTuple):
-    """The worker, the token of this claim, the most trials to claim, the sweep (None: any), the tasks to leave out, and the time."""
+    """A worker's request for trials: how many, of which sweep, and without which tasks."""
 
     worker: str
     token: str
@@ -136,13 +136,13 @@ def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult
 
 
 def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = RELEASE_UNCOUNTED) -> None:
-    """Release trials whose claims are still valid; `statement` decides whether the attempt counts."""
+    """Release claimed trials whose claims are still valid."""
     for held in claims:
         connection.execute(statement, {"of_key": held.key, "of_claim": held.token})
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Delete a worker if `condition` holds, release its trials, and return how many were released.
+    """Remove a dead worker from the store, and return how many of its trials were released.
 
     After MAX_ATTEMPTS attempts a trial is not released but finished as killed.
     """
@@ -170,7 +170,7 @@ def parsed_plan(text: str) -> Plan:
 
 
 def result_values(trial: Trial, token: str, times: RunTimes) -> dict[str, Any]:
-    """Return the columns of a finished trial."""
+    """Return the columns of the database for a finished trial."""
     numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
     result = {"result": json.dumps(trial.to_json()), **times._asdict()}
     return {"state": FINISHED, "worker": None, "claim": token, **numbers, **result}
@@ -190,7 +190,7 @@ def _beat_statement(dialect: str) -> Any:
 
 @cache
 def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
-    """Return the UPDATE statement of a claim.
+    """Return the SQL statement with which a worker claims trials.
 
     On PostgreSQL it skips rows that other workers are claiming; SQLite has one writer at a time. `of_sweep`: whether it is limited to
     one sweep, `has_without`: whether tasks are left out.
@@ -364,7 +364,7 @@ def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
 
 
 def _infeasible_values(drawn: DrawnTrial) -> dict[str, Any]:
-    """Return the columns of a trial that no worker runs, since no plan fits its budget."""
+    """Return the columns of the database for a trial that no worker runs, since no plan fits its budget."""
     spec = drawn.spec
     trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
     return {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}

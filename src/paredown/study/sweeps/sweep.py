@@ -45,7 +45,7 @@ MODES = ("store", "simulate", "peppp")
 
 
 class SamplingMethod(str, Enum):
-    """How pairs of task and plan are drawn."""
+    """The ways in which pairs of task and plan are drawn."""
 
     FULL = "full"
     UNIFORM = "uniform"
@@ -97,7 +97,7 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial of a sweep, its propensity (the probability that it was drawn), and the label of its plan (empty: none).
+    """A trial that was drawn for a sweep, with the probability of that and the label of its plan.
 
     `infeasible`: why no plan fits the budget; the trial does not run, and its plan has no rules.
     """
@@ -112,12 +112,12 @@ class DrawnTrial(NamedTuple):
         return self.spec.key(sweep, infeasible=templates_of(self.spec.plan)[0] if self.infeasible else "")
 
     def infeasible_keys(self, sweep: str) -> list[str]:
-        """Return the keys that the store has for this trial if it was added before, when its templates were infeasible."""
+        """Return the keys under which the store has this trial if no plan fitted its budget when it was added."""
         return [] if self.infeasible else [self.spec.key(sweep, infeasible=text) for text in templates_of(self.spec.plan)]
 
 
 class InfeasiblePair(NamedTuple):
-    """A task and a template that has no plan for it: none fits the task within the template's budget.
+    """A task and a template (`assign` with a budget) for which no plan fits.
 
     `reason` is the text of the BudgetError.
     """
@@ -133,7 +133,7 @@ class InfeasiblePair(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A trial that a worker has claimed and may run, with the label of its plan, the time of the claim (UTC) and the worker's host."""
+    """A trial that a worker has claimed and may run."""
 
     key: str
     sweep: str
@@ -146,7 +146,7 @@ class Claim(NamedTuple):
 
 
 class EndedTrial(NamedTuple):
-    """A claim and its result.
+    """A claimed trial that has ended, with its result.
 
     If the process of the trial died, `trial` is None and `reason` describes how it died. `host` None means the worker's host.
     """
@@ -159,7 +159,7 @@ class EndedTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Tasks x plans x seeds under one name; `method`, `share` and `draw_seed` decide which pairs of task and plan are drawn."""
+    """A sweep: tasks x plans x seeds under one name, of which all or a random part is run."""
 
     name: str
     tasks: tuple[str, ...]
@@ -252,7 +252,7 @@ class Sweep:
         ]
 
     def _labels(self) -> dict[TaskPlan, str]:
-        """Return the label of every plan on every task: that of the user, else of its templates, else its preset or formats."""
+        """Return the label of every plan on every task."""
         given: dict[Hashable, str] = {named.key if isinstance(named, Plan) else str(named): label for label, named in self.labels}
         shared = [(plan, label_of(plan, given)) for plan in self.plans]
         requests = [(task, plan, label) for task in self.tasks for plan, label in shared]
@@ -263,7 +263,7 @@ class Sweep:
         )
 
     def _propensities(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
-        """Return the probability of each pair, task by task, and the order in which pairs run."""
+        """Return the probability with which each pair of task and plan is drawn, and the order in which pairs run."""
         num = len(self.tasks) * len(self.plans)
         if self.method is not SamplingMethod.CHEAP_FIRST:
             return np.full(num, self.share), range(num)
@@ -315,7 +315,7 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Return which pairs are drawn, each independently with its probability, by numpy's RandomState as in PEPPP's release.
+    """Return which pairs of task and plan are drawn, as booleans.
 
     With the method `full` all pairs are drawn.
     """

@@ -49,7 +49,7 @@ def beat_every(patience_seconds: float) -> float:
 
 @dataclass
 class WorkerPulse:
-    """Measures how long the heartbeat counter of each worker has not changed, as this process observed it."""
+    """Finds workers that died: those whose heartbeat counter stands still."""
 
     patience_seconds: float
     look_seconds: float
@@ -119,7 +119,7 @@ LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0  # between two looks, and between two mess
 def wait_for_store(
     address: str | Path, *, seconds: float, sweep: str | None = None, needs_trials: bool = True, say: Callable[[str], object]
 ) -> Store:
-    """Wait up to `seconds` for a store that may not be there yet, and return it opened; then raise StoreError.
+    """Return the store at this address, opened, once it exists; raise StoreError after `seconds`.
 
     With `needs_trials` it also waits until the store has trials (of `sweep`, if given).
     """
@@ -172,17 +172,17 @@ IDLE_SECONDS = 0.5  # between attempts to claim trials
 
 
 def ignore(*_: object) -> None:
-    """Do nothing. This is the default of callbacks."""
+    """Do nothing; this function is the default of callbacks."""
 
 
 def refuse_nothing(task: str) -> str | None:
-    """Return None: the default of `refuses`, which refuses no task."""
+    """Return None for every task; this function is the default of `refuses`."""
     return None
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Which trials a worker runs, and its callbacks.
+    """The options of a worker: which trials it runs, and functions that it calls.
 
     `refuses(task)` returns why this worker does not run a task, or None; refused trials are left to other workers.
     `on_result(claim, trial)` is called for each result after it is in the store, `idle()` in each round, `say(sentence)` with messages for
@@ -205,7 +205,7 @@ def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> 
 
 
 class Worker:
-    """One worker, from its first claim until it is deleted from the store."""
+    """A worker of a sweep, from its first claim until it leaves the store."""
 
     def __init__(self, store: Store, engine: Engine, options: WorkerOptions) -> None:
         self._store, self._engine, self._options = store, engine, options
@@ -240,7 +240,7 @@ class Worker:
         return self._num_finished
 
     def _turn(self) -> bool:
-        """Write results, then claim and start as many trials as there are free slots; return False when all trials are finished."""
+        """Write results, claim and start as many trials as there are free slots, and return False once all are finished."""
         claims = self._write(self._engine.slots - len(self._claims) + len(self._ended))
         for claim in self._accepted(claims):
             self._engine.start(claim)

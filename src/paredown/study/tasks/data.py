@@ -33,7 +33,7 @@ MAX_TEST_PIECES = 512  # of a text
 
 
 class Data(ABC):
-    """Training examples in random order, and separate test examples."""
+    """The interface of a task's data: training examples in random order, and test examples."""
 
     @property
     @abstractmethod
@@ -48,11 +48,11 @@ class Data(ABC):
     @property
     @abstractmethod
     def num_answers(self) -> int | None:
-        """The number of classes, or 256 for a text; None if answers are no classes."""
+        """The number of classes, or 256 for a text; None if answers are not classes."""
 
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return training batches without end.
+        """Return an endless iterator of training batches.
 
         Memory that all batches share is allocated before this returns, not at the first batch.
         """
@@ -67,7 +67,7 @@ class Data(ABC):
 
     @property
     def blind_loss(self) -> float | None:
-        """The cross entropy of equal odds for every answer."""
+        """The cross entropy of random guessing, with equal odds for every answer."""
         return None if self.num_answers is None else math.log(self.num_answers)
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """Preprocessing of pictures: repeated channels, and random shifts and flips in training.
+    """The preprocessing of pictures: normalization, and random shifts and flips in training.
 
     Grey pictures are repeated to `channels`. In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left
     to right, both at random.
@@ -94,7 +94,7 @@ NO_TRANSFORM = PictureTransform()
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Examples(Data):
-    """Inputs (num, ...) and answers (num, ...) of both splits.
+    """Data that consists of inputs and answers, for training and for testing.
 
     uint8 inputs are pictures (num, channels, height, width); the model gets them normalized to mean 0 and standard deviation 1.
     """
@@ -153,12 +153,12 @@ class Examples(Data):
 
     @cached_property
     def num_answers(self) -> int | None:  # type: ignore[override]
-        """The number of classes; None if answers are no classes."""
+        """The number of classes; None if answers are not classes."""
         return int(self.y_train.max()) + 1 if self.has_classes else None
 
     @cached_property
     def normalization(self) -> Pair | None:
-        """Mean and standard deviation of each channel of the training pictures, both (channels, 1, 1).
+        """The mean and the standard deviation of each channel of the training pictures, both (channels, 1, 1).
 
         None unless the pictures are uint8.
         """
@@ -180,7 +180,7 @@ class Examples(Data):
         return x
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return training batches without end."""
+        """Return an endless iterator of training batches."""
         return self._pairs(batch, batch, seed, device)
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
@@ -189,7 +189,7 @@ class Examples(Data):
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return `size` examples at a time, in the order in which `batches(batch)` has them."""
+        """Return an endless iterator of `size` training examples at a time."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch
@@ -206,7 +206,7 @@ class Examples(Data):
             yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """Return the random numbers of one pass over the examples.
+        """Return the order of one pass over the examples, and the random offset of each picture.
 
         They are example indices (num,), and offsets (down, right, mirrored) of each, (num, 3) or (num, 0).
         """
@@ -238,7 +238,7 @@ class Examples(Data):
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Text(Data):
-    """The bytes of a text, which a model predicts one after the other.
+    """Data that consists of the bytes of a text, of which a model predicts the next one.
 
     Training pieces start anywhere in its first nine tenths; test pieces are evenly spaced in the last tenth.
     """
@@ -270,11 +270,11 @@ class Text(Data):
 
     @property
     def num_answers(self) -> int:
-        """The number 256: the model predicts the next byte."""
+        """The number 256, since the model predicts the next byte."""
         return NUM_BYTES
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return batches of training pieces without end."""
+        """Return an endless iterator of batches of training pieces."""
         source = torch.Generator().manual_seed(seed)
         read, offsets = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
         starts = (torch.randint(self.num_train, (batch, 1), generator=source).to(device) for _ in count())

@@ -87,7 +87,7 @@ def check_unpacked_size(unpacked_bytes: int, packed_bytes: int) -> None:
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
-    """Return split and kind of an array from its name; None if the name has none or two of either."""
+    """Return split ("train" or "test") and kind (pictures or labels) of an array, found in its name; None if unclear."""
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word]
     splits, kinds = [SPLITS[w] for w in words if w in SPLITS], [WORDS[w] for w in words if w in WORDS]
     return (splits[0], kinds[0]) if len(splits) == len(kinds) == 1 else None
@@ -135,7 +135,7 @@ def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, fil
 
 
 def examples_of(splits: Mapping[tuple[str, str], Array], class_names: Sequence[str], file: str) -> Examples:
-    """Return examples from arrays by split and kind; classes are numbered from 0 in the order of their labels."""
+    """Return arrays of pictures and labels as examples, with classes numbered from 0 in the order of their labels."""
     labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)

@@ -272,7 +272,7 @@ def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> floa
 
 
 def empty_trial(setting: TrainingSetup) -> Trial:
-    """Return a trial that has not run yet: names, predicted peak, device, versions and commit."""
+    """Return a trial with what is known before it runs: names, predicted peak, device, versions."""
     head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
     return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
 
@@ -295,7 +295,7 @@ def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mod
 
 
 def find_device(device: Any) -> torch.device:
-    """Return the torch.device of this name; CUDA if available when None."""
+    """Return the torch.device of this name; for None, CUDA if it is available."""
     num_gpus = torch.cuda.device_count()
     allowed = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))]
     wanted = str(device) if device is not None else "cuda" if num_gpus else "cpu"
@@ -307,7 +307,7 @@ def find_device(device: Any) -> torch.device:
 def _outcome(
     head: Trial, setting: TrainingSetup, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module | None]:
-    """Return the trial without peak memory and times, and the model.
+    """Return the trial and the model after training, also if memory ran out.
 
     After running out of memory, memory that the exception held is freed.
     """
@@ -357,7 +357,7 @@ def _run(
 
 
 def _predicted(setting: TrainingSetup) -> int | None:
-    """Return the predicted peak bytes of a training.
+    """Return the predicted peak bytes of a training; None if they cannot be predicted.
 
     None if the step cannot be traced, or if a simulated plan has rules for values that no step stores.
     """

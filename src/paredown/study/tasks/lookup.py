@@ -81,7 +81,7 @@ SGDM = OptimizerSettings("sgdm", 0.05, {"weight_decay": 5e-4})
 
 
 class TaskOption(NamedTuple):
-    """One option of a task: the type that its text is converted to, and its meaning."""
+    """An option of a task's name: the type of its value, and its meaning."""
 
     read: type
     note: str
@@ -350,7 +350,7 @@ def _without_file(kind: str, options: Mapping[str, Any]) -> Examples:
 
 
 def check_has_function(head: str, folder: Path | None = None) -> None:
-    """Raise TaskError, with the functions that the file defines, if `head` is a Python file without a function behind it.
+    """Raise TaskError if `head` is a Python file without the name of a function; the message lists its functions.
 
     >>> check_has_function("net.py")
     Traceback (most recent call last):
@@ -403,7 +403,7 @@ def _text(path: Path, options: Mapping[str, Any]) -> Text:
 
 @lru_cache(maxsize=4)
 def _arrays(path: Path, superclass: int | None, stamp: Stamp) -> Examples:
-    """Return the arrays of a file with this `_stamp`; cached, since tasks of twenty superclasses read one file in turn."""
+    """Return the arrays of a file, cached until the file changes (`stamp`)."""
     return read_arrays(path, superclass=superclass)
 
 
@@ -413,7 +413,7 @@ def _name(head: str, options: Mapping[str, Any]) -> str:
 
 
 def _portable(file: str) -> str:
-    """Return a relative path without `..` unchanged, and of any other path its name, so that trials contain no local path."""
+    """Return a path without folders of this machine, so that trials contain no local path."""
     path = Path(file)
     is_outside = path.is_absolute() or PureWindowsPath(file).is_absolute() or ".." in path.parts or file.startswith("~")
     return PureWindowsPath(file).name if is_outside else path.as_posix()

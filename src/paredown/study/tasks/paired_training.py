@@ -35,7 +35,7 @@ from paredown.study.tasks.trial import Trial
 
 @dataclass(eq=False)
 class Training:
-    """A training that is advanced step by step.
+    """A training that is advanced one step at a time, so that two can take turns.
 
     `start` takes the first NUM_MEASURED_STEPS steps, to measure their peak memory; each call of `step` takes one more.
     """

@@ -32,7 +32,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> scalar tensor, th
 
 
 class NamedOptimizer(NamedTuple):
-    """An optimizer by name: a class of paredown.optim, and the arguments that the name implies."""
+    """A row of RULES: the class of an optimizer's name, and the arguments that the name implies."""
 
     kind: str
     options: Mapping[str, Any]
@@ -52,7 +52,7 @@ SCHEDULES = ("cosine", "constant")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer of a task: a name of RULES, its peak learning rate, and further arguments of its class in `options`.
+    """The optimizer of a task: its name, learning rate, schedule and further arguments.
 
     `schedule`: "cosine" is a linear warmup in the first tenth of the run and a cosine decay to a hundredth, "constant" has neither.
     `max_norm`: clip gradients to this norm. `loss_scale`: the initial scale of a torch.amp.GradScaler; None: no scaler. `loss_factor`: a
@@ -90,7 +90,7 @@ METRICS: Mapping[str, Loss | None] = MappingProxyType({"error": share_wrong, "lo
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Task:
-    """A model, data, a loss and a number of steps: what to train and how to evaluate it.
+    """What plans are compared on: a model, data, a loss, and a number of training steps.
 
     `make_model(seed)` returns a new model on the CPU; torch is seeded before the call. `loss(output, answers)` is the mean over a batch;
     cross entropy by default. `metric`: "error" is the share of wrong answers, "loss" the loss; a function is called like the loss and
@@ -153,12 +153,12 @@ class Task:
 
     @property
     def judge(self) -> Loss:
-        """The function (output, answers) -> mean error of a batch, as `metric` selects it."""
+        """The function that computes the error of a batch, (output, answers) -> mean error."""
         return (METRICS[self.metric] or self.loss) if isinstance(self.metric, str) else self.metric
 
     @property
     def blind_loss(self) -> float | None:
-        """The loss of random guessing: cross entropy with equal odds for every answer; None for another loss."""
+        """The cross entropy of random guessing, with equal odds for every answer; None for another loss."""
         return self.data.blind_loss if self.loss is token_loss else None
 
     def __repr__(self) -> str:

@@ -57,7 +57,7 @@ def trace_task(
     compiled: bool = False,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Trace:
-    """Return the trace of one step of `task`, for the footprint of `plan` (None: the baseline); random states are not changed.
+    """Return the trace of one step of `task`, from which the footprint of `plan` (None: the baseline) is predicted.
 
     `device`: "cpu" or "cuda", with or without a number; CUDA if available when None. `batch_size` and the name `optimizer` replace the
     task's own. `compiled` and `chunked_loss`: as in `trace_step`. Traces are cached for the last few tasks.
@@ -134,7 +134,7 @@ def outline_task(task: Task) -> Outline:
 
 @lru_cache(maxsize=4)
 def _task_by_name(text: str, folder: Path | None) -> Task:
-    """Return the same Task for the same name.
+    """Return the Task with this name, the same object for the same name.
 
     Traces are cached by Task, and `cached_task` makes those of the user's code anew in each call.
     """

@@ -49,14 +49,14 @@ MIN_STEPS_TO_STOP = 100
 
 
 class Verdict(NamedTuple):
-    """The status and reason of a run that ends before its last step."""
+    """The status and the reason of a run that ended early."""
 
     status: Status
     reason: str
 
 
 class LossCurve:
-    """The loss curve of a run, and its verdict.
+    """The loss curve of a run, which also decides whether the run diverged or is hopeless.
 
     Points are (step, mean loss since the point before), with steps counted from 1.
     """
@@ -182,7 +182,7 @@ def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int =
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What decides the numbers of a trial: a task, the plan to train it under, the seed, the device and the mode."""
+    """Everything that decides the numbers of a trial: task, plan, seed, device and mode."""
 
     task: Task
     plan: Plan
@@ -214,7 +214,7 @@ class TrainingSetup:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def session(self, model: nn.Module) -> Any:
-        """Return the session of the plan on `model`; a null context for the baseline in store mode."""
+        """Return the session of the plan on `model`; a context that does nothing for the baseline in store mode."""
         if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
         if self.mode != "store":
@@ -224,7 +224,7 @@ class TrainingSetup:
 
 @dataclass
 class Loop:
-    """A training loop: a model with its session and optimizer, which `step` trains on one batch."""
+    """A model in training, with its session and optimizer."""
 
     setting: TrainingSetup
     model: nn.Module
@@ -305,7 +305,7 @@ def train(
     after: Callable[[int], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Train to the last step, or until `curve` has a verdict (the run diverged or is hopeless).
+    """Train to the last step, or until the loss curve ends the run, since it diverged or is hopeless.
 
     `after(step)` is called after each step, `progress(step, steps, training loss)` after each point of the loss curve.
     """
@@ -339,7 +339,7 @@ def judge(loop: Loop) -> tuple[float, float]:
 
 
 def with_scores(trial: Trial, error: float, loss: float) -> Trial:
-    """Return the trial with its error and loss on the test split; DIVERGED if one of them is not finite."""
+    """Return the trial with its error and loss on the test split; its status is DIVERGED if one is not finite."""
     if not (math.isfinite(error) and math.isfinite(loss)):
         return replace(trial, status=Status.DIVERGED, reason=f"on the test split the error is {error:.4g} and the loss {loss:.4g}")
     return replace(trial, error=error, loss=loss)

@@ -53,7 +53,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, repr=False)
 class Trial:
-    """The result of training a task under a plan.
+    """The result of training a task under a plan from one seed: error, loss, memory, times and status.
 
     None means unknown. Numbers are finite; `reason` describes a loss that is not.
     """
@@ -100,7 +100,7 @@ class Trial:
         return self.step_seconds / self.baseline_step_seconds
 
     def _numbers(self) -> list[str]:
-        """Return the measured and predicted numbers that are known, with their names."""
+        """Return the names and values of the measured and predicted numbers that are known."""
         texts: list[str] = []
         texts += [f"error {self.error:.4f}"] if self.error is not None else []
         texts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
@@ -168,7 +168,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def with_baseline_steps(trials: Iterable[tuple[str, Trial]]) -> list[Trial]:
-    """Return the trials, given with the text of their task, each with a step time of the baseline if one is known.
+    """Return the trials with the baseline's step time added where it is known for their task and device.
 
     A trial that lacks it gets the median of the baseline's trials of its task on its device.
     """

@@ -90,7 +90,7 @@ def why_alone(setting: TrainingSetup) -> str | None:
 
 
 def kind_of(setting: TrainingSetup) -> Any:
-    """Return the key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
+    """Return a key that is equal for runs that can share captured graphs."""
     task, settings = setting.task, replace(setting.task.settings, lr=1.0, schedule="constant")
     mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
     options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
@@ -123,7 +123,7 @@ def rounding_key(plan: Plan) -> Any:
 
 
 class QueuedTraining(NamedTuple):
-    """A training that was added to a bench, with the caller's key."""
+    """A training that waits for a lane, with the caller's key."""
 
     key: Any
     setting: TrainingSetup
@@ -131,7 +131,7 @@ class QueuedTraining(NamedTuple):
 
 @dataclass
 class GraphGroup:
-    """Runs that share graphs: the queue, and the lanes, each of which trains one run at a time with these graphs."""
+    """Runs that can share captured graphs: those in the queue, and the lanes that train them."""
 
     queue: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
     lanes: list[Lane] = field(default_factory=list[Lane])
@@ -143,7 +143,7 @@ class GraphGroup:
 
 
 class GraphBench:
-    """Trains the runs that are added; each `turn` queues a step in every lane and returns the trials that have ended."""
+    """Trains many runs in lanes of captured graphs; each `turn` queues one step in every lane."""
 
     def __init__(self, num_lanes: int = NUM_LANES) -> None:
         self._num_lanes = num_lanes
@@ -209,7 +209,7 @@ class GraphBench:
         self._forget()
 
     def _leave(self, queued: QueuedTraining, reason: str) -> None:
-        """Return a run untrained at the next turn; the reason is logged once for each task."""
+        """Return a run untrained at the next turn, since it cannot share a graph."""
         self._alone[queued.key] = LayoutMismatch(reason)
         name = queued.setting.task.name
         if (name, reason) not in self._reported:
@@ -217,7 +217,7 @@ class GraphBench:
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_freed_memory(self) -> bool:
-        """Return whether a retry may find memory, because idle lanes were dropped, or running ones will free theirs.
+        """Return whether a retry may find memory now or later, after an allocation failed.
 
         No further lanes are started.
         """
@@ -253,7 +253,7 @@ class GraphBench:
         self.begun.append(queued.key)
 
     def _forget(self) -> None:
-        """Drop the least recently used groups beyond MAX_GROUPS."""
+        """Drop the groups of graphs that were not used for longest, beyond MAX_GROUPS."""
         idle = [kind for kind, group in self._groups.items() if not group.queue and len(group.idle) == len(group.lanes)]
         for kind in idle[: max(0, len(self._groups) - MAX_GROUPS)]:
             for lane in self._groups.pop(kind).lanes:
@@ -293,7 +293,7 @@ PER_LANE = 2  # claims for each lane, so that the next trial is at hand when one
 
 @dataclass
 class GpuProcess:
-    """The process of a GPU, the parent's ends of its pipes, and the trials that were sent to it, with their deadlines."""
+    """The child process of one GPU, with its pipes and the trials that were sent to it."""
 
     process: BaseProcess
     pipe: Connection

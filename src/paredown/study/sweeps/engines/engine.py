@@ -38,7 +38,7 @@ RunTrial = Callable[[TrialSpec], Trial]
 
 
 class Engine(ABC):
-    """Runs up to `slots` trials in parallel."""
+    """The interface of objects that run up to `slots` trials in parallel."""
 
     slots: int = 1
 
@@ -67,7 +67,10 @@ def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
 
 
 def of_error(spec: TrialSpec, error: BaseException) -> Trial:
-    """Return the trial for an exception of its code; KeyboardInterrupt is raised again."""
+    """Return a trial whose status and reason describe an exception.
+
+    KeyboardInterrupt is raised again.
+    """
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, MemoryError):
@@ -103,7 +106,7 @@ END_SECONDS = 5.0  # for a process to exit after it has sent its result; it is k
 
 
 class TrialResources(NamedTuple):
-    """What a trial may use: a GPU (None: any), and a number of CPU threads."""
+    """The resources of one trial: a GPU (None: any), and a number of CPU threads."""
 
     gpu: str | None
     threads: int
@@ -111,7 +114,7 @@ class TrialResources(NamedTuple):
 
 @dataclass
 class TrialProcess:
-    """A trial's process, the parent's end of its pipe, its GPU, and its deadline on the monotonic clock."""
+    """The process of one trial, with its pipe, its GPU and its deadline."""
 
     claim: Claim
     process: BaseProcess
@@ -233,7 +236,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Set up a child process. It is killed when the other end of `pipe` is closed."""
+    """Set up a child process so that it ends when its parent does."""
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -267,7 +270,7 @@ def without_main() -> Generator[None]:
 
 @final
 class InlineEngine(Engine):
-    """Runs a trial in the worker's process, inside `wait`."""
+    """An engine that runs one trial at a time in the worker's own process."""
 
     def __init__(self, run: RunTrial) -> None:
         self._run = run

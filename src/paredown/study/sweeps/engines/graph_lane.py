@@ -36,7 +36,7 @@ Replay = Callable[[], None]
 
 
 class InitialStates:
-    """Initial parameters and buffers of models on the device, cached by model and seed."""
+    """A cache of the initial parameters and buffers of models on the device, by model and seed."""
 
     def __init__(self) -> None:
         self._states: OrderedDict[Any, list[Tensor]] = OrderedDict()
@@ -60,7 +60,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 @dataclass
 class LaneRun:
-    """One training in a lane: its setup, the trial without its results (`head`), its loss curve, and its progress.
+    """One training in a lane, with its loss curve and how many steps are queued.
 
     `num_queued` steps were queued on the device; `is_judged`: the evaluation was queued, too.
     """
@@ -75,7 +75,7 @@ class LaneRun:
 
 
 class Lane:
-    """A model with its session, optimizer and captured graphs, which trains one run after another."""
+    """A model with captured graphs of its training step, which trains one run after another."""
 
     def __init__(self, setting: TrainingSetup, key: Any, starts: InitialStates) -> None:
         self.setting, self._key, self._starts = setting, key, starts
@@ -106,7 +106,7 @@ class Lane:
         self._total.add_(self._loop.run_step(self._x, self._answers).float())
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
-        """Return the graph for test batches of this size: its replay function, its inputs, and its output (error, loss)."""
+        """Return the captured graph that evaluates test batches of this size, with its inputs and outputs."""
         scores = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
 
         def judge() -> None:
@@ -235,7 +235,7 @@ class Lane:
     # --- copies to the host ---------------------------------------------------------------------------------------------
 
     def _sent(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return an asynchronous copy of a tensor on the host, and the CUDA event of its completion."""
+        """Return a copy of a tensor on its way to the host, and the CUDA event of its arrival."""
         if not self.is_cuda:
             return tensor.clone(), None
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -256,7 +256,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def layout(x: Tensor, answers: Tensor) -> Any:
-    """Return shapes, strides and dtypes of a batch, which a captured graph fixes."""
+    """Return the shapes, strides and dtypes of a batch, which a captured graph cannot change."""
     return tuple((tuple(part.shape), part.stride(), part.dtype) for part in (x, answers))
 
 
@@ -269,7 +269,7 @@ def _is_ready(sent: tuple[Tensor, Any]) -> bool:
 
 
 def _received(sent: tuple[Tensor, Any]) -> Tensor:
-    """Return the copied tensor, after waiting for its event."""
+    """Return a copied tensor, after waiting for its arrival."""
     if sent[1] is not None:
         sent[1].synchronize()
     return sent[0]

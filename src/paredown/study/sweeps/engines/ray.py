@@ -47,7 +47,7 @@ CHECKS = {
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What one trial gets of a Ray cluster. Every field is passed to Ray.
+    """The resources and options with which Ray runs each trial.
 
     `cpus`, `gpus` (fractions are allowed; None: one GPU where the cluster has GPUs, a share where there are more slots than GPUs) and
     `resources`, by name, are reserved for the trial. `labels`: the labels of nodes that may run it (Ray's `label_selector`). `placement`:
@@ -92,7 +92,7 @@ class RayOptions:
 
 @dataclass(frozen=True)
 class RayTrial:
-    """A trial that Ray runs or queues. `host` is None until it has started, `deadline` until then or without a time limit."""
+    """A trial that Ray has queued or is running."""
 
     claim: Claim
     host: str | None = None
@@ -105,7 +105,7 @@ class RayTrial:
 
 @final
 class RayEngine(Engine):
-    """Runs trials as Ray tasks, one process each.
+    """An engine that runs trials as Ray tasks, in a process each.
 
     `slots`: trials in parallel; None: as many as the cluster's nodes have resources for.
     """
