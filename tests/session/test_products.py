@@ -17,7 +17,7 @@ from paredown.codec import products as codes
 from paredown.errors import ApplyError, PlanError
 from paredown.session.compiled import graph_packing, graph_products
 from paredown.session.eager import products
-from paredown.session.eager.products import FEW_ROWS, HEAD, MULTIPLIED, NARROW
+from paredown.session.eager.product_layers import FEW_ROWS, HEAD, MULTIPLIED, NARROW
 from tests.programs.compiling import compiles_quickly
 from tests.session.nets import INT8, assert_same, gradients, relative_error, step
 

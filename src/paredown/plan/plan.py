@@ -41,7 +41,7 @@ from paredown.formats.catalog import reason_not_to_store
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.presets import PRESETS, ByRole
-from paredown.plan.products import PRODUCT, Products, checked_products, find_product, is_product_key, say_product
+from paredown.plan.product_rules import PRODUCT, Products, checked_products, find_product, is_product_key, say_product
 from paredown.plan.selectors import (
     ROLE_NAMES,
     NamesAndRole,
@@ -98,7 +98,7 @@ class Plan:
     `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
     under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled sessions
     recompute; the rules apply to those that cannot be recomputed. `offload`: on a GPU, packed inputs of checkpointed layers are in host
-    memory until backward needs them. `products`: which layers multiply 8-bit codes (plan/products.py), which changes forward. `tiles`:
+    memory until backward needs them. `products`: which layers multiply 8-bit codes (plan/product_rules.py), which changes forward. `tiles`:
     paths or patterns of modules, and how many tokens the pieces of the sequence have that modules inside run over (session/tiles.py).
     """
 

@@ -27,7 +27,7 @@ class ByRole(TypedDict, total=False):
     residue: FormatLike
     activation: FormatLike
     error: FormatLike
-    product: str | None  # products of all linear layers (plan/products.py)
+    product: str | None  # products of all linear layers (plan/product_rules.py)
 
 
 class Preset(NamedTuple):

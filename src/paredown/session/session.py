@@ -59,7 +59,7 @@ from paredown.session.changes import (
 )
 from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs, SecondPasses
 from paredown.session.eager.activations import Activations
-from paredown.session.eager.products import ProductLayers
+from paredown.session.eager.product_layers import ProductLayers
 from paredown.session.measured_runs import MeasuredRuns
 from paredown.session.open_sessions import any_session_of, check_has_none, forget, register
 from paredown.session.signals import GuardFactory

@@ -25,7 +25,7 @@ from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
 from paredown.session.compiled.graph_packing import PlanBackend, PlanPartitioner, autograd_node_of, holds_tensors, inductor_of
 from paredown.session.compiled.graph_signals import NUM_SIGNALS
-from paredown.session.eager.products import ProductLayers
+from paredown.session.eager.product_layers import ProductLayers
 from paredown.session.signals import Signals
 
 NOT_COMPILED = (

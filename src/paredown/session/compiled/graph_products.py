@@ -20,7 +20,7 @@ from paredown.codec import backend
 from paredown.codec.products import TRANSPOSED, row_linear
 from paredown.loss.graph_head import LINEARS
 from paredown.session.compiled.graph_slots import aten_name
-from paredown.session.eager.products import ProductLayers
+from paredown.session.eager.product_layers import ProductLayers
 
 DEVICES = ("cuda", "cpu")  # where an operation transposes
 

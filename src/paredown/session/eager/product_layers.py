@@ -28,7 +28,7 @@ from paredown.errors import ApplyError, PlanError
 from paredown.loss.output_head import find_head
 from paredown.optim.packed_weight import weight_of
 from paredown.plan.plan import Plan
-from paredown.plan.products import AUTO, PRODUCT
+from paredown.plan.product_rules import AUTO, PRODUCT
 from paredown.plan.selectors import closest
 from paredown.session.changes import UNMODIFIED, Change, SlotExplanation
 
