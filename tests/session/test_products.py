@@ -16,7 +16,7 @@ from paredown import Plan, Session, apply, footprint, optim, trace_step, verify
 from paredown.codec import products as codes
 from paredown.errors import ApplyError, PlanError
 from paredown.session.compiled import graph_packing, graph_products
-from paredown.session.eager import products
+from paredown.session.eager import product_layers
 from paredown.session.eager.product_layers import FEW_ROWS, HEAD, MULTIPLIED, NARROW
 from tests.programs.compiling import compiles_quickly
 from tests.session.nets import INT8, assert_same, gradients, relative_error, step
@@ -29,8 +29,8 @@ SIZE, LENGTH, WORDS = 64, 32, 128
 
 @pytest.fixture(autouse=True)
 def _all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "MIN_WIDTH", 16)
-    monkeypatch.setattr(products, "MIN_ROWS", 1)
+    monkeypatch.setattr(product_layers, "MIN_WIDTH", 16)
+    monkeypatch.setattr(product_layers, "MIN_ROWS", 1)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def reasons(session: Session) -> dict[str, str]:
 
 
 def test_layers_that_would_not_gain_are_left_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "MIN_WIDTH", 64)
+    monkeypatch.setattr(product_layers, "MIN_WIDTH", 64)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 100), nn.Linear(100, 64))
     net.append(nn.MultiheadAttention(64, 4)).append(nn.Linear(64, 64, dtype=torch.float64)).append(nn.Linear(64, 64))
     net[6].forward = net[6].forward  # someone replaced it
@@ -122,14 +122,14 @@ def test_heads_are_left_unless_a_rule_names_them() -> None:
 
 
 def test_narrow_layers_and_few_rows_multiply_where_a_rule_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "MIN_WIDTH", 256)
-    monkeypatch.setattr(products, "MIN_ROWS", 100)
+    monkeypatch.setattr(product_layers, "MIN_WIDTH", 256)
+    monkeypatch.setattr(product_layers, "MIN_ROWS", 100)
     net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(20, 64)
     with apply(Plan().set("product=0", "int8").set("product=*", "e4m3fn"), net) as session:
         y = net(x)
         assert reasons(session) == {"product=1": NARROW}
         assert torch.equal(y, net[1](codes.row_linear(x, net[0].weight, net[0].bias, "int8")))
-    monkeypatch.setattr(products, "MIN_WIDTH", 16)
+    monkeypatch.setattr(product_layers, "MIN_WIDTH", 16)
     with apply(ONLY, net) as session:
         assert torch.equal(net(x), net[1](net[0](x))) and reasons(session) == dict.fromkeys(("product=0", "product=1"), FEW_ROWS)
         assert "0 of 2 linear layers multiply" in repr(session.summary())
@@ -146,7 +146,7 @@ def test_rules_that_match_no_layer_are_an_error() -> None:
 def test_auto_takes_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     with apply(Plan.preset("auto_products"), Words()) as session:
         assert set(session.products.elements.values()) == {"e4m3fn"}
-    monkeypatch.setattr(products, "reason_without", lambda element, device: "has none" if element == "e4m3fn" else "")
+    monkeypatch.setattr(product_layers, "reason_without", lambda element, device: "has none" if element == "e4m3fn" else "")
     with apply(Plan.preset("auto_products"), Words()) as session:
         assert set(session.products.elements.values()) == {"int8"}
     with pytest.raises(ApplyError, match=r"layer 'head': has none"):
@@ -314,14 +314,14 @@ def test_layers_outside_of_the_compiled_graphs_have_a_reason(quick: None) -> Non
         compiled = session.compile()
         net.layers[1].q = nn.Identity()
         compiled(tokens()).sum().backward()
-        assert reasons(session) == {"product=layers.1.q": products.NOT_IN_GRAPHS}
+        assert reasons(session) == {"product=layers.1.q": product_layers.NOT_IN_GRAPHS}
 
 
 def test_plain_compilation_of_a_model_with_a_session_is_a_reason(quick: None) -> None:
     net = Words()
     with apply(ONLY, net, chunked_loss=False) as session:
         torch.compile(net, backend="eager")(tokens())
-        assert set(reasons(session).values()) == {products.COMPILED}
+        assert set(reasons(session).values()) == {product_layers.COMPILED}
 
 
 # --- what else reads plans -----------------------------------------------------------------------------------------------------------
