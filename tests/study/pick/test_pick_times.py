@@ -21,7 +21,7 @@ from paredown.study.priors.prior_files import prior_from_json, prior_to_text
 from paredown.study.report.studies import study_of_pick
 from paredown.study.tasks.task_trace import trace_task
 from tests.study.pick.test_pick import PRIOR, make_task, tried
-from tests.study.pick.test_prior_collection import PLANS, SMALL, row
+from tests.study.priors.test_prior_collection import PLANS, SMALL, row
 
 __all__ = ["tried"]
 
