@@ -97,7 +97,7 @@ def running_checkpoint() -> Any:
 
 
 def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
-    """Return (handle, tensor) of each input that a checkpoint keeps for backward and that a session may replace by a packed one.
+    """Return (handle, tensor) of each input of a checkpointed layer that is kept for backward and may be stored packed.
 
     `frame`: the frame that torch.utils.checkpoint made for the checkpoint.
     """
@@ -200,7 +200,7 @@ class HiddenLayer:
         return HiddenLayer(module, path, inputs) if inputs else None
 
     def enter(self, args: Any) -> None:
-        """Record which inputs of the layer are arguments of a module that is called inside of it."""
+        """Record which of the layer's inputs are passed to a module that the layer calls."""
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
@@ -233,7 +233,7 @@ def _differentiable(args: Any) -> list[Tensor]:
 
 
 class Checkpoints:
-    """Finds the inputs that checkpointed layers keep, in the forward passes that a `Watch` follows, and describes them as slots."""
+    """Finds the inputs that checkpointed layers keep for backward, and describes them as slots."""
 
     def __init__(self) -> None:
         self.reports_inputs = True
@@ -245,7 +245,7 @@ class Checkpoints:
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function that packs what a checkpointed layer saves when backward runs it again.
+        """Set the function that packs the tensors that a checkpointed layer saves when backward runs the layer again.
 
         `on_recomputation` is called for each such run, and returns a function that packs one saved tensor.
         """
@@ -253,7 +253,7 @@ class Checkpoints:
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether layers of reentrant checkpoints have not run in backward yet, so that the tensors that they save have no names."""
+        """Whether the tensors of some reentrant checkpoints have no names yet, since backward has not run these layers."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
@@ -275,7 +275,7 @@ class Checkpoints:
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Make a checkpoint pack what its layer saves when backward runs the layer again; `call` was its first call of a module."""
+        """Prepare a checkpoint to pack the tensors that its layer saves in backward; `call` was the layer's first call of a module."""
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:

@@ -64,7 +64,7 @@ class Saved:
 
     @property
     def needs(self) -> Needs:
-        """What backward needs of the tensor: its values, one bit each, or less."""
+        """What backward needs of the tensor: all values, only one bit per value (a sign or a mask), or only an index."""
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
@@ -98,7 +98,9 @@ class ModuleCall:
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A forward pass that is running: of the model, of a part of it in another thread, or of a checkpointed layer in backward."""
+    """A forward pass that is running: of the whole model, of a part of the model in another thread, or of a checkpointed layer in
+    backward.
+    """
 
     inputs: frozenset[int]  # storages of the caller's arguments
     modules: Iterable[nn.Module]
@@ -162,7 +164,7 @@ def is_around(running: Pass, module: nn.Module) -> bool:
 
 @contextmanager
 def passed_over(current: Pass | None) -> Generator[None]:
-    """Return a context in which module calls are not followed. `current`: the forward pass, None if none runs."""
+    """Return a context in which the forward pass `current` does not record module calls; None if no pass is running."""
     if current is None or current.over is not None:
         yield
         return
@@ -179,7 +181,7 @@ def covers_storage(tensor: Tensor) -> bool:
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Return how many bytes packing a saved tensor would cover: its whole storage, or the tensor alone."""
+    """Return the number of bytes that packing a saved tensor replaces: those of its storage, or of the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
@@ -242,7 +244,7 @@ def nodes_behind(values: Any, first: int) -> list[Any]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return the names of the Python attributes in which autograd nodes of this type keep each saved tensor and its handle.
+    """Return the names of the Python attributes under which autograd nodes of one type have each saved tensor and its handle.
 
     If `only_major`, statistics, library state and parameters are left out.
     """
@@ -341,7 +343,7 @@ def _prefix(call: ModuleCall, op: str) -> str:
 
 
 def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
-    """Return what a saved tensor is: "activation", "weight" (a parameter, its view or cast), "buffer", or "input" of the caller."""
+    """Return the kind of a saved tensor: "activation", "weight" (a parameter, its view or cast), "buffer" or "input" (of the model)."""
     node = tensor.grad_fn
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
@@ -359,7 +361,7 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
 
 
 def is_part_of_parameter(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of a parameter, as in nn.MultiheadAttention, which multiplies by thirds of one."""
+    """Return whether a tensor is a view of a parameter, such as one third of nn.MultiheadAttention's weight."""
     base = tensor._base
     return isinstance(base, nn.Parameter) and base.is_leaf
 
@@ -391,5 +393,5 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_plain_leaf(module: nn.Module) -> bool:
-    """Return whether `module` is one of torch.nn without children, whose slots need no operation in their names."""
+    """Return whether `module` is a module of torch.nn without children; its slots are named without an operation."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

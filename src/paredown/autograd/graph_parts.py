@@ -28,7 +28,7 @@ Moment = tuple[tuple[Any, ...], list[dict[str, int]]]  # `point_of`, and the cou
 
 
 class SavedTrail(NamedTuple):
-    """The path through autograd's graph to a saved tensor, by which later passes find it again."""
+    """The position of a saved tensor in autograd's graph, by which the tensor is found again in later passes."""
 
     node_index: int
     raw: str
@@ -39,7 +39,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """The paths through a part of autograd's graph that one pass has read, so that later passes need no search.
+    """The nodes and saved tensors of a part of autograd's graph, recorded in one pass, so that later passes find them without a search.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
     """
@@ -71,7 +71,7 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
-        """Return (description, node, handle, tensor) of each saved tensor in the same part of a later graph; None if a node differs.
+        """Return (description, node, handle, tensor) of each saved tensor of this part in a later graph; None if a node differs.
 
         `starts`: the nodes of the tensors that the part is read from.
         """
@@ -132,7 +132,7 @@ Found = dict[int, tuple[int | None, int]]
 
 
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
-    """Search autograd's graph from `starts`, and return how each node was found, and which nodes lie behind it.
+    """Search autograd's graph from the nodes `starts`; return the path to each new node, and the older nodes at which the search ended.
 
     The first maps a node's number to (number of the node before it or None, index of the start or edge), the second to a list of (edge,
     number). `created`: the nodes of the pass by number; no others are visited.
@@ -178,7 +178,7 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """The tensors that nodes saved which were read at one moment of a pass. With them, the next pass is read without a search."""
+    """A part of a pass that was read from autograd's graph at one moment, recorded so that the next pass is read without a search."""
 
     point: tuple[Any, ...]  # `point_of` the moment before it was read
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
@@ -189,7 +189,7 @@ class Segment:
 
     @staticmethod
     def of(start: Moment, current: Pass, found: Report, values: Any) -> Segment | None:
-        """Return the segment that was read from the tensors in `values`; None if later passes cannot find it, as of custom functions.
+        """Return the segment read from the output tensors in `values`; None if later passes cannot find it (with custom functions).
 
         `start`: the moment of the pass before it was read.
         """
@@ -204,7 +204,7 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """Return the tensors that the same part of a later pass saved; None if it differs."""
+        """Return the saved tensors of the same part of a later pass; None if that pass differs."""
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))

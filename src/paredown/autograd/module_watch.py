@@ -168,7 +168,7 @@ class Watch(SavedReports):
         self._forget()
 
     def _forget(self) -> None:
-        """Forget how earlier passes were read, so that the next pass is read by a search of autograd's graph."""
+        """Discard the records of earlier passes, so that the next pass is read by a search of autograd's graph."""
         self._segments = {}
 
     def _remove(self, modules: list[nn.Module]) -> None:
@@ -177,7 +177,7 @@ class Watch(SavedReports):
                 handle.remove()
 
     def where(self) -> str:
-        """Return the path of the module whose forward is running in this thread; "" for the model itself, and if none runs."""
+        """Return the path of the module whose forward is running in this thread; "" for the model itself, or if no forward runs."""
         current = self._current()
         return current.calls[-1].path if current is not None else ""
 
@@ -354,7 +354,7 @@ class Watch(SavedReports):
         leave(current, module, args, output)
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report what a call of a module saved, at the end of the call."""
+        """Report the tensors that were saved in a call of a module, at the end of the call."""
         calls, over = current.calls, current.over
         if over is not None and over is not module:
             return
@@ -386,7 +386,7 @@ class Watch(SavedReports):
         current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin the part of the running forward pass that another thread executes by calling `module`, and return it, or None.
+        """Begin, and return, the pass of a part of the model that another thread runs by calling `module`; None if there is none.
 
         Nodes before the arguments belong to the thread that created them. If several forward passes run, it is not known which of them the
         thread belongs to.
@@ -408,7 +408,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin the forward pass in which backward runs the layer of a reentrant checkpoint again, and return it, or None."""
+        """Begin, and return, the pass in which backward runs the layer of a reentrant checkpoint again; None if there is none."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0

@@ -35,7 +35,7 @@ MAX_BETWEEN = 128  # nodes that are searched from one argument: a network withou
 
 
 class Between(NamedTuple):
-    """The operations that lead from outputs of calls of the model's parts to the arguments of a later call.
+    """The autograd nodes between the outputs of earlier calls of the model's parts and the arguments of a later call.
 
     `nodes`: (number, node) of their autograd nodes. `arguments`: the arguments that passes produced. `outputs`: the storages of the outputs
     that lead to these arguments. `held`: the storages of the caller's own tensors.
@@ -85,7 +85,7 @@ class PassChain:
         return Between(sorted(nodes.items()), produced, outputs - given, frozenset(given | held))
 
     def _way_to(self, start: Any) -> tuple[dict[int, Any], set[int]] | None:
-        """Return the nodes between outputs of earlier calls and `start`, by number, with the storages of these outputs; or None.
+        """Return the autograd nodes between `start` and outputs of earlier calls, by number, and the storages of these outputs.
 
         Return None if there is no such path.
         """

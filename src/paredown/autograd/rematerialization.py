@@ -29,7 +29,7 @@ ACTIVATIONS = frozenset(("gelu", "silu"))
 
 
 class Rematerialization(NamedTuple):
-    """An instruction to recompute a tensor in backward: apply `op` to what another node saved as its input.
+    """The way to recompute a saved tensor in backward: apply the operation `op` to the input that another node saved.
 
     `sign`: the node of a ReLU after `op`. `function`: the node of another activation function after it. `otherwise`: how to recompute the
     tensor if `source` saved nothing that is stored.
@@ -44,7 +44,7 @@ class Rematerialization(NamedTuple):
 
 
 def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
-    """Return how backward can recompute `tensor` from what an earlier node saved; None if it cannot."""
+    """Return the way to recompute `tensor` in backward from a tensor that an earlier node saved; None if impossible."""
     node = tensor.grad_fn
     if node is None:
         return None

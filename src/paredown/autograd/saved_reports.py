@@ -34,7 +34,7 @@ SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
 class SavedReports:
-    """The part of `Watch` that reads autograd's graph: it calls `on_saved` for each tensor that new nodes saved.
+    """The part of `Watch` that reads autograd's graph and calls `on_saved` for each newly saved tensor.
 
     The subclass `Watch` decides when to read which part of the graph.
     """
@@ -63,7 +63,7 @@ class SavedReports:
             self._report_tensors(current, tensors)
 
     def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
-        """Report saved tensors that were found where an earlier pass had found its own."""
+        """Report saved tensors at the positions of the graph that were recorded in an earlier pass."""
         if not tensors:
             return
         is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad

@@ -30,7 +30,7 @@ top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """A stand-in for autograd's handle of a saved tensor, which keeps the pack and unpack hooks registered on it."""
+    """A stand-in for autograd's handle of a saved tensor; it records the pack and unpack hooks that are registered on it."""
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -60,7 +60,7 @@ class RecomputedSave:
 
 
 def stored_operand(node: Any) -> Any:
-    """Return the packed form of the operand `self` of an operation in a rerun layer; None for other nodes."""
+    """Return the packed form of the input `self` of an operation in a layer that backward runs again; None for other nodes."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -78,7 +78,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """A dictionary that replaces torch.utils.checkpoint's own for the tensors of one backward, and unpacks them when read."""
+    """A replacement for the dictionary of torch.utils.checkpoint in one backward; it unpacks tensors when they are read."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Make a checkpoint of this layer store packed what the layer saves when backward runs it again.
+        """Replace the storage of a checkpoint, so that tensors saved in the layer's second forward pass are packed.
 
         Do nothing if the checkpoint saved another number of tensors.
         """

@@ -79,7 +79,7 @@ def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> lis
 
 
 def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
-    """Return the 1-D parts of 1-D contiguous `x`."""
+    """Return the codes, scales and minimums of 1-D contiguous `x`, each as a 1-D tensor."""
     kernels = flat_encoder(x.shape[0], x.is_cuda, format, rounding, overflow, seed, tensor_id)
     if kernels is not None:
         return kernels(x, step)
@@ -121,7 +121,10 @@ def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int
 
 
 def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return the `numel` values, 1-D, of what `paredown::encode` returned. Finite values past float16's largest stay finite."""
+    """Return the `numel` values of an encoded tensor, 1-D, from the tensors `parts` that `paredown::encode` returned.
+
+    Finite values above float16's largest value stay finite.
+    """
     element = format.element
     y = parts[0].view(CASTS[element]).float() if element in CASTS else _unpacked(parts[0], format, numel).float()
     if format.block and format.scale:
@@ -134,9 +137,9 @@ def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: 
 
 
 def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tensor:
-    """Return a bound on the magnitudes of encoded `x`: the largest one that its scales and minimums allow; max |x| without a block.
+    """Return an upper bound on the magnitudes of encoded `x`, computed from its scales and minimums.
 
-    NaN if `x` is not finite.
+    Without a block it is max |x|. NaN if `x` is not finite.
     """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()
@@ -167,7 +170,7 @@ def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
 
 
 def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
-    """Return one value for each block, (num_blocks,), repeated for each value, (numel,).
+    """Return one value per block, (num_blocks,), repeated for every value of the block, (numel,).
 
     Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %).
 

@@ -452,13 +452,13 @@ def unpack(packed, width, codes):
 
 @inner
 def place_of(b, block, begin, count):
-    """Return where the values of block b are in a tile, which starts at `begin` of its row."""
+    """Return the range of indices, within a tile that starts at `begin` of its row, of the values of block `b`."""
     return np.uint64(max(b * block - begin, 0)), np.uint64(min((b + 1) * block - begin, count))
 
 
 @inner
 def largest_of_blocks(y, begin, block, first_block, top):
-    """Raise `top` to the largest magnitudes in a tile's blocks, as bits, which are above INF_BITS for NaN."""
+    """Update `top`, the largest magnitude in each block of a tile, as bits of a float32, so that NaN is above infinity."""
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -564,7 +564,7 @@ def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, mini
 
 @inner
 def write_scales(parts, start, n, codes, scales, minimums):
-    """Store scales and minimums; those of blocks that cannot be encoded are NaN and 0."""
+    """Store the scales and minimums of blocks; NaN and 0 for blocks that cannot be encoded."""
     if n.scale == CODE:
         for b in range(len(scales)):
             parts.scales[start + b] = codes[b]
@@ -594,7 +594,7 @@ def find_broken(top, n, broken, codes, scales, minimums):
 
 @inner
 def divide_by_scales(y, begin, first_block, n, scales, minimums):
-    """Replace each value x by (x - minimum) / scale; by 0 in blocks whose scale is NaN."""
+    """Replace each value x by (x - minimum) / scale of its block; by 0 if the scale is NaN."""
     block, rule, end = n.block, n.rule, begin + len(y)
     high = n.max_value if rule == COVER else INF
     low = F(-high) if n.min_value < ZERO else F(-INF)
@@ -634,7 +634,7 @@ def multiply_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, minimums):
-    """Mark blocks with values that have no code as broken, with codes 0, and return whether there are new ones."""
+    """Mark blocks with values without a code as broken and set their codes to 0; return whether any are newly broken."""
     end, is_new = begin + len(codes), False
     for b in range(begin // n.block, (end - 1) // n.block + 1):
         start, stop = place_of(b, n.block, begin, len(codes))
@@ -653,7 +653,7 @@ def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, m
 
 @inner
 def group_len(block, cols):
-    """Return how many values are encoded together: whole blocks and bytes, a tile if they fit."""
+    """Return how many values of a row are encoded in one group: whole blocks that fill whole bytes, at most a tile if possible."""
     unit = max(block, 1)
     while unit % 8:
         unit *= 2
@@ -662,7 +662,7 @@ def group_len(block, cols):
 
 @inner
 def scales_of_group(x, place, begin, stop, call, parts, start, n, scale_values, top, low, high, codes, scales, minimums):
-    """Choose the scales of the blocks from `begin` to `stop` of a row, or read them if they are given."""
+    """Determine the scales of a row's blocks from `begin` to `stop`: choose them by the values, or read given ones."""
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
     y = np.empty(TILE, np.float32)
     for first in range(begin, stop, TILE):

@@ -127,7 +127,7 @@ def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(x: Tensor, *args: Any) -> Any:
-    """Return `quantize_columns` as plain torch operations in graphs of a CPU; NotImplemented on CUDA, which calls the kernels.
+    """Return `quantize_columns` in plain torch operations, for graphs on a CPU; NotImplemented on CUDA, where kernels run.
 
     Inductor would fuse it into reductions that read along rows, whose transposed writes took 10.6 of the 83 ms of a step (one H200).
     """
@@ -183,7 +183,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of `matrix`, a view of `x`, or those of the last call if that was with the same tensor."""
+        """Return codes and scales of `matrix`, a view of `x`; the previous ones if the previous call was for the same tensor."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():

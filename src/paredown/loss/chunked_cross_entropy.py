@@ -55,7 +55,7 @@ FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums under
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The arguments of torch.nn.functional.cross_entropy other than tensors of logits and targets; `class_weights` is its `weight`."""
+    """The options of a call of torch.nn.functional.cross_entropy; `class_weights` stands for its argument `weight`."""
 
     class_weights: Tensor | None = None
     ignore_index: int = -100
@@ -78,7 +78,7 @@ class Elementwise:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors (a, b, c) of c tanh(b tanh(a z)) by which the transform is described; None for calls in float64.
+        """The factors (a, b, c) if the transform of logits is z -> c tanh(b tanh(a z)); None for calls in float64.
 
         >>> Elementwise((("div", 4.0), ("to", "float32"), ("tanh", None), ("mul", 3.0), ("mul", 2.0))).scales
         (0.25, 6.0)
@@ -212,7 +212,7 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
 
 
 def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
-    """Return the dtype in which a linear layer would multiply `hidden`: that of autocast if enabled, but never for float64."""
+    """Return the dtype in which a linear layer computes for input `hidden`: autocast's if enabled, except for float64 input."""
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
@@ -251,7 +251,7 @@ class Problem:
 
 
 class Rows:
-    """The weights by which log probabilities enter each row's loss: `own` for the target class, `smooth` for all classes.
+    """The weights of the log probabilities in each row's loss: `own` for the target class, `smooth` for every class.
 
     The terms of a chunk are computed from its targets each time: no tensor of this class has a value for every row.
     """
@@ -316,7 +316,7 @@ def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class Linear:
-    """A linear layer that is applied to chunks of rows, and its gradients, summed over chunks."""
+    """A linear layer that is applied to one chunk of rows at a time; its gradients are summed over the chunks."""
 
     adapter: Linear | None = None
 
@@ -336,13 +336,13 @@ class Linear:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden, weight and bias; None where they are not needed."""
+        """The gradients of hidden states, weight and bias; None for those that are not required."""
         of_weight = self._of_weight[: self.num_classes] if self._of_weight is not None else None
         return self.of_hidden, of_weight, self.of_bias
 
     @staticmethod
     def of(tensors: Sequence[Any], problem: Problem, needs: Sequence[bool]) -> Linear:
-        """Return the layer for these tensors; `needs` says which of them require a gradient."""
+        """Return the layer with these tensors; `needs` tells for each tensor whether a gradient is required."""
         hidden, weight, bias, rows, adapter_weight = tensors
         linear = Linear(hidden, weight, bias, problem, tuple(needs[:3]))
         if rows is not None:
@@ -351,7 +351,7 @@ class Linear:
 
     @property
     def all_gradients(self) -> tuple[Tensor | None, ...]:
-        """The gradients of hidden states, weight, bias, and the rows and weight of the adapter; None where not needed."""
+        """The gradients of hidden states, weight, bias, and of the adapter's input and weight; None for those not required."""
         return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
@@ -447,9 +447,9 @@ def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, 
 
 
 def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """Return the losses of all rows and the sum of their class weights; unless `scale` is None, add gradients to `linear`.
+    """Compute the losses of all rows chunk by chunk; return them and the sum of their class weights.
 
-    `scale`: a factor of the gradients, a number or (num_rows, 1).
+    Unless `scale` is None, gradients are added to `linear`. `scale`: a factor of the gradients, a number or (num_rows, 1).
     """
     dtype = accumulation_dtype(_dtype_after(problem.settings.transform, linear.dtype))
     rows, losses, is_fused = Rows(problem, linear.num_classes, dtype), list[Tensor](), problem.is_fused
@@ -490,7 +490,7 @@ def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor by which gradients are scaled between forward and backward: 1, or less in float16, which has a small range."""
+    """Return the factor by which gradients are scaled between forward and backward: 1, or less in float16 to avoid overflow."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

@@ -70,7 +70,7 @@ NO_GRADIENT = (
 
 @dataclass(eq=False)
 class HeadUse:
-    """Counts of what became of the logits of the head at `path`: deferred, used by a loss in chunks, or computed after all.
+    """Counts of the logits of the output head at `path`: how many were deferred, used by a loss in chunks, or computed in full.
 
     `num_deferred`: times that they were deferred. `num_losses`: losses in chunks (those inside of compiled graphs count once).
     `num_graphs`: compiled graphs that have the head. `requests`: the functions that needed all logits.
@@ -149,7 +149,7 @@ class LogitsFamily:
 
 
 class DeferredLogits(Tensor):
-    """A tensor subclass for logits that are not computed: it has their hidden states and the calls since the head."""
+    """A tensor subclass for logits that are not computed yet; they consist of hidden states and recorded calls."""
 
     is_deferred = True
     family: LogitsFamily
@@ -227,7 +227,7 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def call_eagerly() -> Any:
-    """Return `call_deferred` wrapped such that compiled loss functions call it without compiling it."""
+    """Return `call_deferred`, excluded from compilation, so that compiled loss functions can call it."""
     return _disabled() if "torch._dynamo" in sys.modules else call_deferred
 
 
@@ -245,7 +245,7 @@ def deferred_in(arguments: Any) -> list[DeferredLogits]:
 
 
 def current(arguments: Any) -> Any:
-    """Return `arguments` with computed logits in place of deferred ones, where they were computed already."""
+    """Return `arguments` in which deferred logits are replaced by computed ones where these exist already."""
     is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
     return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
 
@@ -302,7 +302,7 @@ def overloads_of(func: Any) -> list[Any]:
 
 
 def without_aliases(result: Any, arguments: Any) -> Any:
-    """Return the result of a function of computed logits, and stop deferring if the result may share their memory.
+    """Return the result of a function of computed logits; if it may share their memory, stop deferring.
 
     If the result may share their memory, later writes could change them, so the real logits are used from then on.
     """
@@ -342,7 +342,7 @@ def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Return the deferred sum of the logits of a head and of its adapter; None for other terms."""
+    """Return the sum of two deferred logits, those of a head and of its adapter, as one deferred tensor; None for other terms."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None

@@ -201,7 +201,7 @@ class HeadGraph:
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
-        """Return the logits that result from the function `name` at node `user`; None if deferred logits cannot record that function."""
+        """Return the deferred logits after the function `name` (node `user`); None if the function cannot be deferred."""
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None

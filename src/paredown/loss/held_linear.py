@@ -104,7 +104,7 @@ class HeldTensor:
         return now is not None and self._print is not None and not torch.equal(now, self._print)
 
     def operand(self) -> Tensor:
-        """Return the operand as it was at the call; a packed parameter itself, if it is one.
+        """Return the operand as it was when the layer was called; packed parameters are returned packed.
 
         If a packed parameter was frozen or unfrozen since the call, return the alias.
         """
@@ -112,7 +112,7 @@ class HeldTensor:
         return self.given if is_same else self.alias
 
     def values(self) -> Tensor:
-        """Return the values of the operand as they were at the call, decoded if it is packed."""
+        """Return the values of the operand as they were when the layer was called, decoded if packed."""
         if self._packed is None:
             return self.alias
         if self._needs_grad and torch.is_grad_enabled():
@@ -146,7 +146,7 @@ def version_of(tensor: Tensor) -> Any:
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return a number for each row of a matrix, which changes with the row; None if values cannot be read at once.
+    """Return one number per row of a matrix, by which changes of the row are noticed; None if values cannot be read now.
 
     >>> weight = nn.Parameter(torch.eye(3))
     >>> before = fingerprint(weight)

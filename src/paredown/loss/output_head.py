@@ -139,7 +139,7 @@ class OutputHead:
         self._handles = []
 
     def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any] | None:
-        """Rewrite a graph of Dynamo so that it computes the loss of the head in chunks, and return what restores its outputs.
+        """Rewrite a graph of Dynamo so that the loss of the head is computed in chunks; return a function that restores outputs.
 
         Returns a function of (the graph's results, its inputs) that makes the outputs of a call; None if the outputs are unmodified.
         """
@@ -152,7 +152,7 @@ class OutputHead:
         return rewrite_head(gm, inputs, module, self.use)
 
     def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
-        """Return a sentence that the model has no output head whose loss can be computed in chunks; "" if it needs none.
+        """Return a sentence that the model has no output head whose loss can be in chunks; "" if logits are small.
 
         It is "" if the logits have too few classes for chunks. `nbytes`: the bytes of the logits.
         """
@@ -241,7 +241,7 @@ def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> st
 
 
 def library_of_loss(model: nn.Module, path: str) -> str:
-    """Return the library (such as Liger) that replaced a forward around the head and computes the loss; "" if none did."""
+    """Return the name of a library (such as Liger) whose forward already computes head and loss together; "" if none does."""
     ancestors = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)] if path else []
     for module in (model, *ancestors):
         function: Any = getattr(module.forward, "__func__", module.forward)

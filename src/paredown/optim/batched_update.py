@@ -79,7 +79,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum of gradients in place, with a kernel if there is one for the format."""
+    """Add a gradient to a packed sum of gradients in place, by a kernel where one supports the format."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)
@@ -96,7 +96,7 @@ def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
 
 
 def _kernels_for(unit: UpdateUnit, layout: UpdateLayout) -> ModuleType | None:
-    """Return the module of kernels that can update parameters of this layout; None if there is none."""
+    """Return the module of kernels that supports this layout on the parameter's device; None if there is none."""
     kernels = _find_kernels() if unit.weight.codes.is_cuda else None
     return kernels if kernels is not None and kernels.covers(layout) else None
 

@@ -74,7 +74,7 @@ STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
 class PackedParameter(Tensor):
-    """A parameter that is stored packed, or a view of one; `weight_of(p)` returns its codes.
+    """A parameter (or a view of one) whose values are stored packed; `weight_of(p)` returns the codes.
 
     Modules hold the parameter itself, an nn.Parameter without memory; `Weight.hide` gives it this class. Views are made by the constructor.
     A view can be the local tensor of a DTensor or an argument of a collective, so calls from C++ come to its `__torch_dispatch__`.
@@ -202,7 +202,7 @@ _apply_frozen_linear: Any = super(torch.autograd.Function, FrozenLinear).apply  
 
 
 def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
-    """Return F.linear with a frozen packed weight; None if the weight is another one.
+    """Return the result of F.linear for a frozen packed weight; None for any other weight.
 
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
@@ -291,7 +291,7 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return `func` of decoded values, and encode those that it wrote to."""
+    """Run `func` on decoded values; packed parameters that it writes to are encoded again."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
@@ -309,7 +309,7 @@ class DecodedValues:
     """The decoded values of packed tensors among the arguments of one torch function."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        """Prepare a call; `writes`: the function works in place, and continues from values that are not encoded yet.
+        """Prepare a call of a function; `writes`: it works in place, on values not encoded yet if there are any.
 
         `tracks_gradients`: gradients flow through decoding to the parameters.
         """

@@ -79,7 +79,7 @@ def withdraw_requests(model: nn.Module) -> None:
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record which optimizer updates a parameter, and call `let_go` of the one that did before."""
+    """Record which optimizer updates a parameter, and tell the previous optimizer to let go of it."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -209,7 +209,7 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
 
 @dataclass(eq=False)
 class ParameterState:
-    """A parameter as its optimizer sees it: formats, the hook on its gradient, and the number of its updates."""
+    """The state of one parameter in an optimizer: its formats, the hook on its gradient, and the number of updates."""
 
     parameter: Tensor
     group: int
@@ -302,7 +302,7 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """Return how many square roots are taken of a slot before it is stored: 1 or 2 for a packed second moment, else 0."""
+    """Return how often the square root of a slot is taken before it is stored: 1 or 2 for packed second moments, otherwise 0."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
@@ -333,7 +333,7 @@ def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None
 
 
 def has_residue(entry: ParameterState) -> bool:
-    """Return whether the weight has a residue: a format for it is chosen, and the weight is stored as bfloat16."""
+    """Return whether a parameter has a residue: a format for it was chosen, and the weight is bfloat16."""
     weight = entry.weight
     is_bf16 = local(entry.parameter).dtype is torch.bfloat16 if weight is None else str(weight.packed.format) == "bf16"
     return is_bf16 and entry.choices.format(Role.RESIDUE) is not None

@@ -60,7 +60,7 @@ class Rule:
     is_of_matrix: bool = False  # an update of one value depends on the whole matrix
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """Return the hyperparameters of a step by name, in the precision in which the rule computes with them."""
+        """Return the hyperparameters by name, rounded to the precision in which the rule computes."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
         return dict(zip(self.hyper_names, hyper if self.is_of_matrix else map(as_float32, hyper), strict=True))
@@ -91,7 +91,7 @@ def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
 
 
 def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """Return a + b in float64 rounded to odd, so that rounding it to float32 is correct.
+    """Return a + b in float64, rounded to odd, so that a second rounding to float32 gives the correctly rounded sum.
 
     `total` is the sum rounded to nearest.
     """

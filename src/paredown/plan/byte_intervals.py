@@ -126,7 +126,7 @@ def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Pl
 
 
 def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
-    """Return the parameter that a moment of optimizer state belongs to; None if there is none.
+    """Return the weight slot of the parameter to which an optimizer moment belongs; None if there is none.
 
     A further moment of a parameter is named after it, with a suffix.
     """
@@ -170,7 +170,7 @@ def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
 
 
 def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """Return `storages` with those slots marked that backward recomputes from another slot, so that they take no bytes."""
+    """Return `storages` in which slots that backward recomputes from other slots are marked as taking no bytes."""
     storages = dict(storages)
     for slot in slots:
         source = storages.get(slot.recomputed_from)
@@ -180,7 +180,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Return the packed bytes of a slot for one use of it in backward: its values, their signs, a mask or an index."""
+    """Return the packed bytes of a slot for one use in backward, which may need all values, only signs, a mask or indices."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))

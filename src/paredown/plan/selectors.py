@@ -53,7 +53,7 @@ class SelectorRank(IntEnum):
 
 @dataclass(frozen=True)
 class Selector:
-    """What a rule matches: all slots of a role, a pattern of names, or one name."""
+    """The condition of a rule: it matches all slots of a role, the slots that a pattern of names matches, or one slot."""
 
     role: Role | None
     name: str | None  # None: the role as a whole
@@ -84,13 +84,13 @@ class Selector:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The position at which a rule with this key is printed: roles first, then patterns, then names."""
+        """The position of the rule in printed plans: rules for roles first, then patterns, then names."""
         if self.role is not None and self.name is None:
             return SelectorRank.ROLE, FORMATTED.index(self.role)
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """Return the precedence with which the key matches the slot of these names; none if it does not match."""
+        """Return the precedence of the rule for the slot with these names; nothing if the rule does not match."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:

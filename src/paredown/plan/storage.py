@@ -106,11 +106,11 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding for activations: the one that is set, or the default of the format."""
+        """The rounding of activations: the requested one, or else the default of the format."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """Return the rounding for slots of this role: the one that is set, or the default of format and role.
+        """Return the rounding of slots with this role: the requested one, or else the default of format and role.
 
         Sums of small changes are rounded stochastically in any format. A frozen weight is encoded once, when the plan is applied, and
         always to nearest.
@@ -138,7 +138,7 @@ UNMODIFIED = Assignment()
 
 
 def significant_bits(format: Format) -> int:
-    """Return into how many steps, as a power of two, a format divides the range below its largest magnitude.
+    """Return the number n such that a format divides the range below its largest magnitude into 2^n steps.
 
     int8 has 7, e4m3 4 (for the largest values), bf16 8.
 

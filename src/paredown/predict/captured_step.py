@@ -155,7 +155,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Return a context in which operations of a loss in chunks between two graphs are recorded one by one."""
+        """Return a context in which the operations of a loss in chunks are recorded, although they run between two graphs."""
         step = self.step
 
         @contextmanager
@@ -259,7 +259,7 @@ class GraphCapture:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return `run` as a function that empties the list of its arguments, so that AOTAutograd can free them."""
+    """Return a function that calls `run` and then empties its list of arguments, so that AOTAutograd frees them."""
 
     def call(args: list[Any]) -> Any:
         outputs = run(args)
@@ -271,7 +271,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return forward's outputs with a copy of each tensor that is both saved and returned, so that lifetimes are separate."""
+    """Return the outputs of forward, where tensors that are both saved and returned are copied, so that they have separate lifetimes."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value

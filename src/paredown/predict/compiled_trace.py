@@ -78,7 +78,7 @@ class GraphTimes:
         return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
 
     def held_until(self, buffer: Buffer) -> int:
-        """Return the time until which the caller holds a buffer that forward returned; 0 if it was not returned."""
+        """Return when the caller of the graph frees a buffer that forward returned; 0 if forward did not return it."""
         allocation = self.returned().get(buffer)
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
@@ -119,7 +119,7 @@ class GraphTimes:
 
 
 class StepSlots:
-    """The slots and allocations of a compiled step, of which the graphs were split in one way (packed or not)."""
+    """The slots and allocations of a compiled step, for graphs that were split either with packing or without."""
 
     def __init__(
         self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
@@ -240,7 +240,7 @@ def _saved(partition: Partition) -> list[fx.Node]:
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """Return the operations that saved a tensor of a graph, and why no plan can pack it ("" if one can)."""
+    """Return the operations that saved a tensor of a graph, and the reason why plans cannot pack it ("" if they can)."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -355,7 +355,7 @@ def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Outpu
 
 
 def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] = ()) -> Trace:
-    """Return the trace of a compiled step. `base` has its parameters, inputs, gradients, and what runs outside of the graphs.
+    """Return the trace of a compiled step. `base`: the trace of everything outside of the compiled graphs.
 
     `decoded`: names of the frozen weights that graphs decode.
     """

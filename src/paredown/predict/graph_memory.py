@@ -80,7 +80,7 @@ class Buffer:
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a graph's node: a buffer, or operations that each kernel that reads it repeats."""
+    """The value of a node of a graph: it has a buffer, or each kernel that reads it computes it again."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -108,7 +108,7 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """Return the buffer with a node's values; None if kernels compute the values where they need them."""
+        """Return the buffer in which a node's values are stored; None if every kernel that reads them computes them itself."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, GraphValue) else None
 
@@ -120,7 +120,7 @@ class GraphMemory:
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels need a node's values, without those that only compare them."""
+        """Return the times of kernels that need the values of a node for more than a comparison."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -199,7 +199,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: GraphValue, at: int) -> Buffer:
-        """Return the buffer of a value, a new one if it has none."""
+        """Return the buffer of a value; if it has none, allocate one."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -227,7 +227,7 @@ class GraphMemory:
     # --- kernels ---
 
     def _schedule(self) -> None:
-        """Set the times of buffers to those of the kernels that write and read them."""
+        """Set the times at which buffers are written and read, by the order of the kernels."""
         order = kernel_order(self.buffers)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
@@ -370,7 +370,7 @@ class Kernels:
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
-        """Join the kernels that share memory, unless that would give a cycle."""
+        """Fuse kernels that read or write the same memory, the pairs that share most first, except if that gave a cycle."""
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
@@ -383,7 +383,7 @@ class Kernels:
         return [other for other in found if other is not kernel]
 
     def _reaches(self, start: Kernel, end: Kernel) -> bool:
-        """Return whether kernel `end` depends on kernel `start` through other kernels."""
+        """Return whether kernel `end` depends on the results of kernel `start`, possibly through other kernels."""
         stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
         while stack:
             kernel = stack.pop()

@@ -295,7 +295,7 @@ def _synchronize(device: str) -> None:
 
 @contextmanager
 def _without_collection() -> Generator[None]:
-    """Return a context without garbage collection, which would count as the cost of one step."""
+    """Return a context without Python's garbage collection, which would add its time to single steps."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

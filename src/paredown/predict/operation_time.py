@@ -116,7 +116,7 @@ def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operati
 
 
 def _work(operation: Operation) -> float:
-    """Return the size of a call as bytes: those that it moves, or those that its flops correspond to."""
+    """Return the size of a call in bytes: the bytes that it moves, or the equivalent of its floating point operations."""
     return max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
 
 
@@ -143,7 +143,7 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
 
 
 def _alike(operation: Operation) -> list[tuple[str, ...]]:
-    """Return keys under which operations are expected to have the same rate, the narrower one first.
+    """Return the keys of operations that are expected to run at the same rate, a narrow key first, then a wider one.
 
     A key has the name, the dtype and, for a convolution, the size of the kernel.
     """
@@ -159,7 +159,7 @@ def _is_recurrent(operation: Operation) -> bool:
 
 
 def _empty_operations(call: Callable[[], object]) -> float:
-    """Return the host time of a call as a multiple of the time of an empty operation."""
+    """Return the host time of a call, in units of the host time of an empty operation."""
     return median(_host_seconds(call, ISSUED_CALLS) / empty_operation("cuda", EMPTY_CALLS) for _ in range(ISSUES))
 
 

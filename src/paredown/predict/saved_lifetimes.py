@@ -71,12 +71,12 @@ class SavedStorage:
 
     @property
     def becomes_result(self) -> bool:
-        """Whether a session multiplies into the decoded copy, so that the result takes no memory of its own."""
+        """Whether a session multiplies in place in the decoded copy, so that the product needs no memory."""
         return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
-        """The index of the operation after which the slot is named: the first that needs values, else 0."""
+        """The index of the operation that names the slot: the first one that needs the values, otherwise 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
@@ -150,7 +150,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module, which would be stored until backward if it were checkpointed."""
+        """Record the arguments of a module: if it were checkpointed, they would be stored until backward."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -175,7 +175,7 @@ class Recorder:
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark saved tensors that other code still holds after forward, so that packing them frees nothing."""
+        """Mark the saved tensors to which other code refers after forward: packing them would not free memory."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
@@ -205,7 +205,7 @@ class Recorder:
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """Return the saved storage from which backward can recompute `saved`, as a session would; None if there is none."""
+        """Return the saved storage from which a session would recompute `saved` in backward; None if there is none."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -245,7 +245,7 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """Return a flat tensor for the decoded values, shared with other uses while it lives.
+        """Return a flat tensor in place of the decoded values; uses in backward share it as long as it lives.
 
         Values are decoded once while a copy is live; bits and integers each time.
         """

@@ -63,7 +63,7 @@ CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
 
 @dataclass(eq=False, slots=True)
 class OperandSource:
-    """An input of an operation: its value, and the autograd edge along which its gradient flows."""
+    """One input of an operation: the value attached to the tensor, and the autograd edge of its gradient."""
 
     value: Any
     edge: tuple[Any, int]  # autograd node, and the number of its output
@@ -98,7 +98,7 @@ class OperationListener(ABC):
 
     @abstractmethod
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> Any:
-        """Process an output of an operation, and return the value by which later operations know it.
+        """Process one output of an operation; return the value to attach to it, which later operations receive.
 
         `out` may be changed in place. `number`: its index among the outputs.
         """
@@ -112,7 +112,7 @@ class OperationListener(ABC):
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Attach a value to a tensor, which `listener` can read from it later."""
+    """Attach a value to a tensor, to be read later by `mark_of` with the same `listener`."""
     setattr(tensor, MARK, (listener, value))
 
 
@@ -149,7 +149,7 @@ def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor]
 
 @cache
 def op_of(func: Any) -> str:
-    """Return the name of an operation, the same for its variants: conv2d and conv1d are conv; `+`, add and add_ are add.
+    """Return the name of an operation, equal for its variants: conv1d and conv2d are "conv"; `+`, add and add_ are "add".
 
     >>> [op_of(f) for f in (nn.functional.conv2d, Tensor.__iadd__, Tensor.relu_, nn.functional.avg_pool2d)]
     ['conv', 'add', 'relu', 'avg_pool']
@@ -230,7 +230,7 @@ class ForwardCalls(TorchFunctionMode):
             self.stop()
 
     def start(self, path: str = "") -> None:
-        """Begin to report the operations of a forward pass, which may be inside another one."""
+        """Begin to report the operations of a forward pass, which may be nested in another one."""
         outer = self._running.frames if self.is_running else None
         if outer is None:
             self.__enter__()
@@ -324,7 +324,7 @@ class ForwardCalls(TorchFunctionMode):
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """Return `out`, a view or copy, marked as the same value as the tensor that it was made from."""
+        """Return `out`, a view or copy of another tensor, with that tensor's value attached."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 

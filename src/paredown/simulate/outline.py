@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class OutlineValue:
-    """A value of a step, an input of the model or an output of an operation, and what it is computed from."""
+    """One value in a step, which is an input of the model or an output of an operation, and the values that it is computed from."""
 
     name: str
     op: str
@@ -46,7 +46,7 @@ class OutlineValue:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The value's own name, and those under which operations save it."""
+        """The name of the value, and the names under which operations save it."""
         return (self.name, *(name for name in self.saved_as if name != self.name))
 
     @property
@@ -84,7 +84,7 @@ class Outline:
 
 
 def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Outline:
-    """Return the values of one step of `model` on `batch`, a tuple of its arguments, the last one the target if `loss` is given."""
+    """Return the values of one step of `model` on `batch`, a tuple of arguments, which ends with the target if `loss` is given."""
     check_model(model)
     parts = batch if isinstance(batch, tuple) else (batch,)
     args, targets = (parts[:-1], parts[-1:]) if loss is not None else (parts, ())
@@ -144,13 +144,13 @@ class OutlineListener(OperationListener):
         """Do nothing, since only outputs are recorded."""
 
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> int:
-        """Record an output, and return its index."""
+        """Record an output of an operation as a new value, and return the index of the value."""
         sources = tuple(dict.fromkeys(source.value for source in operation.sources))
         weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Record a view or copy as the same value, and a part of a value as a new one, as the paper does."""
+        """Record a view or copy of a value under the same index; a part of a value gets a new index."""
         self._kept.append(out)
         self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out

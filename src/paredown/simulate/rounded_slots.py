@@ -57,7 +57,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """A slot of a simulated session, with its format and the wider format that it gets if it overflows.
+    """A slot in a simulated session: its format, and the wider format that replaces it after an overflow.
 
     Promotion is the change to that format once too many values overflow.
     """
@@ -130,7 +130,7 @@ class RoundedSlots:
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
-        """Return the slot of a tensor; None if it is never rounded. `names`: the first one identifies the slot."""
+        """Return the slot of a tensor, identified by the first of its `names`; None if the tensor is never rounded."""
         key = (names[0], role)
         if key not in self._by_name:
             slot = self._new_slot(tuple(names), role)

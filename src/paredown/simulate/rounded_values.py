@@ -69,7 +69,7 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value of the forward pass: its slot, the slot of its gradient, and how many operations use it."""
+    """A value of the forward pass: its slot, its gradient's slot, and the number of operations that use it."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -129,7 +129,7 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the rounded copy of a parameter, the same one within a forward pass."""
+        """Return the rounded copy of a parameter, which is made once in each forward pass."""
         name = self._names.get(id(weight))
         slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
         if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):

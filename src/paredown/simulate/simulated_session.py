@@ -111,7 +111,7 @@ class SimulatedSession:
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """Return a context in which operations outside the model, such as a loss, are rounded too.
+        """Return a context in which operations outside of the model are rounded too, such as those of a loss.
 
         `path`: the module path of these operations in slot names.
         """
@@ -258,7 +258,10 @@ class SimulatedSession:
                 self._values.end(output)
 
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Find the names of all slots by a forward pass on fake tensors; if it fails, slots have only the names of outputs."""
+        """Determine the names of all slots by a forward pass on fake tensors.
+
+        If it fails, slots have only the names of outputs.
+        """
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # a user's model may do anything with fake tensors

@@ -24,7 +24,7 @@ from paredown.codec.kernels.rows import bf16_as_integers
 
 @triton.jit
 def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Pack one bit for each value of a tile, as drawn above."""
+    """Compute one bit for each value of a tile: 1 for values between `low` and `high`."""
     start = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE // 8)
     offsets = at[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -39,7 +39,7 @@ def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TIL
 
 @triton.jit
 def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Return the bits of a tile as int32 (TILE,), which are 0 past the end."""
+    """Return the bits of a tile as int32 (TILE,), with zeros after the end of the tensor."""
     at = tl.arange(0, TILE // 8)
     packed = load_tile(bits_ptr + start // 8, at, at * 8 < numel - start, MASKED).to(tl.int32)
     return ((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1).reshape(TILE)
@@ -55,7 +55,7 @@ def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MA
 
 @triton.jit
 def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Store the gradient of a tile where the bit is 1, and 0 elsewhere, as drawn above."""
+    """Store the gradients of a tile where the bit of the mask is 1, and zeros elsewhere."""
     start = tl.program_id(0).to(tl.int64) * TILE
     offsets = tl.arange(0, TILE)
     inside = offsets < numel - start
@@ -65,7 +65,7 @@ def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, 
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
-    """Write one bit for each of the values that begin at the address of `x` into `out`, and return it."""
+    """Write one bit per value of dense `x`, in memory order, into `out`, and return `out`: 1 for values between `low` and `high`."""
     return _launch("pack_mask_kernel", (float(low), float(high)), x.numel(), x, out)
 
 
@@ -93,7 +93,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """Return `x` viewed in a dtype that the kernels of masks take; `stores`: the kernel writes or copies its values."""
+    """Return `x` viewed in a dtype that the mask kernels support; `stores`: the kernel copies values of `x`."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)

@@ -94,7 +94,7 @@ def stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def power_of_two(x, EXPONENT: tl.constexpr):
-    """Return x * 2^EXPONENT, multiplied in two steps where one factor would be no float32."""
+    """Return x * 2^EXPONENT, in two factors if 2^EXPONENT is too large for a float32."""
     if EXPONENT > 127:
         x = x * 18446744073709551616.0  # 2^64
         return x * as_float(tl.full((), (EXPONENT - 64 + 127) << 23, tl.int32))
@@ -104,7 +104,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the number that is added below the last kept bit to round: COUNT random bits, one half, or 0."""
+    """Return the number to add below the last kept bit before truncation: COUNT random bits, one half, or 0."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -118,7 +118,7 @@ def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the code of the magnitude with float32 bits `a` >= 2^MIN_EXPONENT; it may exceed the largest code."""
+    """Return the code to which a float32 (bits `a`) of at least 2^MIN_EXPONENT rounds; it may be above the largest code."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     a = a - ((126 + MIN_EXPONENT) << 23)  # the exponent that the code has
     if DROPPED > 0:
@@ -146,7 +146,7 @@ def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.con
 
 @triton.jit
 def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, COVERED: tl.constexpr):
-    """Return the code of the magnitude of float32 y; it may exceed the largest code.
+    """Return the code to which the magnitude of float32 `y` rounds; it may be above the largest code.
 
     COVERED: |y| exceeds max_value by rounding alone.
     """

@@ -218,7 +218,7 @@ def nan_min(a, b):
 
 @triton.jit
 def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """Return the stored minimum of each block of (blocks, BLOCK_LEN), and the range of the block's values above it."""
+    """Return the stored minimum of each block, and the largest distance of the block's values from it."""
     low = tl.reduce(tl.where(inside, x, float("inf")) if MASKED else x, 1, nan_min)
     high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
     low = low + 0.0  # turns -0.0 into 0.0
@@ -336,7 +336,7 @@ def encode_kernel(
     SAYS_NAN: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, STORES_CODES: tl.constexpr,
     STORES_BITS: tl.constexpr, WIDE: tl.constexpr, ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode a tile of rows, as drawn above, or (not STORES_CODES) store the values that the codes stand for.
+    """Encode one tile of rows; without STORES_CODES, store the rounded values instead.
 
     STORES_BITS, for one long row: the mask of values above 0 beside the codes, as in `masks.py`.
     """

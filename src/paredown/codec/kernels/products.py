@@ -94,7 +94,7 @@ def columns_kernel(
     g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded, num_tiles,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes and scales of the columns of g * s, transposed: the second pass, drawn above."""
+    """Store the codes and scales of the columns of g * s, transposed, by the largest magnitudes that the first kernel found."""
     tile = tl.program_id(0) % num_tiles
     at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)

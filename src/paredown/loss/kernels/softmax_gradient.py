@@ -76,7 +76,7 @@ def softmax_gradient(
     NUM_TANH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store the loss of one row, and the gradient of its logits in place of them: see the file's text."""
+    """Compute the loss of one row, and overwrite the row's logits by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     columns = tl.arange(0, TILE)

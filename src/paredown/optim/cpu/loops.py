@@ -78,7 +78,7 @@ SLOT = np.dtype(
 
 
 class EntrySlot(NamedTuple):
-    """A tensor of one parameter (weight, moment or gradient) in the form that the loops read: memory and encoding."""
+    """A weight, moment or gradient of one parameter as compiled loops read it: its memory and its encoding."""
 
     parts: Any
     numbers: Any
@@ -211,7 +211,7 @@ def take_roots(x, roots, y):
 
 @inner
 def invert_roots(y, roots):
-    """Replace y by the value whose stored root it is (`rules.from_stored_root`)."""
+    """Replace each value in `y`, a stored square root (or fourth root), by the number that it was taken of."""
     if roots == 2:
         bits = y.view(np.int32)
         for i in range(len(y)):
@@ -297,7 +297,7 @@ def read(slot, row, cols, begin, y, codes, scales):
 
 @inner
 def read_residue(weight, residue, place, y):
-    """Write weights of 24 bits into y: bfloat16 ones, with the 8 bits of the residue."""
+    """Write the weights, of 24 bits each, into `y`: 16 bits are the bfloat16 weight, and 8 bits the residue."""
     words, low, bits = weight.view(np.int16), residue.view(np.int8), y.view(np.int32)
     for i in range(len(y)):
         bits[i] = S(S(S(words[place + i]) << S(16)) + S(S(low[place + i]) << S(8)))
@@ -343,7 +343,7 @@ def whole_codes(y, bits, codes, begin, first_block, n, scales):
 
 @inner
 def sticky_scales(top, n, scale_values, old, scales):
-    """Write the next scales of a weight as `reference.sticky_scales` defines: the old one where it still fits."""
+    """Write the next scales of a weight's blocks: the old scale wherever it can still represent the values well."""
     least = F(STAYS_ABOVE * np.float64(n.max_value))
     for b in range(len(top)):
         largest = from_bits(top[b])
@@ -480,7 +480,7 @@ def skip_blocks(begin, block, old, new, count, lost, skipped):
 
 @inner
 def half_step(p, scale, min_exponent, mantissa_bits):
-    """Return what `reference.half_step` defines; the scale is 1 without blocks."""
+    """Return half the distance between the representable values around `p`, where `scale` is that of the block (1 without blocks)."""
     inverse = F(F(1) / scale)
     y = F(p * (inverse if inverse < INF else ZERO))
     least = S(S(min_exponent + 127) << S(23))

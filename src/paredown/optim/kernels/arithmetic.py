@@ -137,7 +137,7 @@ PLACE_3 = tl.constexpr(0x60BDADCF)
 
 @triton.jit
 def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of the blocks of a tile (NB,), and the number of entries from there to the end of the row.
+    """Return the offset of each block of a tile (NB,), and how many entries follow in its row.
 
     An entry has VALUES values.
     """
@@ -150,7 +150,7 @@ def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of a tile's entries (NB, BLOCK / VALUES), and which of them are inside of the tensor.
+    """Return the offsets of the entries of a tile, (NB, BLOCK / VALUES), and a mask of those inside of the tensor.
 
     Offsets count from the tile's start if the tile is a RUN, else from the tensor's.
     """
@@ -209,7 +209,7 @@ def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """Store scales as `load_scales` reads them, except those of blocks that are not finite."""
+    """Store the scales of a tile, except those of blocks with values that are not finite."""
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     keep = ~broken if TILE[0] == RUN else ~broken & (b < at[3])
     if SCALE == BF16:
@@ -249,7 +249,7 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
 
 @triton.jit
 def place_multiplier(place):
-    """Return the factor that turns the random bits of four values into those of one of them; see `reference.py`."""
+    """Return the factor by which the random bits of four adjacent values give those of the value at `place` (0 to 3)."""
     return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
 
 

@@ -44,7 +44,7 @@ SMALLEST_STICKY_CODE = tl.constexpr(27)
 
 @triton.jit
 def shifted_bytes(packed, FLIP: tl.constexpr):
-    """Return 2^15 + (byte ^ FLIP) as float32, by putting the byte into the middle of a mantissa.
+    """Return 2^15 + (byte ^ FLIP) as float32 for each byte of `packed`, without a conversion from integers.
 
     It works on four bytes at a time, with one operation each.
     """
@@ -175,13 +175,13 @@ def over_max_value(largest, SLOT: tl.constexpr):
 
 @triton.jit
 def cover_scale(largest, SLOT: tl.constexpr):
-    """Return the stored scale of a block whose largest magnitude is `largest`, so that no value is past the end."""
+    """Return the smallest stored scale with which no value of a block exceeds the largest code."""
     return store_scale(over_max_value(largest, SLOT), SLOT[3])
 
 
 @triton.jit
 def sticky_scale(largest, old, SLOT: tl.constexpr):
-    """Return the e8m0 code of a weight block's next scale, which stays the `old` one if it can."""
+    """Return the next e8m0 scale of each weight block, which is the `old` one wherever it can still represent the values well."""
     cover = tl.maximum((as_bits(over_max_value(largest, SLOT)) + 0x7FFFFF) >> 23, SMALLEST_STICKY_CODE)
     enough = largest >= SLOT[7] * load_scale(old, E8M0)
     return tl.where((largest == 0.0) | ((cover <= old) & enough), old, cover)
@@ -201,7 +201,7 @@ def inverse_of(stored, SLOT: tl.constexpr):
 
 @triton.jit
 def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the codes that an update stores for x under the given scales; only the lowest bits of each are valid."""
+    """Return the codes that an update stores for the values `x` under given scales, in the lowest bits of each number."""
     IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
     if IS_INTEGER and (SLOT[1] == STOCHASTIC or SLOT[1] == NEAREST_EVEN):
         codes = whole_codes(x, inverse_of(stored, SLOT), random, SLOT, ELEMENT)
@@ -321,7 +321,7 @@ def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return half the distance between representable values at p; `scale` (NB,) is that of the block, if there are blocks."""
+    """Return half the distance between the representable values around `p`; `scale` (NB,) has the scales of blocks."""
     if SLOT[0] == BLOCKS:
         p = p * inverse_scale(scale)[:, None]
     binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]

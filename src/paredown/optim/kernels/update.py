@@ -187,7 +187,7 @@ def update_kernel(
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
     NUM_HYPERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update `turns` tiles of one of many tensors if they are runs of memory, or one tile.
+    """Update one tile of one of many tensors, or `turns` tiles if these are contiguous in memory.
 
     The tile is drawn above. Data of the tensor is looked up once.
     """

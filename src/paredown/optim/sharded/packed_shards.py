@@ -170,7 +170,7 @@ def _extend(local: PackedParameter, shard: PackedShard) -> None:
 
 
 def plain_copy(value: DTensor) -> DTensor:
-    """Return a DTensor with decoded rows in place of packed ones; any other value is returned unchanged."""
+    """Return a DTensor with packed rows as a DTensor with decoded rows; any other value is returned unchanged."""
     weight = weight_of(value._local_tensor) if type(value._local_tensor) is PackedParameter else None
     if weight is None:
         return value

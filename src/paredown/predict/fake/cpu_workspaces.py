@@ -69,7 +69,7 @@ def backward_workspace(args: Any, _: Any) -> int:
 
 
 def _runs_in_onednn(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Return whether torch computes a convolution by oneDNN: in float32 and below, unless it is small and of one sample."""
+    """Return whether torch computes a convolution with oneDNN, which it does except for one small sample and for float64."""
     is_small = x.shape[0] == 1 and x.numel() <= NATIVE_VALUES and groups == 1 and max(weight.shape[-2:]) <= NATIVE_KERNEL
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not is_small
 
@@ -88,7 +88,7 @@ def _other_bytes(*operands: Tensor) -> int:
 
 
 def _has_few_channels(weight: Tensor, groups: int) -> bool:
-    """Return whether a convolution is grouped, not depthwise, and its groups do not fill half blocks: it copies its result alone."""
+    """Return whether a grouped convolution has too few channels per group to fill oneDNN's blocks, so that only its result is copied."""
     num_in, num_out = weight.shape[1], weight.shape[0] // groups
     return groups > 1 and num_in * num_out > 1 and bool(num_in % HALF or num_out % HALF)
 
@@ -107,7 +107,8 @@ def _input_in_blocks(x: Tensor) -> int:
 def _weight_in_blocks(weight: Tensor) -> int:
     """Return the bytes of a weight in a layout with blocks of both channels.
 
-    Those of few inputs, as for groups, have no blocks. Those of few inputs, as for groups, have no blocks.
+    Those of few inputs, as for groups, have no blocks. Those of few inputs, as for groups, have no blocks. Those of few inputs, as
+    for groups, have no blocks.
     """
     num_out, num_in = weight.shape[:2]
     blocked = round_up(num_out, BLOCK) * round_up(num_in, BLOCK)
@@ -117,7 +118,8 @@ def _weight_in_blocks(weight: Tensor) -> int:
 def _column_bytes(weight: Tensor, out: Tensor) -> int:
     """Return the bytes of the columns (im2col) that torch multiplies with the weight.
 
-    They have, for each result, the inputs under the kernel. They have, for each result, the inputs under the kernel.
+    They have, for each result, the inputs under the kernel. They have, for each result, the inputs under the kernel. They have, for
+    each result, the inputs under the kernel.
     """
     window = prod(weight.shape[2:])
     return out.nbytes // out.shape[1] * weight.shape[1] * window if window > 1 and out.numel() else 0

@@ -86,7 +86,7 @@ def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None =
 
 
 class Flash(Function):
-    """A stand-in for CUDA's flash attention on fake tensors, which allocates what the kernel does.
+    """A stand-in for CUDA's flash attention on fake tensors, with the same allocations as the kernel.
 
     Outputs and gradients have the layout of what they belong to.
 
@@ -243,7 +243,7 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Return an empty tensor of the shape of attention's output, as a fused kernel of CUDA allocates it; None if there is none."""
+    """Return an empty tensor with the shape and layout of a fused CUDA kernel's attention output; None if no kernel applies."""
     kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
     if kernel is Flash:
         return Flash.apply(query, key, value, causal)
@@ -255,7 +255,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
 ) -> type[Flash] | type[Efficient] | None:
-    """Return the fused attention kernel that CUDA would select; None if it would compute all logits."""
+    """Return the fused attention kernel that CUDA would select; None if it would select the one without fusion."""
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
         return None
     if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None):  # images as (num, channels, pixels), transposed

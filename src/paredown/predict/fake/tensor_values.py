@@ -38,7 +38,7 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 @final
 class Value:
-    """The value of one fake tensor: known, or an operation on other values."""
+    """The value of one fake tensor, which is either known or the result of an operation on other values."""
 
     __slots__ = ("_arguments", "_function", "_inputs", "_result", "is_assumed")
 
@@ -95,7 +95,7 @@ class ValuedFakeMode(FakeTensorMode):
         self.places: Counter[str] = Counter()  # modules in which assumed values were needed
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the fake result of an operation, and record from which values it follows."""
+        """Return the fake result of an operation, and record how its value would be computed."""
         kwargs = kwargs or {}
         inputs = self._inputs(args, kwargs) if func._schema.is_mutable else None  # before they are written to
         try:
@@ -161,7 +161,7 @@ class ValuedFakeMode(FakeTensorMode):
             return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: Any) -> None:
-        """Record how the outputs of an operation follow from its inputs, if they are small."""
+        """Record how the values of small outputs of an operation are computed from its inputs."""
         if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
             return
         outputs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
@@ -197,7 +197,7 @@ def _assumed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _runs(func: Any) -> Callable[..., Any]:
-    """Return a function that runs an operation, on copies of its arguments if it writes to them."""
+    """Return a function that runs an operation on real values; inputs that the operation would change are copied before."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if func._schema.is_mutable:
