@@ -66,7 +66,7 @@ LONG = 2000  # characters of a message; exceptions of libraries can have any len
 
 
 class InterruptedWithStore(KeyboardInterrupt):
-    """Raised when the user interrupts work whose finished trials are in a store, so that it can be resumed."""
+    """Raised when the user interrupts work that can be resumed, since its finished trials are in a store."""
 
 
 class Exit(IntEnum):
@@ -248,7 +248,7 @@ def check_size(text: str | None) -> str | None:
 
 
 def starting(names: Sequence[str] | Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
-    """Return a function for shell completion: from a beginning to the names that begin with it; `names` may be a function.
+    """Return a function for shell completion that maps a beginning to the names that begin with it; `names` may be a function.
 
     Without any, the shell completes file names.
 
@@ -317,7 +317,7 @@ ModeOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """The options that change the training step which an argument names; None leaves the step's own value.
+    """The options that change the training step that an argument names; None keeps the step's own value.
 
     The last three have options of their own in some subcommands.
     """

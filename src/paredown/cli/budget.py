@@ -75,7 +75,7 @@ ALIASES = {"a10g": "a10", "h10080gb": "h100", "v100": "v100-16gb or v100-32gb", 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget of the command line: a size as text, the argument that gave it, and words that explain it.
+    """A budget from the command line: the size as text, the argument that it comes from, and an explanation.
 
     `size` is text that parse_bytes reads, `argument` the argument that gave it, `origin` words that explain the size.
     """
@@ -91,7 +91,7 @@ class Budget:
 
     @contextmanager
     def in_errors(self) -> Generator[None]:
-        """Return a context in which a BudgetError also names the budget's origin, or the cards it may mean."""
+        """Return a context that adds to a BudgetError where the budget comes from, or which cards it may mean."""
         try:
             yield
         except BudgetError as error:
@@ -154,7 +154,7 @@ def _budget_here(index: int, text: str) -> Budget:
 
 
 def _cards_of(size: str) -> str:
-    """Return words that name the cards sold with as many GB as `size` has; "" for other units, or if there are none."""
+    """Return words that name the cards sold with this number of GB; "" if there are none, or for other units."""
     number, unit = size.strip()[:-2].strip(), size.strip()[-2:].lower()
     cards = [card for card in CARDS if unit == "gb" and parse_bytes(size) == card.sold_gb * 10**9]
     if not cards:
@@ -207,7 +207,7 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
 def shorter(
     peak: Callable[[int], int], length: int, peak_bytes: int, *, fixed_bytes: int, budget_bytes: int
 ) -> tuple[int, int] | None:
-    """Return a length of text whose predicted peak is within the budget, and that peak; None if three tries find none.
+    """Return a shorter text length whose predicted peak is within the budget, with that peak; None if three tries fail.
 
     `peak_bytes`: of `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first guess is on the line through
     both, the next one on the line through the last two.

@@ -118,7 +118,7 @@ class MeasuredFit:
         return [*first, "", *self.bars(), "", *_row("Plan", self.in_words())]
 
     def in_words(self) -> str:
-        """Return a sentence on what the plan stores in which formats."""
+        """Return a sentence that names the formats in which the plan stores tensors."""
         from paredown.formats.format import Format
         from paredown.plan.explanation import explain_slots
 
@@ -158,7 +158,7 @@ def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Measur
 def _trained(
     screen: LiveScreen, task: Task, fit: MeasuredFit, seed: int, first: int, sessions: ExitStack
 ) -> tuple[Training, Training]:
-    """Return trainings without and with the plan from one seed, which took their steps in turn."""
+    """Return two trainings from one seed, one without and one with the plan, which took their steps alternately."""
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
 
@@ -265,7 +265,7 @@ class DemoResult:
 
     @property
     def _peak(self) -> str:
-        """The word for peaks in the demo's text: "peak" if they were measured, otherwise "predicted peak"."""
+        """The demo's word for peaks: "peak" if they were measured, otherwise "predicted peak"."""
         return "peak" if all(trial.measured_peak_bytes for trial in self.trials) else "predicted peak"
 
     def headline(self) -> str:

@@ -136,7 +136,7 @@ def _data() -> dict[str, Any]:
 
 
 def _advice(value: dict[str, Any]) -> list[str]:
-    """Return commands for the user to run, such as installing what is missing, the most important first."""
+    """Return the commands that the user should run, such as installations, the most important first."""
     missing = [p["name"] for p in value["packages"] if p["version"] is None]
     torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
     advice = ["torch is missing: pip install torch"] if torch is None else []

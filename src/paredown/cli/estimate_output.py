@@ -148,14 +148,14 @@ class EstimatedStep:
         return f"{self.device} {COMPILED}" if self.compiled else self.device
 
     def verdict(self, *, requested: bool) -> str:
-        """Return a sentence that says whether the plan in question fits the budget, and which other plan does.
+        """Return a sentence on whether the plan in question fits the budget, and if not, which other plan does.
 
         The baseline is judged, or of requested plans the first that fits.
         """
         return verdict(self.plans, self.budget_bytes, requested=requested, device=self._device)
 
     def step_lines(self) -> list[str]:
-        """Return lines on the traced step: model, device, dtype and optimizer; batch; adapters, checkpointed layers; assumptions."""
+        """Return lines that describe the traced step: model, device, dtype, optimizer, batch, adapters, assumptions."""
         where = f"{self._device.replace(' ', ', ')}, {self.dtype}, {self.optimizer or 'no optimizer'}, batch {self.batch_size}"
         lines = [f"One training step of {self.model} on {where}, predicted"]
         lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in self.batch)}.")
@@ -177,7 +177,7 @@ class EstimatedStep:
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
     def _rows_with_bars(self, *, requested: bool) -> Sequence[EstimateRow]:
-        """Return the plans for which bars are shown: all that were requested, else the baseline and one that fits."""
+        """Return the plans for which bars are shown: the requested ones, otherwise the baseline and one that fits."""
         if requested or self.budget_bytes is None:
             return self.plans[:SHOWN_BARS]
         first = self.plans[0]
@@ -189,7 +189,7 @@ class EstimatedStep:
 
 
 def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool, device: str) -> str:
-    """Return a sentence that says whether the plan in question fits the budget, and which other plan does."""
+    """Return a sentence on whether the plan in question fits the budget, and if not, which other plan does."""
     if allowed is None:
         return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
     if rows[0].largest_batch is not None:
@@ -214,7 +214,7 @@ def _begin(row: EstimateRow, words: str) -> str:
 
 
 def _share(nbytes: int, allowed: int) -> str:
-    """Return two sizes as text in one unit: 13.20 of 11.20 GiB."""
+    """Return two sizes in one unit as text, such as "13.20 of 11.20 GiB"."""
     (number, unit), (other, other_unit) = say_bytes(nbytes).split(), say_bytes(allowed).split()
     return f"{number} of {other} {unit}" if unit == other_unit else f"{number} {unit} of {other} {other_unit}"
 
@@ -228,13 +228,13 @@ def _span(row: EstimateRow) -> str:
 
 
 def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
-    """Return a sentence on the plan with the smallest peak; "" if it is the first."""
+    """Return a sentence on the plan with the smallest peak; "" if it is the first in the table."""
     least = smallest(rows)
     return "" if least.peak_bytes >= rows[0].peak_bytes else f" {least.plan} needs {_size(least)}{_time(least, rows, device)}."
 
 
 def _time(row: EstimateRow, rows: Sequence[EstimateRow], device: str) -> str:
-    """Return a plan's step time relative to the baseline's as text; "" if it is unknown.
+    """Return the step time of a plan relative to the baseline's as text; "" if unknown.
 
     It is predicted for a calibrated device, and otherwise measured, for a preset.
     """
@@ -319,7 +319,7 @@ def _bar(parts: Sequence[BarSegment], mark_at: int | None, length: int, *, in_co
 
 
 def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
-    """Return tables of the bytes at the peak by role and by module, which add up to it, and of the whole step."""
+    """Return tables of the bytes at the peak, by role and by module, and a table of the bytes of the whole step."""
     names = [row.plan for row in rows]
     peaks = ("peak", *(say_bytes(row.peak_bytes) for row in rows))
     lines = table(("at the peak, by role", *names), [*_by([row.parts_at_peak for row in rows]), peaks])
@@ -370,7 +370,7 @@ def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str,
 
 
 def _untimed(rows: Sequence[EstimateRow]) -> list[str]:
-    """Return a line on why no step time is predicted; none if one is."""
+    """Return a line that tells why no step time is predicted; none if it is predicted."""
     reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
     return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
 

@@ -103,7 +103,7 @@ class EstimateRequest:
 
     @property
     def is_for_plan(self) -> bool:
-        """Whether `paredown plan` can make a plan for this step, which it cannot with adapters or several processes."""
+        """Whether `paredown plan` could make a plan for this step; it cannot with adapters or several processes."""
         return not (self.lora or self.checkpointing or self.frozen or self.strategy)
 
     def subject_options(self) -> SubjectOptions:
@@ -224,7 +224,10 @@ class PlannedStep:
         return {name: self.footprint(name, plan) for name, plan in self.plans.items()}
 
     def allowed(self, budget: Budget) -> int:
-        """Return the bytes of a budget; a percentage is of the baseline's peak, which is checkpointed if the plans are."""
+        """Return the bytes of a budget.
+
+        A percentage is of the baseline's peak, which is checkpointed if the plans are.
+        """
         from paredown.plan.plan import Plan
 
         plan = Plan(recompute=next(iter(self.plans.values())).checkpointed)
@@ -337,14 +340,14 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
 
 
 def _grouping(foot: Footprint, depth: int | None) -> Grouping:
-    """Return how modules are grouped in tables: by a given depth, or so that groups show where the bytes are."""
+    """Return how modules are grouped in tables: to the requested depth, or as finely as the bytes require."""
     from paredown.cli.module_groups import Grouping, useful_grouping
 
     return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
 
 
 def _module_sizes(foot: Footprint) -> dict[str, int]:
-    """Return the bytes at the peak by module; with the workspace of libraries they add up to the peak."""
+    """Return the bytes at the peak of each module; with the libraries' workspace they add up to the peak."""
     sizes: Counter[str] = Counter()
     for (module, _), nbytes in foot.places_at_peak().items():
         sizes[module] += nbytes
@@ -352,7 +355,7 @@ def _module_sizes(foot: Footprint) -> dict[str, int]:
 
 
 def _notes(feet: Mapping[str, Footprint]) -> list[str]:
-    """Return the notes of all footprints, each once, with the names of plans if only some have it."""
+    """Return the notes of all footprints without repetitions; a note that only some plans have names these."""
     owners: dict[str, list[str]] = {}
     for name, foot in feet.items():
         for note in foot.notes:

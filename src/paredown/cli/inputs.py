@@ -78,7 +78,7 @@ def answer_json(picked: Picked) -> dict[str, Any]:
 
 
 def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
-    """Return the record of a file whose name ends in .json, or of a store."""
+    """Return the record that a source contains: a file whose name ends in .json, or a store of trials."""
     if not source.lower().endswith(".json"):
         from paredown.study.report.record import Record
         from paredown.study.sweeps.store import Store

@@ -89,7 +89,7 @@ def _are_numbers(cells: Sequence[str]) -> bool:
 
 
 def warn_of_passwords(arguments: Iterable[str]) -> None:
-    """Print a warning if an argument is a URL with a password: other users can read it in the list of processes."""
+    """Print a warning if an argument is a URL with a password, since other users can see it in the list of processes."""
     if any(_has_password(argument) for argument in arguments):
         say("other users of this machine can read a password on a command line; set PAREDOWN_STORE or PGPASSWORD instead.")
 
@@ -126,7 +126,7 @@ class ProgressLines:
         self._lock = threading.Lock()
 
     def report(self, done: float, total: float, note: str) -> None:
-        """Record how far the work is, and write a line if one is due."""
+        """Record progress of the work, and print a line if enough time has passed."""
         self._first = self._first or (self._clock(), done)
         self._last = (self._clock(), done, total, note)
         self.tick()
@@ -206,7 +206,7 @@ def spinner(what: str) -> Generator[None]:
 
 @dataclass(frozen=True)
 class LiveScreen:
-    """Two functions that change a text with bars below it: `tell(lines)` and `bar(name, done, total, note)`.
+    """Two functions that update text and progress bars on a terminal: `tell(lines)` and `bar(name, done, total, note)`.
 
     `tell(lines)` replaces the text; `bar(name, done, total, note)` sets a bar, which is red if done exceeds total.
     """

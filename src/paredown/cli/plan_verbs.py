@@ -157,7 +157,7 @@ def explain(
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """The answer of `paredown explain --model`: how a plan stores each slot of a step."""
+    """The result of `paredown explain --model`: how a plan stores each slot of a step."""
 
     model: str
     baseline_bytes: int
@@ -166,7 +166,7 @@ class ExplainedStep:
 
     @staticmethod
     def of(subject: Subject, plan: Plan) -> ExplainedStep:
-        """Return how the plan stores each slot of a step, and the predicted peaks with and without it."""
+        """Return how the plan stores each slot of a step, with the predicted peak under the plan and without it."""
         from paredown.plan.explanation import explain_slots
         from paredown.plan.footprint import footprint
 

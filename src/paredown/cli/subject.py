@@ -67,7 +67,7 @@ OPTIMIZER = "adamw"
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A training step that the command line names: the arguments of `trace_step`, and the task if it belongs to one."""
+    """The training step that a command line names: the arguments of `trace_step`, and its task, if it has one."""
 
     name: str
     model: nn.Module
@@ -107,7 +107,7 @@ class Subject:
         return f" {missing_loss(len(self.batch), f'return (model, batch, loss), such as {LOSS_EXAMPLE}')}"
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
-        """Return a new trace: of the task with the command line's optimizer and autocast, or of the model if there is no task."""
+        """Return a new trace of the step: of the task, with the options of the command line, or of a model without a task."""
         where: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
             batch, step = resized(self.batch, self.batch_size, batch_size), {"loss": self.loss, "autocast": self.autocast}
@@ -272,7 +272,7 @@ def _length_of(name: str, input: str | None) -> dict[str, Any]:
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
-    """Return the step of a network of MODELS; `options` are its keywords, and `picture`, `length` and `batch` for its input."""
+    """Return the step of a built-in network; `options`: its keywords, and `picture`, `length` and `batch` of its input."""
     sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
     keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
     keywords |= {"picture": sizes["picture"]} if name == "vit" else {"context": sizes["length"]} if name == "gpt" else {}

@@ -70,7 +70,7 @@ class TrainRequest:
     is_json: JsonOption = False
 
     def checked_budget(self) -> Budget | None:
-        """Return the budget, if there is one; raise BadParameter for options that contradict it."""
+        """Return the budget, None without one; raise BadParameter if other options contradict it."""
         budget = read_budget(self.budget, self.gpu)
         if self.plan is not None and budget is not None:
             raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
@@ -121,7 +121,7 @@ def train(request: TrainRequest) -> None:
 
 
 def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
-    """Write the weights of a finished run to a file, if one is named, and return a sentence about it."""
+    """Write the weights of a finished run to a file, if the user named one; return a sentence about the file."""
     if to is None or not run.is_done:
         return []
     write_weights(run.model, to)
@@ -213,7 +213,7 @@ class TrainingRun:
         self._model = model if keeps_model else None
 
     def advice(self, task: Task, frontier: Frontier | None) -> str | None:
-        """Return which role grew most and which smaller plan to try if the run ran out of memory; otherwise None."""
+        """Return advice after a run that ran out of memory: the role that grew most, and a smaller plan; otherwise None."""
         if self.trial.status.value != "out_of_memory":
             return None
         from paredown.check.out_of_memory import explain_shortage
@@ -244,7 +244,7 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """Return a note if a GPU measured a peak far above the predicted one; "" otherwise.
+    """Return a note if the peak measured on a GPU is far above the predicted one; "" otherwise.
 
     There is none on a CPU, whose operators always use workspace.
     """

@@ -211,7 +211,7 @@ def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bo
 
 
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
-    """Return (slot, format) for formats that the plan requests for tensors that do not exist in store mode, such as master weights.
+    """Return (slot, format) of requests in the plan for tensors that do not exist in store mode, such as master weights.
 
     One row is for the whole role, one for each slot whose format differs from that.
     """
@@ -320,7 +320,7 @@ class Summary:
 
 
 def _rank(given: str, reason: str, slot: str) -> int:
-    """Return a number by which reasons are sorted in a summary: 0 for memory that is not freed, up to 3 for small tensors."""
+    """Return a sort key for reasons in a summary: 0 if memory is not freed, up to 3 for small tensors."""
     if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
         return 0
     return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2
@@ -413,7 +413,7 @@ def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[C
 
 
 def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
-    """Return the format that a parameter's slot has instead of the requested one, and the reason; None if it has that one."""
+    """Return the format in use for a parameter's slot and why it is not the requested one; None if it is."""
     owner = owner_of(parameter)
     if owner is None:
         return UNMODIFIED, NO_OPTIMIZER

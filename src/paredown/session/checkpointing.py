@@ -74,7 +74,7 @@ class CheckpointedModules:
         self._around_second_call = around_second_call
 
     def has(self, name: str) -> bool:
-        """Return whether a slot lies inside a checkpointed module, so that it is not saved."""
+        """Return whether a slot is inside of a checkpointed module, and therefore not saved in forward."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
@@ -203,7 +203,7 @@ def _is_list_of_layers(module: nn.Module) -> bool:
 
 
 class SecondPasses:
-    """Packs what checkpointed layers save when backward runs them again, by the rules for a first forward pass."""
+    """Packs the tensors that checkpointed layers save when backward runs them again, by the same rules as in forward."""
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations
@@ -253,7 +253,7 @@ class StoredOperand:
 
 @final
 class Factor(Tensor):
-    """A tensor subclass for an operand of an elementwise product, which is decoded only when an operation uses it.
+    """A tensor subclass for an input of an elementwise product that is decoded when an operation reads it.
 
     Backward of a product unpacks both operands at once. Multiplied by a gradient of the same layout, the decoded copy is overwritten by
     the result, so that three tensors exist instead of five.
@@ -314,7 +314,7 @@ class OffloadedInputs:
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
     def form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
-        """Return the stored form of an encoded input that is copied to host memory; None for other tensors."""
+        """Return the stored form of a checkpoint's input whose codes are moved to host memory; None for other tensors."""
         if saved.op != CHECKPOINT:
             return None
         if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():

@@ -59,7 +59,7 @@ READ_INTERVAL = 8
 
 @dataclass(eq=False, slots=True)
 class DeviceReading:
-    """Numbers that were read from a device tensor, and newer ones whose copy to the host is under way."""
+    """Numbers that were read from a tensor on a device, while a copy of newer numbers to the host is under way."""
 
     values: list[float]
     forwards: int
@@ -76,7 +76,7 @@ class KnownReason(NamedTuple):
     format: Format
 
     def holds(self, format: Format) -> bool:
-        """Return whether the reason still holds: same format, and no newer numbers."""
+        """Return whether a reason is still valid: the format is the same, and no newer numbers were read."""
         return self.reading.pending is None and self.reading.values is self.values and self.format is format
 
 
@@ -171,9 +171,9 @@ def check_is_warm(what: str) -> None:
 
 
 def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
-    """Return why operands of an attention stay unmodified; "" if they may be packed. `numbers`: those of `join_attention_parts`.
+    """Return why operands of attention must stay unmodified; "" if they may be packed.
 
-    No logit exceeds scale * max|q| * max|k| (Cauchy-Schwarz).
+    `numbers`: the result of `join_attention_parts`. No logit exceeds scale * max|q| * max|k| (Cauchy-Schwarz).
     """
     query, key, of_output, of_value = numbers
     bound = abs(scale * query) * key if abs(query) * key < inf else inf
@@ -197,7 +197,7 @@ def reason_of_spread(spread: float) -> str:
 
 
 def measure_attention(node: Any) -> Tensor:
-    """Return `join_attention_parts` of the tensors that an autograd node of attention saved; the scale is part of the first number."""
+    """Return the numbers by which attention operands may be packed, computed from the tensors that an autograd node saved."""
     query, scale = node._saved_query, node._saved_scale
     numbers = join_attention_parts(attention_parts(query, node._saved_key, node._saved_value, node._saved_output))
     return torch.cat([numbers[:1] * (query.shape[-1] ** -0.5 if scale is None else scale), numbers[1:]])
@@ -228,7 +228,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def largest_of_rows(tensor: Tensor) -> Tensor:
-    """Return the root mean square, over rows, of each row's largest magnitude; infinity if it is not a number.
+    """Return the root mean square, over rows, of the largest magnitude in each row; infinity instead of NaN.
 
     >>> float(largest_of_rows(torch.tensor([[3.0, -4.0], [0.0, 4.0]])))
     4.0
@@ -336,7 +336,7 @@ def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
 
 
 def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
-    """Return a value of `dtype` between two bounds and one outside; None if there is none between."""
+    """Return one value of `dtype` between two bounds and one outside of them; None if none lies between."""
     middle = (
         0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
     )

@@ -36,7 +36,7 @@ MAX_RANGES = 4096  # channels of a norm whose ranges are measured, with those of
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """The tensors to measure for one operation, and a function from the measured numbers to a reason not to pack its operands, or "".
+    """Numbers that a compiled graph measures, from which follows whether the operands of an operation may be packed.
 
     Checks of the same `kind` are measured together, by one call of `join` with the tensors of all of them; each check has `count` numbers.
     """
@@ -92,7 +92,7 @@ def statistics_of(
     forward: dict[str, fx.Node],
     in_memory: Callable[[fx.Node], Tensor],
 ) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return (mean, rstd, eps) of a norm if its packed blocks mix channels, rows or groups; None for other operations."""
+    """Return the nodes (mean, rstd) and the eps of a norm if blocks of its packed input mix channels or rows; else None."""
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
     mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
     if operation.row.op not in NORMS or rstd is None or mean is None:

@@ -40,7 +40,7 @@ DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks 
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """How one saved tensor of a compiled graph is stored; if `format` is None, the tensor is unmodified, and `reason` says why."""
+    """The decision how one saved tensor of a compiled graph is stored: its format, or None and the reason."""
 
     slot: GraphSlot
     asked: Format | None
@@ -53,7 +53,7 @@ class GraphDecision:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified if these numbers are too large.
+    """Measured numbers of a compiled graph, and the slots that stay unmodified if these numbers are too large.
 
     `first`, `count`: where they are among the numbers of the graph. `reason`: a function from the numbers to a reason not to pack the
     slots, or "" if the numbers are small enough.
@@ -67,7 +67,7 @@ class ValueCheck:
 
 @dataclass
 class GraphReport:
-    """The report on one compiled graph: the decision of each saved tensor, the bytes of masks, and the numbers that it measures."""
+    """A report on one compiled graph: how each saved tensor is stored, and which numbers the graph measures."""
 
     decisions: list[GraphDecision]
     mask_bytes: int = 0
@@ -78,7 +78,7 @@ class GraphReport:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, scales and masks of one forward pass."""
+        """The bytes of codes, scales and masks that one forward pass of the graph stores."""
         return self.mask_bytes + sum(d.stored_bytes for d in self.decisions if d.format is not None)
 
 
@@ -86,7 +86,7 @@ class GraphReport:
 
 
 def memory_order(value: Tensor) -> list[int]:
-    """Return the dimensions of a tensor in the order of decreasing strides."""
+    """Return the dimensions of a tensor in the order of its memory, the largest stride first."""
     return sorted(range(value.dim()), key=lambda d: (-hint(value.stride(d)), d))
 
 
@@ -96,7 +96,7 @@ def inverse_order(order: list[int]) -> list[int]:
 
 
 def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
-    """Return why a tensor cannot be packed in `format` in a compiled graph; "" if it can."""
+    """Return why a compiled graph cannot pack a tensor in `format`; "" if it can."""
     if not graph_codec.covers(format):
         return NOT_COVERED.format(format)
     if _gaps(value):
@@ -118,7 +118,7 @@ def _has_whole_rows(value: Tensor) -> bool:
 
 
 def _gaps(value: Tensor) -> bool:
-    """Return whether the elements of a tensor overlap or have gaps in memory."""
+    """Return whether a tensor's elements overlap or leave gaps in memory."""
     expected = 1
     for d in reversed(memory_order(value)):
         size, stride = value.shape[d], value.stride(d)
@@ -134,25 +134,25 @@ def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
 
 
 def num_values(value: Tensor, codes: Tensor, format: Format | None) -> int:
-    """Return the number of values of a tensor; if its size is dynamic, compute it from the number of codes (or of mask bytes)."""
+    """Return the number of values of a tensor; for dynamic sizes it is computed from the number of codes or of mask bytes."""
     numel = value.numel()
     width = format.element.width if format is not None else 1
     return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]
 
 
 def storage_of(node: fx.Node) -> int:
-    """Return an integer that identifies the memory of a node's tensor; all views of a tensor have the same integer."""
+    """Return an integer that is equal for all nodes of a graph whose tensors share memory."""
     return node.meta["val"].untyped_storage()._cdata
 
 
 def is_code(node: fx.Node) -> bool:
-    """Return whether a node is codes or scales of an 8-bit product (codec/products.py), which are saved unmodified."""
+    """Return whether a node computes codes or scales of an 8-bit product, which are saved unmodified."""
     value: Tensor = node.meta["val"]
     return value.element_size() == 1 or aten_name(node) == QUANTIZE
 
 
 def fits_bits(value: Tensor) -> bool:
-    """Return whether a boolean tensor is saved as bits: it is large and dense, and its sizes follow from those of its bits."""
+    """Return whether a saved boolean tensor is stored as bits, which needs a large, dense tensor with computable sizes."""
     dynamic = [size for size in value.shape if not isinstance(size, int)]
     known = prod(size for size in value.shape if isinstance(size, int))
     is_known = not dynamic or (len(dynamic) == 1 and known % 8 == 0)

@@ -79,7 +79,7 @@ class GraphCodec:
 
 
 class GraphEditor:
-    """Edits a forward and a backward graph together, so that saved tensors and placeholders stay in the same order."""
+    """Edits a forward and a backward graph together, so that what forward saves stays what backward reads."""
 
     def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
         self.forward, self.backward = forward, backward
@@ -100,7 +100,7 @@ class GraphEditor:
         self._code_orders: dict[str, list[int]] = {}  # of packed tensors, by name
 
     def saved_floats(self) -> list[fx.Node]:
-        """Return the saved tensors of floating point that have at least MIN_PACKED_NUMEL values."""
+        """Return the nodes of saved floating-point tensors with at least MIN_PACKED_NUMEL values."""
         saved = [node for node in self._returned[self.num_outputs :] if isinstance(node, fx.Node)]
         tensors = [(node, value) for node in saved if isinstance(value := node.meta.get("val"), Tensor)]
         large = [node for node, value in tensors if value.is_floating_point() and hint(value.numel()) >= MIN_PACKED_NUMEL]
@@ -111,7 +111,7 @@ class GraphEditor:
         return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save booleans as bits: those that backward would compute from tensors in `packed`, and those that are saved anyway."""
+        """Save boolean tensors as bits, also those that backward would compute from tensors that are packed now."""
         with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
@@ -128,7 +128,7 @@ class GraphEditor:
             report.mask_bytes += self._save_mask(node)
 
     def add_checks(self, packed: list[tuple[fx.Node, GraphSlot, Format]], joint: JointGraph, report: GraphReport) -> None:
-        """Measure in forward the numbers that decide whether operands of attention and inputs of norms may be packed."""
+        """Make forward measure numbers that decide whether operands of attention and inputs of norms may be packed."""
         if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
             return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
         measured: dict[Any, list[tuple[GraphCheck, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
@@ -150,7 +150,7 @@ class GraphEditor:
             self._write_numbers(self._measure(lambda *t: pad(torch.cat(t), (0, NUM_NUMBERS - count)), nodes))
 
     def pack(self, node: fx.Node, codec: GraphCodec) -> int:
-        """Replace a saved tensor by its encoded parts, and return their bytes."""
+        """Replace a saved tensor by its codes and scales in both graphs, and return the bytes of these."""
         value: Tensor = node.meta["val"]
         old = self.placeholders.pop(node.name)
         place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is node)
@@ -171,7 +171,7 @@ class GraphEditor:
         return sum(nbytes_of(part) for part in parts)
 
     def delay_recomputation(self) -> None:
-        """Let backward recompute large tensors right before their use (recomputed_chains.py)."""
+        """Make backward recompute large tensors right before they are used, rather than early."""
 
         def insert(function: Callable[..., Tensor], arguments: list[fx.Node], before: fx.Node) -> fx.Node:
             return self._insert_traced(self.backward.graph, function, lambda *t: (function(*t),), arguments, before=before)[0]
@@ -179,7 +179,10 @@ class GraphEditor:
         RecomputedChains(self.backward.graph, of_tangents(self.backward.graph)).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
-        """Let forward measure packed tensors for a guard, except tensors of dynamic sizes; these are the last of the graph's numbers."""
+        """Make forward measure the rounding errors of packed tensors for a guard.
+
+        Tensors of dynamic sizes are left out; these numbers are the last of the graph's.
+        """
         found = [(node, m) for node, m in measures if node.name in self._parts and isinstance(node.meta["val"].numel(), int)]
         first, graph = NUM_NUMBERS - NUM_SIGNALS * len(found), self.forward.graph
         if not found:
@@ -236,7 +239,7 @@ class GraphEditor:
     def _insert_traced(
         self, graph: fx.Graph, name: Any, function: Callable[..., Any], arguments: list[fx.Node], before: fx.Node | None = None
     ) -> list[fx.Node]:
-        """Insert `function`, which returns a tuple, behind its arguments or before a node; return the nodes of its outputs.
+        """Insert the operations of `function` into a graph, and return the nodes of its outputs.
 
         The function is traced once for all arguments of the same sizes, strides, dtypes and `name`.
         """
@@ -249,12 +252,12 @@ class GraphEditor:
         return _insert(graph, self._traces[key], arguments, before or _after(arguments), self._constants[graph])
 
     def _measure(self, function: Callable[..., Tensor], sources: list[fx.Node]) -> fx.Node:
-        """Insert a function of `sources` at the end of the forward graph; return the node of its numbers."""
+        """Insert a function of `sources` at the end of the forward graph, and return the node of its result."""
         traced = _trace(lambda *t: (function(*t),), *(node.meta["val"] for node in sources))
         return _insert(self.forward.graph, traced, sources, self._output)[0]
 
     def _write_numbers(self, numbers: fx.Node) -> None:
-        """Let forward copy all numbers into the input that the host reads, in place of the copy that it made before."""
+        """Make forward copy all measured numbers into the tensor that the host reads."""
         graph = self.forward.graph
         for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
             if copy.args[0] is self._numbers:
@@ -268,7 +271,7 @@ class GraphEditor:
         return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self.num_outputs :])
 
     def _save_mask(self, node: fx.Node) -> int:
-        """Compute a boolean tensor of backward in forward instead, save it as bits, and return the bytes of the bits."""
+        """Save a boolean tensor as bits instead of computing it in backward, and return the bytes of the bits."""
         value: Tensor = node.meta["val"]
         source = self._computed_in_forward(node)
         order = self._orders.of(source)
@@ -291,7 +294,7 @@ class GraphEditor:
         return nbytes_of(parts[0])
 
     def _computed_in_forward(self, node: fx.Node) -> fx.Node:
-        """Return the forward node that computes the same value as a backward node, which depends on no gradient.
+        """Return the forward node with the value of a backward node that needs no gradient, inserted if need be.
 
         If forward has no such node, the backward node is copied there.
         """
@@ -323,7 +326,7 @@ class GraphEditor:
 
 
 def of_tangents(backward: fx.Graph) -> set[fx.Node]:
-    """Return the nodes of a backward graph that depend on tangents (the gradients of the outputs)."""
+    """Return the nodes of a backward graph that depend on gradients of the outputs (tangents)."""
     found = {node for node in backward.find_nodes(op="placeholder") if _is_tangent(node)}
     for node in backward.nodes:
         if any(i in found for i in node.all_input_nodes):
@@ -332,7 +335,7 @@ def of_tangents(backward: fx.Graph) -> set[fx.Node]:
 
 
 def _trace(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
-    """Return `function` as a graph of aten operations, decomposed as Inductor does."""
+    """Return `function` as a graph of aten operations, decomposed as Inductor does it."""
     with values[0].fake_mode:  # type: ignore[attr-defined]
         return make_fx(function, decomposition_table=select_decomp_table())(*values)
 
@@ -344,7 +347,7 @@ def _insert(
     before: fx.Node,
     constants: dict[Any, fx.Node] | None = None,
 ) -> list[fx.Node]:
-    """Copy a traced graph before a node, and return the nodes of its outputs.
+    """Copy the nodes of a traced graph before a node of `graph`, and return the nodes of its outputs.
 
     `constants`: nodes of `graph` that depend on no argument. They are not copied again, and new ones are added.
     """
@@ -371,7 +374,7 @@ def _insert(
 
 
 def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[Any, ...]) -> list[fx.Node]:
-    """Insert the call of an operation that returns a list of tensors behind its arguments; return the nodes of the results."""
+    """Insert a call of an operation that returns several tensors, behind its arguments, and return the nodes of the results."""
     values: list[Tensor] = [node.meta["val"] for node in tensors]
     with values[0].fake_mode:  # type: ignore[attr-defined]
         results: list[Tensor] = target(*values, *others)
@@ -385,7 +388,7 @@ def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[An
 
 
 def _insert_call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], before: fx.Node) -> fx.Node:
-    """Insert the call of an operation that takes a list of tensors before a node; return the node of the result."""
+    """Insert a call of an operation that takes a list of tensors before a node, and return the node of the result."""
     values: tuple[Any, ...] = fx.map_arg(arguments, lambda node: node.meta["val"])
     with values[0][0].fake_mode, graph.inserting_before(before):
         call = graph.call_function(target, arguments)
@@ -394,7 +397,7 @@ def _insert_call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], befor
 
 
 def _after(nodes: list[fx.Node]) -> fx.Node:
-    """Return the first node before which an operation that reads `nodes` can be inserted, behind all placeholders."""
+    """Return the first node before which an operation that reads `nodes` can be inserted."""
     graph = nodes[0].graph
     last = max(nodes, key=lambda node: node._sort_key)
     if last.op == "placeholder":

@@ -236,7 +236,7 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
-    """Return the model's operations found in a joint graph; `options`: the keyword arguments of the partitioner.
+    """Return the operations of the model that are found in a joint graph; `options`: keyword arguments of the partitioner.
 
     `roots`: as in `read_joint_graph`.
     """
@@ -316,7 +316,7 @@ class PlanBackend:
 
 
 def inductor_of(options: dict[str, Any]) -> Any:
-    """Return torch's own backend for torch.compile(**options), and remove `mode` and `options` from `options`, which belong to Inductor."""
+    """Return torch's own backend for the given torch.compile options, and remove Inductor's options from them."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(
@@ -351,7 +351,7 @@ def _row_choices() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has these additional inputs at the end."""
+    """Return a context in which a graph of Dynamo has additional inputs, at the end."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")

@@ -28,14 +28,14 @@ NUM_SIGNALS = 2  # numbers of one slot
 
 @dataclass(frozen=True)
 class GraphSignal:
-    """The slots of one saved tensor, and the index of its two measured numbers among those of the graph."""
+    """The slots of one saved tensor, and the position of its two measured numbers among those of the graph."""
 
     names: tuple[str, ...]
     first: int
 
 
 def sampled(flat: Tensor, format: Format) -> Tensor:
-    """Return at most SAMPLE values of a 1-D tensor, in whole blocks that are evenly spaced, and at least one block.
+    """Return at most SAMPLE values of a 1-D tensor, in whole blocks at even distances.
 
     >>> sampled(torch.arange(16384), Format.parse("int8/64@bf16"))[[0, 63, 64, 128]].tolist()
     [0, 63, 256, 512]
@@ -50,7 +50,7 @@ def sampled(flat: Tensor, format: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class SlotMeasure:
-    """Measures the rounding error and the largest value of one packed tensor, which is stored in `format`."""
+    """A function that measures the rounding error and the largest value of one packed tensor in a graph."""
 
     slot: GraphSlot
     format: Format
@@ -59,11 +59,11 @@ class SlotMeasure:
 
     @staticmethod
     def of(decision: Any, seed: int) -> SlotMeasure:
-        """Return the measure for the tensor of a `GraphDecision` that packs it."""
+        """Return the function for a tensor that is packed as `decision` says."""
         return SlotMeasure(decision.slot, decision.format, decision.rounding, seed)
 
     def __call__(self, flat: Tensor, step: Tensor, *parts: Tensor) -> Tensor:
-        """Return [error, largest] of a tensor that is 1-D in its memory order; `parts`: its codes and scales."""
+        """Return [error, largest magnitude] of a 1-D tensor; `parts` are its codes and scales."""
         exact = sampled(flat, self.format)
         tensor_id = crc32(self.slot.names[0].encode()) if self.slot.names else 0
         names = str(self.format), self.rounding.value, default_overflow(self.format).value

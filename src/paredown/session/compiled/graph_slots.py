@@ -71,7 +71,7 @@ _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 @dataclass(frozen=True)
 class GraphSlot:
-    """The names of the slots that a saved tensor of a compiled graph stands for, and what backward needs of it.
+    """A saved tensor of a compiled graph: the slot names that it has in eager mode, and what backward needs of it.
 
     `reason`: if backward needs it exactly, why.
     """
@@ -103,7 +103,7 @@ class GraphOperation:
     count: int = 1  # 2 for the second operation of this name in its module
 
     def slot(self, operand: str) -> str:
-        """Return the slot name that eager mode has for an operand: module:operand, or module:operation.operand."""
+        """Return the slot name of an operand, as in eager mode: module:operand, or module:operation.operand."""
         number = f"#{self.count}" if self.count > 1 else ""
         return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
 
@@ -285,7 +285,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: GraphOperation) -> Operan
 
 
 def _input(value: fx.Node, operation: GraphOperation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """Return which operand of `operation` the argument `value` is; of several, the one that allows the least rounding."""
+    """Return the operand of `operation` that `value` is; if it is several, the one that allows the least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)
@@ -311,7 +311,7 @@ def _is_same(argument: Any, value: fx.Node) -> bool:
 
 
 def argument_name(node: fx.Node, value: fx.Node) -> str:
-    """Return the name of the argument that `value` is of a node in attention's backward; "" if it is none."""
+    """Return the argument name under which a node of attention's backward receives `value`; "" if it does not."""
     schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     named = {argument.name: given for argument, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     found = next((name for name, given in named.items() if _is_same(given, value)), "")
@@ -355,7 +355,7 @@ def module_path(stack: Any, roots: Mapping[str, str] | None = None) -> tuple[str
 
 
 def root_and_path(source: str) -> tuple[str, str]:
-    """Return the variable with which Dynamo's name of a module or parameter begins, and the path behind it.
+    """Return the parts of Dynamo's name of a module or parameter: the variable in front, and the path after it.
 
     >>> root_and_path("L['self'].layers._modules['3'].fc")
     ('self', 'layers.3.fc')
@@ -374,7 +374,7 @@ def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping
 
 
 def _row_name(node: fx.Node) -> str:
-    """Return the name under which the table of operations has a node's operation, such as "NativeLayerNorm"."""
+    """Return the name of a node's operation in the table of operations, such as "NativeLayerNorm"."""
     bare = aten_name(node).replace("_", "").lower()
     return ROW_NAMES.get(bare) or ALIASES.get(bare) or aten_name(node)
 
@@ -390,13 +390,13 @@ def is_boolean(node: fx.Node) -> bool:
 
 
 def _is_integer(node: fx.Node) -> bool:
-    """Return whether a node computes integers, which may differ for rounded inputs, such as indices of other rows."""
+    """Return whether a node computes integers, such as indices, which rounded inputs could change."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
 
 
 def hint(size: Any) -> int:
-    """Return a size as an int; if it is symbolic, the size of the example inputs."""
+    """Return a size as an int; for a symbolic size, its value in the example inputs."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 

@@ -28,7 +28,7 @@ class ByLastOperation(SchedulerPass):
     """A pass of Inductor that orders kernels by their last operations, to lower the peak of backward."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """Return the kernels of a backward graph in that order; kernels of a forward graph stay as they are."""
+        """Return the kernels of a backward graph in the order of their last operations; in a forward graph, unchanged."""
         return by_last_operation(nodes) if V.graph.is_backward else nodes
 
     def uuid(self) -> Any:

@@ -88,7 +88,7 @@ class MemoryOrders:
             self._strides[node] = result.stride()
 
     def _read(self, node: fx.Node, result: Tensor) -> Strides | None:
-        """Return the strides with which a kernel that computes `result` reads an input; 0 where the input is repeated."""
+        """Return the strides of an input along the dimensions of `result`; 0 in dimensions where the input is repeated."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not _is_static(value) or value.dim() > result.dim() or not value.dim():
             return None
@@ -101,9 +101,9 @@ class MemoryOrders:
 
 
 def voted_order(reads: Sequence[Strides], sizes: Sequence[int]) -> list[int]:
-    """Return the dimensions of more than one element, the outermost first, as a kernel with these reads writes its result.
+    """Return the order of dimensions, outermost first, in which Inductor's kernel with these inputs writes its result.
 
-    The rule is Inductor's `pick_loop_order`.
+    Dimensions of one element are left out. The rule is Inductor's `pick_loop_order`.
 
     >>> voted_order([(196608, 1, 256), (0, 768, 1)], (64, 256, 768)), voted_order([(196608, 1, 256), (0, 1, 0)], (64, 256, 768))
     ([0, 1, 2], [0, 2, 1])
@@ -119,7 +119,7 @@ def voted_order(reads: Sequence[Strides], sizes: Sequence[int]) -> list[int]:
 
 
 def _dense(value: Tensor, order: Sequence[int]) -> Strides:
-    """Return the strides of a tensor without gaps whose dimensions of more than one element are in this order."""
+    """Return the strides of a dense tensor whose dimensions (of more than one element) are in the given order."""
     strides, step = [1] * value.dim(), 1
     for d in reversed(order):
         strides[d], step = step, step * value.shape[d]
@@ -129,7 +129,7 @@ def _dense(value: Tensor, order: Sequence[int]) -> Strides:
 
 
 def _has_fixed_strides(saved: fx.Node) -> bool:
-    """Return whether an operation that Inductor calls, other than a matrix product, reads a tensor or views of it."""
+    """Return whether a library kernel (other than a matrix product) reads a tensor, so that its strides must stay."""
     stack, seen = list(saved.users), set[fx.Node]()
     while stack:
         user = stack.pop()

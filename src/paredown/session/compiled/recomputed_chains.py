@@ -112,7 +112,7 @@ class RecomputedChains:
         return node
 
     def _chains(self) -> list[set[fx.Node]]:
-        """Return sets of tensors that are recomputed from each other, such as along a residual stream."""
+        """Return groups of tensors in which one is recomputed from another, such as along a residual stream."""
         chains: list[set[fx.Node]] = []
         for tensor in self._tensors:
             joined = self._cone([tensor]) & self._tensors
@@ -151,7 +151,7 @@ class RecomputedChains:
 
 
 def _after(scales: Tensor, gradient: Tensor) -> Tensor:
-    """Return `scales`, in a form that makes Inductor compute them only after `gradient`.
+    """Return `scales` with an artificial dependence on `gradient`, so that Inductor computes them after it.
 
     Inductor stores the input of as_strided, so that the order holds. The comparison is false for all numbers (none is larger than
     infinity), so the compiler of the kernel drops the load.

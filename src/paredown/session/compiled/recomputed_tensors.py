@@ -104,7 +104,7 @@ def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, Recom
 
 
 def _operations_of(node: fx.Node, saved: set[fx.Node], written: set[Any]) -> set[fx.Node]:
-    """Return the operations that compute a node from saved tensors or inputs; an empty set if one of them cannot run again."""
+    """Return the operations that recompute a node from saved tensors or inputs; an empty set if that is impossible."""
     cone, stack = set[fx.Node](), [node]
     while stack:
         one = stack.pop()
@@ -233,7 +233,7 @@ def _save(node: fx.Node, returned: list[Any], num_outputs: int) -> None:
 
 
 def end_of_tensors(returned: list[Any], num_outputs: int) -> int:
-    """Return the index behind the last saved tensor in what forward returns, where symbolic sizes begin."""
+    """Return the index in forward's outputs at which saved tensors end and symbolic sizes begin."""
     return next((i for i in range(num_outputs, len(returned)) if not is_tensor(returned[i])), len(returned))
 
 

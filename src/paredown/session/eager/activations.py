@@ -161,7 +161,10 @@ class Activations:
 
     @contextmanager
     def restored_after(self) -> Generator[Callable[[], None]]:
-        """Return a context that undoes changes of decisions and counts; it yields a function that resets the number of forward passes."""
+        """Return a context that undoes changes of decisions and counts at its end.
+
+        It yields a function that sets the number of forward passes back.
+        """
         forwards, restored = self.forwards, self.restored
         decisions, not_packed = dict(self.decisions), dict(self.not_packed)
 
@@ -274,12 +277,12 @@ class Activations:
             self._store(saved, piece, slot, storage, saved.node, saved.raw)
 
     def saved_by(self, *ends: str) -> dict[str, tuple[torch.Size, int]]:
-        """Return shape and bytes of the saved slots whose names end with one of `ends`."""
+        """Return shape and bytes of each saved slot with a name that ends with one of `ends`."""
         found = {name: slot.memory for name, slot in self._slots.items() if name.endswith(ends)}
         return {name: (size, nbytes) for name, (_, _, nbytes, size, *_) in found.items()}
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """Replace a saved tensor as in an earlier pass, without deciding again how it is stored.
+        """Replace a saved tensor by its stored form, as decided in an earlier pass.
 
         `seen` describes the earlier one. Decisions for its slot are used again if nothing that they depend on has changed.
         """
@@ -442,7 +445,7 @@ class Activations:
         return codec.encode(tensor, step, mask.bits)
 
     def _determined(self, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> StoredForm | None:
-        """Return a form that recomputes the tensor from another stored one; None if that is impossible."""
+        """Return a stored form that is recomputed from another one; None if the tensor cannot be recomputed."""
         recomputation = rematerialization_of(piece.tensor)
         while recomputation is not None:
             form = self._recomputed(saved, piece, recomputation, storage)

@@ -81,7 +81,7 @@ class ForwardStorage:
         return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the stored operand of `node`, from which other tensors can be recomputed; None if there is none."""
+        """Return the stored operand of autograd node `node`, from which backward may recompute others; None if none is stored."""
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
 
@@ -105,7 +105,7 @@ class ForwardStorage:
 
 
 class PassOutputs:
-    """The stored outputs of earlier calls of the model's parts in one thread, which later calls may get as arguments.
+    """The stored outputs of calls of the model's parts in one thread, by which inputs of later calls are recognized.
 
     All references are weak, so that they end with the graph and the tensors of the step.
     """
@@ -162,7 +162,7 @@ class PassOutputs:
 
 
 def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
-    """Return the original memory of stored data; None if it was freed."""
+    """Return the original memory that a stored form replaces; None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
 
 

@@ -212,7 +212,7 @@ def _resolved(element: str, device: torch.device) -> str:
 
 
 def _reason_to_leave(module: nn.Module, *, by_speed: bool, is_head: bool) -> str:
-    """Return why a linear layer must not multiply codes; "" if it may."""
+    """Return the reason why a linear layer must not multiply codes; "" if it may."""
     if isinstance(module, nn.MultiheadAttention):
         return ATTENTION
     assert isinstance(module, nn.Linear)

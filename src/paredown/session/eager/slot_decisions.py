@@ -100,7 +100,7 @@ class SlotDecisions:
         self.is_cuda = tensor.is_cuda
 
     def fits(self, saved: Saved, tensor: Tensor) -> bool:
-        """Return whether the decisions hold for this saved tensor, which has the same use and memory layout."""
+        """Return whether the decisions made for a slot apply to this tensor: it has the same use and memory layout."""
         is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
         return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
 
@@ -111,7 +111,7 @@ def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def form_for(use: Use, detail: Any, piece: StoragePiece) -> StoredForm | None:
-    """Return the stored form of a tensor of which backward needs less than the values, such as bits; None if it needs them.
+    """Return a stored form with less than the values (such as bits), if backward needs no more; None otherwise.
 
     `use`: what backward needs. `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
     """

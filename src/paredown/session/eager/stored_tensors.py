@@ -240,7 +240,7 @@ class DecodedCopy:
         self.num_unpacked = 0  # saved tensors that were unpacked so far
 
     def values(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the decoded copy; None if it was freed, or belongs to another CUDA stream."""
+        """Return the decoded values if they still exist on the current CUDA stream; otherwise None."""
         if self.held is not None:
             return self.held if current_stream(self.held.get_device()) == self.stream else None
         alive = self.alive.storage() if self.alive is not None else None
@@ -376,7 +376,7 @@ class ViewLayout(NamedTuple):
 
 
 class StoredView:
-    """What autograd holds in place of a saved tensor: stored data, and the layout of the tensor in it."""
+    """The object that autograd holds in place of a saved tensor; it refers to stored data and knows the tensor's layout."""
 
     __slots__ = ("form", "layout")
 

@@ -82,10 +82,10 @@ torch.library.register_autograd("paredown::frozen_linear", _backward, setup_cont
 
 
 class GraphLinears:
-    """The layers of one model whose frozen packed weights compiled graphs decode."""
+    """The layers of one model with frozen packed weights that compiled graphs decode."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, packed_before: frozenset[str] = frozenset()) -> None:
-        """Choose them; `head` is the output head, which is left out. `packed_before`: names of weights that were packed before apply."""
+        """Choose the layers, without the output head `head`; `packed_before`: names of weights that were packed before `apply`."""
         self.packed_before = packed_before
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         self._modules = {

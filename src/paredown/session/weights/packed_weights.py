@@ -294,7 +294,7 @@ class Weights:
         self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
 
     def in_graphs(self, model: nn.Module, head: nn.Module | None) -> Weights:
-        """Return what stores the weights of a model whose graphs are compiled, in place of this: hooks would break the graphs.
+        """Return the replacement of this class for a model whose graphs are compiled, since hooks would break graphs.
 
         Weights of frozen linear layers stay packed, but for the output `head`; the others are decoded.
         """

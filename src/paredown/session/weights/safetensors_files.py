@@ -193,7 +193,7 @@ def _tensor(path: Path, name: str, row: Any, begin: int) -> FileTensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Tensors that belong into the same file, with a text that describes them."""
+    """Tensors that must be in the same file, with a text that describes them."""
 
     name: str
     tensors: Mapping[str, Tensor]

@@ -52,7 +52,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Con
 
 
 class DeferredWeight:
-    """What autograd holds in place of a saved weight: it decodes the packed weight when backward uses it."""
+    """The object that autograd holds in place of a saved weight; it decodes the packed weight when backward uses it."""
 
     __slots__ = ("accumulator", "dtype", "offset", "size", "stride", "version", "weight")
 
@@ -125,7 +125,7 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
-    """Replace a saved tensor if it is a packed weight, its view or its cast, and return whether it is one."""
+    """Replace a saved tensor that is a packed weight, a view of one or its cast; return whether it was one."""
     if raw is None:
         return False
     tensor = raw.data
@@ -296,7 +296,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 class PackedModule:
-    """A module with packed parameters, and what its calls have learned about where autograd saves them."""
+    """A module with packed parameters, and the recorded places at which autograd saves them in its calls."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 

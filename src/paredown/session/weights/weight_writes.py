@@ -172,6 +172,6 @@ def _weights_of(module: nn.Module) -> list[Weight]:
 
 
 def _versions(weight: Weight) -> tuple[int, int]:
-    """Return two version numbers of a weight, one of which changes with every write."""
+    """Return two version numbers of a weight; every write changes at least one of them."""
     parameter = weight.parameter
     return weight.version, parameter._version if parameter is not None else -1

@@ -69,7 +69,7 @@ class Counted:
 
     @property
     def key(self) -> tuple[Role, str]:
-        """The role and name of the tensor, which identify it."""
+        """The role and name of the tensor."""
         return self.role, self.name
 
     @property
@@ -129,7 +129,7 @@ def low_ratio(outline: Outline, low: Low) -> float:
 
 
 def memory_factor(ratio: float) -> float:
-    """Return how many times smaller than in float32 all tensors are, with 16 and 8 bits; `ratio` is the share of 8 bits.
+    """Return by which factor 16 and 8 bits reduce the memory of float32, with `ratio` the share of tensors in 8 bits.
 
     >>> memory_factor(0.0), memory_factor(1.0)
     (2.0, 4.0)
@@ -208,7 +208,7 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """Return the plan with all tensors in high precision except those in `low`, which have a rule each."""
+    """Return the plan in which the tensors `low` have a rule each, and all others high precision."""
     high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
     low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))

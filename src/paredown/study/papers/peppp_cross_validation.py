@@ -155,7 +155,7 @@ class PickerScores:
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """A task that is held out, and what a picker may know about it."""
+    """A task that is held out from the prior, with the data about it that a picker may use."""
 
     known: TaskKnowledge
     truth: Truth
@@ -227,12 +227,18 @@ def hypervolume(memory: Array, errors: Array, top: float) -> float:
 
 
 def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """Return the area as PEPPP's released code computes it: errors are sorted, while memories keep the order of the columns."""
+    """Return the area of a Pareto front as PEPPP's released code computes it, which differs from the paper's definition.
+
+    Errors are sorted, while memories keep the order of the columns.
+    """
     return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
 
 
 def released_front(memory: Array, errors: Array) -> NDArray[np.bool_]:
-    """Return the Pareto front as PEPPP's released code computes it: plans that are equal in memory and error remove each other."""
+    """Return the Pareto front as PEPPP's released code computes it.
+
+    Plans that are equal in memory and error remove each other.
+    """
     is_equal = (memory[:, None] == memory) & (errors[:, None] == errors)
     return undominated(memory, errors) & (is_equal.sum(axis=0) == 1)
 
@@ -250,7 +256,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Truth:
-    """The true errors and the memory of one task, with which predictions are compared.
+    """The true errors and memory of the plans on one task, for comparison with predictions.
 
     `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone; if these are unknown, `errors`.
     """
@@ -288,7 +294,7 @@ def distance(points: Array, others: Array) -> float:
 
 
 def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Return by how much recommended plans are worse than the best ones, averaged over budgets.
+    """Return the excess error of recommended plans over the best ones, averaged over budgets.
 
     The excess is the error of the recommended plan minus the least error within the budget.
     """

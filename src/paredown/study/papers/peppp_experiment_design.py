@@ -363,7 +363,7 @@ class Pooled:
 
 
 def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> Array:
-    """Return how much a measurement of each plan is expected to improve the Pareto front, (plans,); -1 for measured plans.
+    """Return the expected improvement of the Pareto front by measuring each plan, (plans,); -1 for measured plans.
 
     It is the product of two numbers. One is the area that the measurement is expected to add to what the measured front dominates. The
     other is the variance of all levels that the measurement removes: by area alone, plans would be measured that are likely to be on
@@ -400,7 +400,7 @@ def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Arr
 
 @cache
 def luck(runs: int) -> float:
-    """Return how far the least of r runs lies below their mean, in standard deviations, averaged over r = 1 .. `runs`.
+    """Return by how many standard deviations the least of r runs is expected to lie below their mean, averaged over r up to `runs`.
 
     On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 before it.
     """

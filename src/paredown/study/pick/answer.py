@@ -115,7 +115,7 @@ class Frontier:
         ]
 
     def as_accurate(self, label: str, budget: int | str) -> tuple[Point, ...]:
-        """Return the other points within the budget whose errors are as low, up to `tie_error`, as that of the point `label`."""
+        """Return the points within the budget whose error is at most `tie_error` above that of the point `label`."""
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
         fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
         errors, labels = cautious_errors(fitting), [point.label for point in fitting]
@@ -148,7 +148,7 @@ class Frontier:
 
 
 def cautious_errors(points: Sequence[Point]) -> Array:
-    """Return the errors by which plans are chosen, (points,): mean errors, increased for plans without a trial.
+    """Return the errors (points,) by which plans are compared: mean errors, raised for plans without a trial.
 
     If some points have trials, the standard deviation is added to the mean error of those that have none. If a plan quantizes nothing,
     no error is below that plan's mean (`at_least_exact`).

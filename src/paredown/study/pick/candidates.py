@@ -60,7 +60,7 @@ UNPROPOSED = {
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A plan for this task: label, predicted peak bytes, its column in the prior (-1: none), and its features."""
+    """A plan that `pick` may choose: its label, predicted peak, column in the prior (-1: none), and features."""
 
     label: str
     plan: Plan
@@ -71,7 +71,7 @@ class CandidatePlan:
 
 @dataclass(frozen=True)
 class TaskStep:
-    """A training step to make plans for: `bytes_of(plan)` is its peak under a plan, `trace_of(plan)` its trace.
+    """The training step of a task, for which plans are made and peaks predicted.
 
     The trace depends on the plan, since plans with formats for weights or optimizer state run another optimizer.
 
@@ -87,11 +87,11 @@ class TaskStep:
     )
 
     def features(self, plan: Plan) -> Array:
-        """Return the features of a plan, computed from the trace if there is one."""
+        """Return the numbers that describe a plan for predictions, such as the bits that each role loses."""
         return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
 
     def plan_of(self, row: PlanRow) -> Plan:
-        """Return the plan of a column of the prior. If the column is a template, the plan is made for this step."""
+        """Return the plan of a column of the prior, made for this step if the column is a template."""
         if row.plan is not None:
             return Plan.from_json(row.plan)
         template, budget_bytes = PlanTemplate.parse(row.template), self.budget_of(row)
@@ -101,7 +101,7 @@ class TaskStep:
         return self._solution(budget_bytes, template)
 
     def budget_of(self, row: PlanRow) -> int:
-        """Return the bytes that the template of a column is made for; 0 for a plan that is the same for every step."""
+        """Return the budget in bytes for which a column's template makes a plan; 0 for a column with one plan."""
         if row.plan is not None:
             return 0
         trace = self.state_trace()  # of which `assign` takes the percentage
@@ -147,7 +147,7 @@ class Candidates:
 
     @property
     def error_columns(self) -> NDArray[np.intp]:
-        """The column of the prior whose errors each candidate has: a plan that quantizes nothing has the baseline's errors."""
+        """The column of the prior with each candidate's errors; plans that quantize nothing have the baseline's."""
         baseline = next((row.column for row in self.rows if row.plan.changes_nothing), -1)
         return np.where([row.plan.quantizes_nothing and baseline >= 0 for row in self.rows], baseline, self.columns)
 
@@ -215,7 +215,7 @@ def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int
 
 
 def features_of(plan: Plan, trace: Trace | None = None) -> Array:
-    """Return the features of a plan in the order of NAMES, (num_features,); without a trace, from the plan's rules alone."""
+    """Return the numbers that describe a plan for predictions, (num_features,), in the order of NAMES."""
     formats = _by_rules(plan) if trace is None else _by_slots(plan, trace)
     precision_lost = [_precision_lost(formats.get(role, ())) for role in ROLES]
     lossy = [format for of_role in formats.values() for format in of_role if format is not None]
@@ -224,7 +224,7 @@ def features_of(plan: Plan, trace: Trace | None = None) -> Array:
 
 
 def effective_bits(format: Format | None) -> float:
-    """Return the significant bits of a format.
+    """Return the significant bits of a format, corrected for its block length.
 
     For integer formats with other block lengths than 64 they are corrected for the largest value of a block, which sets the scale.
 
@@ -266,7 +266,7 @@ def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
 
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
-    """Return the formats of all slots by role.
+    """Return the formats of all slots under a plan, by role.
 
     If backward needs no value of a tensor, it counts as exact. A recomputed tensor has the format of the tensor that it is computed from.
     """

@@ -37,7 +37,7 @@ def cautious(means: Array, deviations: Array, is_tried: Mask) -> Array:
 
 
 def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
-    """Return mean errors raised to that of the plans that quantize nothing, which no other plan can beat.
+    """Return mean errors, raised to that of the plans that quantize nothing, since no plan is more accurate.
 
     A plan that quantizes is not more accurate than the baseline; if its mean error is less, its runs were lucky. So its error is at least
     the least mean error of the exact plans. The errors of the exact plans are their `means`, whether they were tried or not.

@@ -54,7 +54,7 @@ MOST_FAILURES = 3  # failed trials without a successful one: then the task is at
 
 @dataclass
 class PickLoop:
-    """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
+    """The state of one pick: candidates, prior, trials so far, and the decision whether to run another trial.
 
     `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
     prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too. `device`:
@@ -112,7 +112,7 @@ class PickLoop:
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
-        """The trials whose peak memory counts: those on this device, and those of this pick that name no device."""
+        """The trials whose peak memory counts here: those on this device, or with no device recorded by this pick."""
         own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
         return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
@@ -327,7 +327,7 @@ class PickLoop:
         )
 
     def _certainty(self, estimate: Estimate, choice: BudgetChoice, points: Sequence[Point]) -> str:
-        """Return a sentence on how certain the choice is: plans that may be as good, or the probability that it is within the margin."""
+        """Return a sentence on how certain the pick is: which plans may be as good, or the probability of the margin."""
         if (margin := self.margin()) is not None:
             return self._say_margin(points[margin.baseline], choice.plan, float(estimate.within_margin(margin)[choice.plan]))
         certainty = say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
@@ -341,7 +341,7 @@ class PickLoop:
         return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
 
     def _say_margin(self, baseline: Point, plan: int, chance: float) -> str:
-        """Return a sentence on why this plan is picked: it is within the margin with the probability `chance`, and no smaller one is."""
+        """Return a sentence that explains the pick: the smallest plan whose error is probably (`chance`) within the margin."""
         if plan == self._index_of[Plan().key]:
             return f"No smaller plan has an error {self._said_margin}."
         known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
@@ -376,7 +376,7 @@ class PickLoop:
         ]
 
     def _nothing_picked(self, answer: Picked, points: Sequence[Point]) -> Picked:
-        """Return the answer that nothing fits, with the reason, and with the smallest possible plan if it is none of `points`."""
+        """Return the answer when no plan fits: the reason, and the smallest possible plan."""
         if len(self.fits()):
             return replace(answer, reason=f"no plan that fits has an error {self._said_margin}. Raise the budget or the margin.")
         if within := [point for point in points if point.predicted_bytes <= self.budget_bytes]:

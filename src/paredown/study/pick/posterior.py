@@ -93,7 +93,7 @@ class LevelSums:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The distribution of a task's errors after its trials: mean and covariance of the levels, and the noise of one run."""
+    """The distribution of a task's errors given its trials: mean and covariance over levels, and the variance of single runs."""
 
     mean: Array
     covariance: Array
@@ -141,7 +141,7 @@ class Gaussian:
         return found
 
     def noise_at(self, height: float) -> Array:
-        """Return the variance of one run of each level, (levels,), on a task whose errors are `height` above the mean of all tasks."""
+        """Return the variance of single runs at each level, (levels,), for a task whose mean error is `height` above average."""
         slope, intercept = self.noise_line
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
@@ -180,7 +180,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution from which EM starts and to which it shrinks, and the variance of one run.
+    """Return the distribution with which EM starts, and the variance of a single run.
 
     In it, levels differ by an offset and tasks by a height, which is added to the errors of all levels.
     """
@@ -308,7 +308,7 @@ class Estimate:
         return at_least_exact(cautious(means, self.deviations[plans], is_tried) if is_cautious else means, means, is_exact)
 
     def best(self, budget: float, *, is_cautious: bool = True) -> BudgetChoice:
-        """Return the plan with the least of `errors` within the budget; of equal plans the one with the least memory.
+        """Return the plan of least error within the budget; if several are equally accurate, the quickest of them.
 
         The quickest of the plans that are equally accurate is taken.
         """
@@ -356,7 +356,7 @@ class Estimate:
 
 
 def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True) -> Array:
-    """Return how much a run of each of `plans` is expected to lower the error of the plan that is picked from them.
+    """Return by how much a run of each of `plans` is expected to lower the error of the finally picked plan.
 
     `has_noise=False` assumes that a run shows the mean error exactly, which gives an upper bound.
     """
@@ -368,7 +368,7 @@ def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True
 
 
 def propose(estimate: Estimate, plans: Indices) -> int:
-    """Return the plan of `plans` to try next: the one of the largest expected gain, and among equals the one of least memory."""
+    """Return the plan to try next: the one with the largest expected gain; of equal ones, the one of least memory."""
     gains = expected_gains(estimate, plans)
     best = plans[gains >= gains.max() * (1 - 1e-9)]
     return int(best[np.argmin(estimate.memory[best])])
@@ -389,7 +389,7 @@ def is_settled(estimate: Estimate, plans: Indices) -> bool:
 def propose_for_margin(
     estimate: Estimate, margin: ErrorMargin, budget: float, num_runs: Mapping[int, int], *, is_last: bool
 ) -> int | None:
-    """Return the plan to measure next in search of the smallest plan within the error margin; None when there is nothing to decide.
+    """Return the plan to try next in search of the smallest plan within the error margin; None if nothing is left to decide.
 
     The baseline is measured first. Then come plans smaller than the smallest plan that is known to be within the margin: the next one has
     the largest product of probability and saved bytes, and the baseline is measured again in turn with these plans. A plan is ruled out

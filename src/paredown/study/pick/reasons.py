@@ -89,7 +89,7 @@ def stopped_early(point: Point) -> str:
 
 
 def explain_nothing_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
-    """Return why no plan is picked although some fit by prediction: none of them could be trained within the budget."""
+    """Return the explanation when no plan could be trained within the budget, although some were predicted to fit."""
     last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
     details = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
     if excess := max((point.needs - point.predicted_bytes for point in within), default=0):

@@ -46,7 +46,7 @@ WORST = 1.0  # random guessing
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a new task, and the errors that it was fitted to, (tasks, levels), NaN where not observed.
+    """The prior of a new task, fitted to the errors of prior tasks.
 
     A level is a group of plans that are known to differ by noise alone.
     """
@@ -57,7 +57,7 @@ class TaskPrior:
 
     @staticmethod
     def of(prior_data: PriorData) -> TaskPrior:
-        """Return the prior from all tasks of `prior_data`."""
+        """Return the prior of a new task, fitted to all tasks of `prior_data`."""
         has_diverged = prior_data.diverged > 0  # how likely that is counts apart from the errors of plans that train
         runs = np.where(has_diverged[..., None], np.nan, scaled(prior_data))  # (tasks, plans, seeds)
         if not np.isfinite(runs).any():
@@ -72,7 +72,7 @@ class TaskPrior:
         return TaskPrior(prior_data, Prior(levels, gaussian, WORST, divergence), errors)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
-        """Return the prior of the candidates of a pick.
+        """Return the prior of the plans that `pick` may choose from, also of those that no prior task has.
 
         `columns` are the columns of the candidates in the prior data, -1 for plans that it does not have. `features` are the features of
         the candidates, `points` those of all plans of the prior (NaN: unknown), from which plans without a column are predicted.
@@ -87,7 +87,7 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """Return the distribution with new levels after the known ones; `new` are the features of the new levels."""
+        """Return the distribution with further plans added, predicted from their features."""
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):
@@ -117,7 +117,7 @@ def scaled(prior_data: PriorData) -> Array:
 
 
 def data_set_weights(prior_data: PriorData) -> Array:
-    """Return how much each task counts, (tasks,).
+    """Return how much each task counts, (tasks,); tasks on parts of one data set count as one together.
 
     Tasks on parts (superclasses) of one data set, `data/1`, `data/2` and so on, count as one task together.
     """
@@ -126,7 +126,7 @@ def data_set_weights(prior_data: PriorData) -> Array:
 
 
 def predicting_weights(points: Array, new: Array, tasks: Array) -> tuple[Array, Array]:
-    """Return weights (new plans, levels) that predict new plans from known levels, and the covariance of the prediction error.
+    """Return the weights by which errors of known plans predict those of new ones, and the covariance of the remaining error.
 
     `new` are the features of the new plans, `points` those of the levels. `tasks` (tasks, levels) are errors of the levels, NaN where not
     observed: each level is predicted from the others to scale the covariance.

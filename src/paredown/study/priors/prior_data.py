@@ -166,7 +166,7 @@ def mean_of_seeds(values: Array) -> Array:
 
 
 def pooled_noise(runs: Array) -> Array:
-    """Return the standard deviation of one run about its plan's mean, (tasks,); NaN if no plan of the task ran twice."""
+    """Return the standard deviation of single runs of a plan, (tasks,); NaN if no plan of the task ran twice."""
     squares = np.nansum((runs - mean_of_seeds(runs)[..., None]) ** 2, axis=(1, 2))
     degrees_of_freedom = np.maximum(np.isfinite(runs).sum(axis=2) - 1, 0).sum(axis=1)
     return np.where(degrees_of_freedom > 0, np.sqrt(squares / np.maximum(degrees_of_freedom, 1)), np.nan)

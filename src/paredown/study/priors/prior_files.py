@@ -53,7 +53,7 @@ ABOUT = "errors of earlier trainings under plans, for paredown's pick; docs/prio
 
 @dataclass(frozen=True)
 class PriorFile:
-    """The JSON of a prior: the fields of `PriorData`, without those that are as unless given."""
+    """The JSON form of a prior: the fields of `PriorData`, without those that have default values."""
 
     name: str
     mode: Annotated[str, Check(MODES.__contains__, f"one of {', '.join(MODES)}")]
@@ -175,7 +175,7 @@ def _compact(value: Any) -> str:
 
 
 def _rows_or_none(matrix: Array, empty: float) -> list[list[float | None]] | None:
-    """Return a matrix as lists; None if all of it is what it has unless given."""
+    """Return a matrix as lists; None if all values are the default, which files leave out."""
     return None if np.array_equal(matrix, np.full(matrix.shape, empty), equal_nan=True) else [_numbers(row) for row in matrix]
 
 

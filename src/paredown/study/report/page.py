@@ -59,7 +59,7 @@ def write(record: Record, path: str | os.PathLike[str]) -> None:
 
 
 def embedded(value: dict[str, Any]) -> str:
-    """Return a record as JSON that is safe inside of a script element."""
+    """Return a record as JSON text that is safe inside of a <script> element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
@@ -84,7 +84,7 @@ def _hash(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def script() -> str:
-    """Return all scripts in one function, so that their names are not global."""
+    """Return the page's scripts, joined inside of one function, so that they define no global names."""
     return '"use strict";\n(() => {\n' + "\n".join(asset(name) for name in SCRIPTS) + "\n})();\n"
 
 

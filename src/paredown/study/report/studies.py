@@ -392,7 +392,7 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
 
 
 def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return the step-time fields of a mark: the median ratio, and the median seconds if all trials ran on one device."""
+    """Return a mark's fields for step time: the median ratio, and the median seconds if all trials ran on one device."""
     timed = [trial for trial in trials if trial.step_seconds is not None]
     ratios = [trial.step_ratio for trial in timed if trial.step_ratio is not None]
     seconds = [trial.step_seconds for trial in timed if trial.step_seconds is not None]

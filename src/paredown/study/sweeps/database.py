@@ -297,7 +297,7 @@ class Database:
         check_version(version, self.name)
 
     def why_missing(self) -> str | None:
-        """Return why there is no store at this address yet: no file, server, database or tables.
+        """Return the reason why the address has no store: no file, server, database or tables.
 
         None if there is a store, or if another error occurs.
         """
@@ -364,7 +364,7 @@ class Database:
         return f"the store {self.name} cannot be used"
 
     def _trouble(self, error: DBAPIError) -> DatabaseTrouble:
-        """Return the row of TROUBLES that explains an error; raise StoreError if there is none."""
+        """Return the entry of TROUBLES that explains an error; raise StoreError if none does."""
         trouble = find_trouble(error)
         if trouble is None and isinstance(error, IntegrityError):
             raise error  # a constraint of the tables: a bug of paredown, not of the store
@@ -379,7 +379,7 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """Return the row of TROUBLES whose pattern is in the database's message; None for an unknown error.
+    """Return the entry of TROUBLES whose pattern occurs in the database's message; None if none does.
 
     The row is SILENT if a server did not answer, and LOST if the connection was lost.
     """

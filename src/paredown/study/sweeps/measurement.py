@@ -88,7 +88,7 @@ class Measurer:
         return [t for is_of_sweep, t in trials if is_of_sweep], [t for is_of_sweep, t in trials if not is_of_sweep]
 
     def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
-        """Run the trial of this plan and seed; return it, with other trials of the sweep that were finished meanwhile."""
+        """Run the trial of this plan and seed, and return it with the trials that other workers finished meanwhile."""
         if self._store is None:
             return [self.runner(plan, seed, progress)]
         from paredown.study.sweeps.engines.engine import InlineEngine

@@ -37,7 +37,7 @@ class Labels:
         self._of_tasks = of_tasks or {}
 
     def of(self, plan: Plan, task: str = "") -> str:
-        """Return the label of a plan on a task; the same plan has the same label."""
+        """Return the label of a plan on a task, which does not change between calls."""
         if (label := self._of_tasks.get((task, plan.key))) is not None:
             return label
         if plan.key not in self._labels:

@@ -325,11 +325,11 @@ class Store:
         return self.database.read(lambda c: {row.id: row.beats for row in c.execute(select(WORKERS))})
 
     def leave(self, worker: str) -> int:
-        """Delete a worker that ends, release its trials, and return how many these were."""
+        """Remove a worker that ends, release its trials, and return their number."""
         return self.database.write(lambda connection: bury(connection, worker, WORKERS.c.id == worker))
 
     def free(self, worker: str, beats: int) -> int:
-        """Delete a dead worker, unless it has counted a heartbeat since `beats`; release its trials, and return how many these were."""
+        """Remove a dead worker and release its trials, unless its heartbeats exceed `beats`; return the number of trials."""
         same = and_(WORKERS.c.id == worker, WORKERS.c.beats == beats)
         return self.database.write(lambda connection: bury(connection, worker, same))
 

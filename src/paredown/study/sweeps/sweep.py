@@ -128,7 +128,7 @@ class InfeasiblePair(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """A plan without rules, which only records the template."""
+        """A plan without rules that stands for the template, from which no plan could be made."""
         return Plan((), self.reason, {TEMPLATE_FIELD: str(self.template)})
 
 
@@ -242,7 +242,7 @@ class Sweep:
         ] + self._infeasible_trials()
 
     def _infeasible_trials(self) -> list[DrawnTrial]:
-        """Return the trials of infeasible pairs; their label is that of the template, since they have no plan."""
+        """Return the trials of pairs without a feasible plan; they have the label of the template."""
         labels = {str(named): label for label, named in self.labels if isinstance(named, PlanTemplate)}
         named = [(pair, labels.get(str(pair.template), str(pair.template))) for pair in self.infeasible]
         return [
@@ -291,7 +291,7 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """Return the label of a plan: that of `given` if there is one, otherwise its template, its preset or its formats.
+    """Return the label of a plan: the one in `given`, or its template, its preset, or its formats.
 
     `given` has labels by the key of a plan or by the text of a template.
     """

@@ -85,7 +85,7 @@ def load_sweep(path: str | Path) -> SweepFile:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """Return the TOML of a file. Dotted keys of many parts are refused: tomllib takes quadratic time for them."""
+    """Return the parsed TOML of a file; raise an error for very long dotted keys, which tomllib parses slowly."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise SweepError(f"it has {path.stat().st_size} bytes; a sweep file has at most {MAX_FILE_BYTES}.")
     text = path.read_text(encoding="utf-8")
@@ -155,7 +155,7 @@ Entry = Plan | PlanTemplate
 
 
 def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], tuple[tuple[str, Entry], ...]]:
-    """Return the plans and templates of all [[plans]] tables, and those of them that have a label, with the label."""
+    """Return the plans and templates of all [[plans]] tables, and the labels of those that have one."""
     entries: list[Entry] = []
     labels: list[tuple[str, Entry]] = []
     for number, table in enumerate(tables, 1):
@@ -232,5 +232,5 @@ SOURCES: dict[
 
 
 def _beside(store: str | None, folder: Path) -> str | None:
-    """Return the address of a store: a path is relative to the folder of the sweep file; a URL is unchanged."""
+    """Return the address of a store, with a relative path taken from the folder of the sweep file; a URL is unchanged."""
     return store if store is None or "://" in store else str(folder / store)

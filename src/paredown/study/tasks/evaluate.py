@@ -133,7 +133,7 @@ def largest_sum(events: list[Any]) -> int:
 
 
 class StepTimer:
-    """Records the end of each step of a run; `seconds` is the median time between two ends.
+    """Records when each step of a run ends; `seconds` is the median time of a step.
 
     The first NUM_WARM_UP steps do not count: kernels are compiled, optimizer state is allocated, and on a CPU a profiler records the peak
     memory. On CUDA the ends are events on the stream, so that timing does not synchronize steps. A step includes its batch.
@@ -384,7 +384,7 @@ _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKe
 
 @contextmanager
 def seeded(setting: TrainingSetup) -> Generator[None]:
-    """Return a context in which torch's random states are seeded; they are restored when it ends."""
+    """Return a context in which torch's random states are those of the seed; the old states are restored after it."""
     devices = [setting.device] if setting.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(setting.seed)

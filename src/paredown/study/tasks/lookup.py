@@ -408,7 +408,7 @@ def _arrays(path: Path, superclass: int | None, stamp: Stamp) -> Examples:
 
 
 def _name(head: str, options: Mapping[str, Any]) -> str:
-    """Return the name of a task, with its options in alphabetical order, so that one task has one name."""
+    """Return the name of a task with its options in alphabetical order, so that equal tasks have equal names."""
     return head + "#" * bool(options) + ",".join(f"{name}={value}" for name, value in sorted(options.items()))
 
 
@@ -420,7 +420,7 @@ def _portable(file: str) -> str:
 
 
 def portable_text(text: str) -> str:
-    """Return a task's text for messages and files: absolute paths, and those with `..`, are shortened to the file name.
+    """Return the text of a task for messages and files, without folders of this machine.
 
     >>> portable_text("images:/data/ann/faces.npz#steps=3,from=/data/ann/w.pt")
     'images:faces.npz#steps=3,from=w.pt'

@@ -88,7 +88,7 @@ class LossCurve:
         return step % self._every == 0 or step >= self._steps
 
     def may_stop(self, step: int) -> bool:
-        """Return whether a run may be stopped as hopeless at this step; it is then evaluated with its weights of that step."""
+        """Return whether a run looks hopeless at this step and may end; it is then evaluated as it is."""
         return step in self._stop_steps
 
     def point(self, total: float) -> None:

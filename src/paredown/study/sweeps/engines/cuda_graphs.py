@@ -111,14 +111,14 @@ def kind_of(setting: TrainingSetup) -> Any:
 
 
 def model_key(make: Callable[..., Any]) -> Any:
-    """Return a key that is equal for functions that make the same model: partials of one function with equal arguments."""
+    """Return a key by which functions that make the same model are recognized; partials are compared by function and arguments."""
     if isinstance(make, partial):
         return (model_key(make.func), tuple(map(model_key, make.args)), tuple(sorted(make.keywords.items())))
     return make
 
 
 def rounding_key(plan: Plan) -> Any:
-    """Return the part of a plan that a graph fixes: its selectors, rounding modes, and whether TF32 represents each format exactly."""
+    """Return the properties of a plan that a captured graph fixes: selectors, roundings, and which formats TF32 represents."""
     return tuple((key, a.rounding, a.format is None, is_narrow(a.format)) for key, a in plan.rules)
 
 
@@ -329,7 +329,7 @@ class GraphsEngine(Engine):
             self._children[gpu].pipe.send((claim.key, claim.spec))
 
     def _start_alone(self, *claims: Claim) -> None:
-        """Start trials in a process each, as many as there are free slots; the others later."""
+        """Start waiting trials in processes of their own, up to the number of free slots."""
         self._later.extend(claims)
         while self._later and len(self._others.pipes) < self._others.slots:
             self._others.start(self._later.popleft())
@@ -384,7 +384,7 @@ class GraphsEngine(Engine):
         return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if overdue else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
-        """Kill the child process of `gpu`, and return its trials without results; they will run again."""
+        """Kill the child process of one GPU, and return its trials without results, so that they run again."""
         child = self._children.pop(gpu)
         kill_group(child.process)
         child.pipe.close()

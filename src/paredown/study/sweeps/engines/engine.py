@@ -56,7 +56,7 @@ class Engine(ABC):
 
 
 def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
-    """Run the trial of `spec` and return it; an exception becomes its status and reason."""
+    """Run a trial and return its result; if it raises, return a result with the error as status and reason."""
     try:
         trial = run(spec)
         if not isinstance(trial, Trial):
@@ -86,13 +86,13 @@ def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Tria
 
 
 def deadline_of(claim: Claim) -> float | None:
-    """Return the time of the monotonic clock at which a trial that starts now exceeds its limit; None without a time limit."""
+    """Return when a trial that starts now exceeds its time limit, on the monotonic clock; None without a limit."""
     limit = claim.spec.settings.timeout_seconds
     return None if limit is None else time.monotonic() + limit
 
 
 def late(claim: Claim, host: str | None = None) -> EndedTrial:
-    """Return the result of a trial whose process was ended because it exceeded its time limit."""
+    """Return the result of a trial that was ended because it exceeded its time limit."""
     spec = claim.spec
     reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
     return EndedTrial(claim, failed(spec, reason, Status.KILLED), host=host)
@@ -178,7 +178,7 @@ def check_run(run: RunTrial) -> None:
 
 
 def _ended(running: TrialProcess) -> EndedTrial | None:
-    """Return the result of a trial, or how its process died; None while it runs."""
+    """Return the result of a trial, or a failure if its process died; None while it runs."""
     spec = running.claim.spec
     if running.pipe.poll():
         trial = _receive(running)
@@ -236,7 +236,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Set up a child process so that it ends when its parent does."""
+    """Prepare a new child process: its resources are set, and it ends when its parent does."""
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -256,7 +256,7 @@ def _end_with_parent(pipe: Connection) -> None:
 
 @contextmanager
 def without_main() -> Generator[None]:
-    """Return a context that hides the user's script from multiprocessing, which would run it again in every child."""
+    """Return a context that hides the user's script, which multiprocessing would otherwise run again in every child."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

@@ -144,7 +144,7 @@ class RayEngine(Engine):
         self._running = {}
 
     def _read(self, values: Any) -> EndedTrial | None:
-        """Return the result of a trial if it has ended; None if the next value says that it has started."""
+        """Return the result of a trial that has ended; None if the message only says that it has started."""
         trial, exceptions = self._running[values], self._ray.exceptions
         try:
             host, result = json.loads(self._ray.get(next(values)))
@@ -205,7 +205,7 @@ def num_fitting(place: Mapping[str, float], amounts: Mapping[str, float]) -> int
 
 
 def has_labels(found: Mapping[str, str], asked: Mapping[str, str]) -> bool:
-    """Return whether a node has all labels that are asked for by value; conditions such as `!in(a, b)` are left to Ray.
+    """Return whether a node has the requested labels; conditions such as `!in(a, b)` are not checked here but by Ray.
 
     >>> has_labels({"region": "north"}, {"region": "north"}), has_labels({"region": "north"}, {"region": "south"})
     (True, False)
