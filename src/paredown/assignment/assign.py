@@ -145,7 +145,7 @@ def assign(
 
 @dataclass(frozen=True)
 class Planning:
-    """The budget of a search, and which size of a plan must be within it: with the margin for unpredicted memory, or without.
+    """The settings of a search: its budget, and whether the margin for unpredicted memory must fit too.
 
     These are `bound_bytes` and `peak_bytes` of the plan's footprint.
     """
@@ -295,7 +295,7 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield several lists of rules that give slots the formats of `point`; the first list whose plan fits is used.
+    """Yield lists of rules, the shortest first, that give slots the formats of `point`; the first whose plan fits is used.
 
     Rules without one for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors of a
     compiled step, for which it has a rule for activations.

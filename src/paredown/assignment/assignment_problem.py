@@ -212,7 +212,7 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Return short rules for the slots of `rest`: patterns of names where these match no slot with another format, else names.
+    """Return rules for the slots in `rest`, by patterns of names if these match no slot of another format, otherwise by names.
 
     `rest` and `wanted` map names of slots to formats. Without `is_short`, all rules are names.
     """

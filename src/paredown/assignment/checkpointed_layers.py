@@ -92,7 +92,7 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
 
 
 def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf, size_of: SizeOf = bound_of) -> Solution | None:
-    """Return the solution that checkpoints the fewest layers and quantizes nothing; None if checkpointing all is not enough."""
+    """Return the solution that checkpoints as few layers as fit the budget and quantizes nothing; None if none fits."""
     layers = recompute_choices(trace)
 
     def fits(count: int) -> bool:
@@ -123,7 +123,7 @@ def _packs_parameters(solution: Solution) -> bool:
 
 
 def recompute_choices(trace: Trace) -> list[str]:
-    """Return what backward could recompute, the best first: names of layers of an eager step, of tensors of a compiled one."""
+    """Return what backward can recompute, the best first: layers of an eager step, or tensors of a compiled one."""
     return recomputable_slots(trace) if trace.is_compiled else repeated_layers(trace)
 
 

@@ -63,7 +63,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of `repair`: the new plan, the slots that changed, and which requests for a wider format were met or refused."""
+    """The result of `repair`: the new plan, the changed slots, and the requests that were met and that were refused."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -215,7 +215,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the change of format among `allowed` that adds least error per byte freed at an operation; None if none frees any.
+        """Return the change among `allowed` with the least added error per byte freed at operation `tick`; None if none frees any.
 
         A tick is a position in the step's list of operations.
         """
@@ -256,7 +256,7 @@ def bits_per_value(format: Format | None) -> float:
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """Return `item` (slots that are stored together) with one more way to store it: the one of the current plan."""
+    """Return slots that are stored together, with the current plan's storage as one more option."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)

@@ -158,7 +158,7 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """Return a squared error from a file as a finite number; raise an error if it is none.
+    """Return a squared error from a file as a float; raise an error if it is not a finite number.
 
     Infinity becomes LARGEST.
     """

@@ -158,7 +158,7 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the change of storage among `rows` that adds least error per byte freed at an operation; None if none frees any.
+    """Return the change in `rows` with the least added error per byte freed at operation `tick`; None if none frees any.
 
     Of equal options, the one that frees most is returned.
     """
@@ -196,7 +196,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the change to a wider format that removes most error while the peak stays below `cap` bytes; None if none does."""
+    """Return the change to a wider format that removes most error and keeps the peak below `cap` bytes; None if there is none."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -398,9 +398,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name under which a slot was probed, which may be that of another operation that saved the same tensor; None if
-    none.
-    """
+    """Return the name under which sensitivities have a slot, which may be that of another operation; None if they lack it."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 
@@ -409,7 +407,7 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """Return a function from a slot to the formats that it may have: all of `ladder`, or only the most precise one.
+    """Return a function from a slot to its allowed formats: all of `ladder`, or only the most precise one.
 
     `ladder` lists formats, the most precise first. `eligible`: names of the slots that may have all of them; None for all slots.
     """

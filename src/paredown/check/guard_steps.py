@@ -157,7 +157,7 @@ class GuardRunner(SessionGuard):
         return not alarm
 
     def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
-        """Return why the norm of the gradients is suspicious (not finite, or a jump), for which the step is skipped; else ""."""
+        """Return why the gradients' norm is suspicious (not finite, or far above the usual), so that the step is skipped; else ""."""
         if not isfinite(norm):
             return NOT_FINITE
         usual = taken.usual_norm()
@@ -219,7 +219,7 @@ class GuardRunner(SessionGuard):
         return decision.format if decision is not None else None
 
     def _is_tight(self, name: str) -> bool:
-        """Return whether a slot must not be lowered: its error is more than a quarter of the limit above which it is raised."""
+        """Return whether a slot must not get fewer bits, since its error is above a quarter of the limit."""
         signal = self.memory.looks.get(name)
         return signal is not None and signal.error > self.guard.limits.error / 4
 
@@ -307,7 +307,7 @@ class GuardRunner(SessionGuard):
 
 
 def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -> dict[str, dict[str, float]]:
-    """Return the mean over all processes of the gradient errors by slot and format; all processes must have the same slots."""
+    """Return the mean of the gradient errors over all processes, which must have the same slots."""
     rows = [(name, text) for name in sorted(errors) for text in sorted(errors[name])]
     values = torch.tensor([errors[name][text] for name, text in rows], dtype=torch.float32, device=device)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

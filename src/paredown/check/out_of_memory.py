@@ -251,7 +251,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float | None = None) -> Generator[None]:
-    """Return a context that explains an out-of-memory error: what the peak consisted of, and which plan needs less memory.
+    """Return a context that explains out-of-memory errors: which tensors made up the peak, and which plan needs less.
 
     The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is what
     `trace_step` takes: a name, or the instance. If the model does not return its loss, the mean of its outputs is used, which stores
@@ -272,7 +272,7 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
 
 
 class LossOf:
-    """A loss function for models that return their loss; of other outputs it takes the sum of the means."""
+    """A loss function that returns the model's own loss, or for other outputs the sum of their means."""
 
     is_missing = False  # whether a model returned none
 

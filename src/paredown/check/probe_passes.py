@@ -71,7 +71,7 @@ class HeldSlot:
         self.form.refer_to(self.exact)
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Overwrite the tensor that backward reads by its values rounded to `format`; `keeps` stores the packed values for reuse."""
+        """Overwrite the slot's tensor by its values rounded to `format`; `keeps`: the packed values are stored for reuse."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
@@ -84,7 +84,7 @@ class HeldSlot:
 
 @final
 class HeldForward:
-    """A forward pass of `model` whose saved tensors can be rounded before each backward pass; `slots` has the tensors by name."""
+    """A forward pass of `model` whose saved tensors, `slots` by name, can be rounded before each backward pass."""
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self.slots: dict[str, HeldSlot] = {}
@@ -156,7 +156,7 @@ Energies = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class SlotRounding:
-    """Two functions for a slot and a format: `round` overwrites what backward reads by rounded values, `restore` by the exact ones."""
+    """Functions that change a slot between backward passes: `round` writes rounded values into it, `restore` the exact ones."""
 
     slot: str
     format: str
@@ -166,7 +166,7 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """Sums of squares ("energies") of the gradients of an autograd node's outputs and inputs, and of their changes by rounding.
+    """The sums of squares ("energies") of an autograd node's gradients, and of how much rounding changes them.
 
     `differences`: the energies of the changes of outgoing gradients, by the (slot, format) that was rounded.
     """
@@ -178,7 +178,7 @@ class NodeEnergies:
 
 
 class NoiseMeasurement:
-    """A measurement, in one exact backward pass, of how much rounding each slot changes the gradients.
+    """The measurement, in one exact backward pass, of how much rounding each slot would change the gradients.
 
     `trials`: by autograd node, the slots that the node saved, once for each format.
     """
@@ -197,7 +197,7 @@ class NoiseMeasurement:
                 handle.remove()
 
     def errors(self, parameters: Sequence[Tensor], energies: Sequence[float]) -> dict[tuple[str, str], tuple[float, float]]:
-        """Return two gradient errors for each (slot, format): of parameters that its node leads to directly, and of all others.
+        """Return two gradient errors for each (slot, format): of the node's own parameters, and of all others.
 
         The first is the error in parameters to which an edge of the slot's node leads directly, the second an estimate for all others.
         `energies`: the sum of squares of each parameter's gradient, in the order of `parameters`.
@@ -263,7 +263,7 @@ def _tensors(measured: NodeEnergies) -> Iterable[Tensor]:
 
 
 def _numbers(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the values of tensors of one element each, in one transfer from the device."""
+    """Return the values of one-element tensors as floats, with a single transfer from the device."""
     scalars = list(tensors)
     return torch.stack(scalars).tolist() if scalars else []
 

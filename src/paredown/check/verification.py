@@ -69,7 +69,7 @@ Fails = Callable[[Sequence[str]], bool]
 
 @dataclass(frozen=True)
 class Compared:
-    """The gradient errors of one parameter, with all slots stored in float32 (the exact plan) and under the plan, and the verdict."""
+    """The gradient errors of one parameter and the verdict on them: with all slots stored exactly, and under the plan."""
 
     name: str
     exact_error: float
@@ -160,7 +160,7 @@ class Verification:
 
     @property
     def meaning(self) -> str:
-        """The sentences that explain the tolerance: its origin, how far gradients differ, and a warning if it is too coarse."""
+        """The sentences that explain the tolerance and the result, with a warning if the formats are too coarse."""
         gradients = [row.error for row in self.rows if not row.name.startswith("weight=")]  # those are values of packed weights
         measured = max(gradients, default=0.0)
         text = f"{_say_allowed(self.tolerance)}: {self.reason}"

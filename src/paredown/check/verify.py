@@ -254,7 +254,7 @@ class VerificationRuns:
         )
 
     def _order_of_sums(self) -> float:
-        """Return the gradient error that another order of sums may cause when modules run in tiles; 0 without tiles."""
+        """Return the gradient error that tiled modules may cause by adding in another order; 0 without tiles."""
         return ORDER_OF_SUMS * max(torch.finfo(p.dtype).eps for p in self.parameters) if self.session.plan.tiles else 0.0
 
     # --- runs -----------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class VerificationRuns:
         return max(distances)
 
     def _product_errors(self) -> dict[str, float]:
-        """Return the expected rounding error of each layer that multiplies 8-bit codes: of its input, weight and gradient together."""
+        """Return the expected relative error of each layer that multiplies 8-bit codes, from rounding its three matrices."""
         multiplied = self.products.multiplied if self.products is not None else {}
         formats = {path: Format.parse(f"{element}/64@fp32") for path, element in multiplied.items()}
         return {f"product={path}": sqrt(3) * expected_error(format, Rounding.NEAREST_EVEN) for path, format in formats.items()}

@@ -41,7 +41,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """Return the numbers that a logger shows: memory by role, and statistics of updates; `optimizer` may be wrapped by a library."""
+    """Return the numbers that a training logger shows: memory by role, and statistics of updates."""
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -168,7 +168,7 @@ class AppliedPlan:
         return model is not None and any_session_of(model) is self.session
 
     def put_on(self, model: nn.Module) -> None:
-        """Apply the plan to `model`."""
+        """Apply the plan to `model`, and keep the session."""
         self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
 
     def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:

@@ -50,7 +50,7 @@ def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], pr
 
 @final
 class SavesOnCpu:
-    """A method that replaces `owner.name`, which saves `model`, so that packed weights are decoded in host memory, until `close`.
+    """Replaces the method `owner.name`, which saves `model`, until `close`: packed weights are decoded in host memory.
 
     By default it is `save_pretrained` of the model itself. A copy of the owner has the method of its class.
     """

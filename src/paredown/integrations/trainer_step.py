@@ -199,7 +199,7 @@ class _Called(Exception):
 
 @final
 class _Recorder:
-    """A stand-in for the model in `compute_loss`, whose call with gradients raises `_Called`; attributes are the model's."""
+    """A stand-in for the model that records how a trainer calls it, by raising `_Called` at a call with gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

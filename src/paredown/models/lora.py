@@ -84,7 +84,7 @@ def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.L
 
 
 def _owner(module: nn.Module) -> Any:
-    """Return the module that owns the parameter; adapters of other parameters may be wrapped around it."""
+    """Return the module that owns the adapted parameter, which other adapters may wrap."""
     while isinstance(module, LoraParameter):
         module = module.base_layer
     return module
