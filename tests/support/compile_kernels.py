@@ -69,8 +69,8 @@ def products(element: str) -> None:
 
 
 def codec(format: str, rounding: str) -> None:
-    """Encode, decode and round trip, of rows and of flat memory."""
-    from paredown.codec.kernels import covers_recompute, flat, rows
+    """Encode, decode and round trip."""
+    from paredown.codec.kernels import rows
     from paredown.codec.reference import Encoding
     from paredown.formats.format import Format
     from paredown.formats.rounding import Overflow, Rounding, Seed
@@ -82,8 +82,6 @@ def codec(format: str, rounding: str) -> None:
     parts = rows.encode_rows(x, encoding, None)
     rows.decode_rows(parts, encoding, torch.empty_like(x))
     rows.round_trip_rows(x, encoding, None, torch.empty_like(x))
-    if covers_recompute(parsed):
-        flat.encode_flat(x.view(-1), (parsed, how, overflow, "cover"), Seed(1))
 
 
 def masks() -> None:

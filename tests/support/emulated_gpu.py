@@ -24,7 +24,7 @@ from paredown.session.eager import slot_decisions, stored_tensors
 
 CACHES = {
     rows: ("encodes", "decodes", "round_trips"),
-    flat: ("encodes", "decodes", "_decoder", "_flat", "_recomputes"),
+    flat: ("encodes", "decodes", "_recomputes"),
     masks: ("_mask_launch",),
 }  # of launches
 

@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import pairwise
 from math import frexp, lcm
 from types import ModuleType
 from typing import Any
@@ -303,25 +304,31 @@ def _table(element: Element | None) -> Any:
     return np.array(element.values(), np.float32)  # no memory of torch, which the first measured step would be charged for
 
 
-@lru_cache(maxsize=256)
-def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """Return the thresholds between the values of a table, and the signs, in the form that the compiled loops take."""
+def table_thresholds(element: Element, rounding: Rounding) -> Any:
+    """Return the smallest float32 that gets each code of a table from 1 on, as an array; for stochastic rounding, that always gets it."""
     values, up = np.array(element.table, np.float32), np.float32(np.inf)
     below, above = values[:-1], values[1:]
     if rounding is Rounding.STOCHASTIC:
-        thresholds = below[1:]  # of the code below; the largest value has none above it
-    elif rounding is Rounding.TOWARD_ZERO:
-        thresholds = np.where(above > 0, above, np.nextafter(below, up))
-    else:
-        middle = (below.astype(np.float64) + above) / 2
-        nearest = middle.astype(np.float32)
-        nearest = np.where(nearest < middle, np.nextafter(nearest, up), nearest)
-        ties_up = middle > 0 if rounding is Rounding.NEAREST_AWAY or element.name == "e8m0" else np.arange(len(middle)) % 2 == 1
-        thresholds = np.where((nearest == middle) & ~ties_up, np.nextafter(nearest, up), nearest)
+        return above
+    if rounding is Rounding.TOWARD_ZERO:
+        return np.where(above > 0, above, np.nextafter(below, up))
+    middle = (below.astype(np.float64) + above) / 2
+    nearest = middle.astype(np.float32)
+    nearest = np.where(nearest < middle, np.nextafter(nearest, up), nearest)
+    ties_up = middle > 0 if rounding is Rounding.NEAREST_AWAY or element.name == "e8m0" else np.arange(len(middle)) % 2 == 1
+    return np.where((nearest == middle) & ~ties_up, np.nextafter(nearest, up), nearest)
+
+
+@lru_cache(maxsize=256)
+def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
+    """Return the thresholds between the values of a table, and the signs, in the form that the compiled loops take."""
+    thresholds, up = table_thresholds(element, rounding), np.float32(np.inf)
+    if rounding is Rounding.STOCHASTIC:
+        thresholds = thresholds[:-1]  # of the code below; the largest value has none above it
     signs = np.ones(len(thresholds), np.uint32)
-    across = below[(below < 0) & (above > 0)]  # toward_zero: up if below < y < 0, down from 0 on, and up from above on
-    if rounding is Rounding.TOWARD_ZERO and len(across):
-        thresholds = np.append(thresholds, [np.nextafter(across[0], up), np.float32(0)])
+    across = [low for low, high in pairwise(element.table) if low < 0 < high]
+    if rounding is Rounding.TOWARD_ZERO and across:  # up if low < y < 0, down from 0 on, and up from `high` on
+        thresholds = np.append(thresholds, [np.nextafter(np.float32(across[0]), up), np.float32(0)])
         signs = np.append(signs, [1, WORD]).astype(np.uint32)
     return thresholds.astype(np.float32), signs
 

@@ -93,10 +93,6 @@ class PackedTensor:
         """Return the values, in the dtype and memory order that were encoded (or in `dtype`)."""
         if dtype is not None and dtype not in DTYPES:
             raise CodecError(f"decode returns float32, bfloat16 or float16, not {dtype}: decode to float32 and convert the result.")
-        kernels = backend.find_kernels() if self.order == FLAT and self.codes.is_cuda else None
-        if kernels is not None and kernels.covers_recompute(self.format):  # called for many tensors in a step
-            out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.codes.device)
-            return kernels.decode_flat(self.parts, self.format, out)
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
         encoding = Encoding(self.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
         backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))
@@ -177,13 +173,8 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
     """
     if format.block is None or format.has_tensor_scale:
         return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
-    overflow = overflow or default_overflow(format)
-    kernels = backend.find_kernels() if x.is_cuda else None
-    if kernels is not None and kernels.covers_recompute(format):
-        return PackedTensor(format, x.shape, x.dtype, FLAT, kernels.encode_flat(x, (format, rounding, overflow, COVER), seed))
-    return PackedTensor(
-        format, x.shape, x.dtype, FLAT, backend.encode_rows(x.view(1, -1), Encoding(format, rounding, overflow, seed), None)
-    )
+    encoding = Encoding(format, rounding, overflow or default_overflow(format), seed)
+    return PackedTensor(format, x.shape, x.dtype, FLAT, backend.encode_rows(x.view(1, -1), encoding, None))
 
 
 class FlatCodec(ABC):

@@ -23,7 +23,7 @@ tensor([0., 0., 1., 0., 1.])
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isnan, nan
+from math import nan
 from typing import Any
 
 import torch
@@ -52,9 +52,7 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
     with cpu.one_thread(x):
         for start in range(0, x.numel(), PIECE):
             piece = x[start : start + PIECE]
-            bits = (piece != 0 if piece.dtype is torch.bool else ~(piece <= low)).to(torch.uint8)
-            if not isnan(high):
-                bits &= ~(piece >= high)
+            bits = (piece if piece.dtype is torch.bool else ~((piece <= low) | (piece >= high))).to(torch.uint8)
             bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
             out[start // 8 : start // 8 + len(bits)] = (bits * weights).sum(1, dtype=torch.uint8)
     return out

@@ -18,7 +18,7 @@ from paredown.codec.packed import default_overflow, memory_order, round_trip
 from paredown.errors import CodecError
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 
 NUM_FIELDS = 12  # int32 that describe a format
 NUM_COLUMNS = 16  # so that rows begin on a multiple of 16 bytes
@@ -92,7 +92,9 @@ class RuntimeFormatTable:
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
         """Write the keys of the slots' random bits. The step is left out, since each rounding gets it as an argument."""
-        self._write({row: signed_base_keys(seed) for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2))
+        self._write(
+            {row: [signed(key) for key in seed.base_keys()] for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2)
+        )
 
     def _write(self, rows: Mapping[int, Sequence[int]], columns: slice) -> None:
         if rows:
@@ -138,11 +140,6 @@ class RuntimeFormatTable:
         if has_gaps and target is not None:
             out.data.copy_(target.view(x.shape))
         return out
-
-
-def signed_base_keys(seed: Seed) -> tuple[int, ...]:
-    """Return the two keys of a stream of random bits as int32, before the step is mixed into them."""
-    return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 
 
 class BatchedRoundTrip(NamedTuple):

@@ -107,6 +107,15 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
     return k0, k1
 
 
+def signed(word: int) -> int:
+    """Return the int32 that has the bits of a 32-bit word.
+
+    >>> signed(0xFFFFFFFE), signed(2)
+    (-2, 2)
+    """
+    return word - (word >> 31 << 32)
+
+
 def high_key(index: int) -> int:
     """Return the number that changes the second key of the random bits for indices from 2^32 on; 0 below."""
     high = ((index >> 32) * HIGH_INDEX) & WORD

@@ -64,7 +64,7 @@ from paredown.codec.reference import (
 )
 from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 from paredown.optim.rules import Numbers, Rule, as_float32, from_stored_root, look_ahead, newton_schulz, step_along, stored_root
 
 PLAIN_BLOCK = 64  # values that are skipped together if one is not finite, where no slot has blocks
@@ -334,7 +334,7 @@ class _Piece:
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
             bits = random_bits(self.seed, x.numel(), x.device).view(x.shape)
-            bits = bits if multiplier == 1 else bits.mul_(_signed(multiplier))
+            bits = bits if multiplier == 1 else bits.mul_(signed(multiplier))
         if is_whole(slot):
             return whole_parts(x, slot.kind.stored, bits, None if given is None else given.scales)
         encoding = Encoding(slot.kind.stored, slot.rounding, Overflow.SATURATE, rule=GIVEN if given else COVER)
@@ -365,13 +365,8 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
     """
     first = seed.first_index >> 2
     quad_bits = cpu.random_bits(seed, first, (seed.first_index + count + 3 >> 2) - first, device)
-    bits = quad_bits[:, None] * torch.tensor([_signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
+    bits = quad_bits[:, None] * torch.tensor([signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
     return bits.flatten()[seed.first_index & 3 :][:count]
-
-
-def _signed(word: int) -> int:
-    """Return the value of an int32 that has the bits of a 32-bit word."""
-    return word - (word >> 31 << 32)
 
 
 def is_whole(slot: UpdateSlot) -> bool:

@@ -4,8 +4,6 @@ from paredown.codec.kernels.flat import (  # noqa: F401
     BufferCodec,
     FlatEncoder,
     covers_recompute,
-    decode_flat,
-    encode_flat,
     recompute,
 )
 from paredown.codec.kernels.launch import empty_strided  # noqa: F401

@@ -11,8 +11,9 @@ bits    [ b7..b0                  ]      and zeroes the values that ReLU zeroed
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import triton
@@ -25,7 +26,6 @@ from paredown.codec.kernels.pack import NONE, decode_blocks, load_codes, load_sh
 from paredown.codec.kernels.rows import (
     AS_INTEGERS,
     NOT_RANDOM,
-    Random,
     block_constants,
     covers,
     decodes,
@@ -39,7 +39,7 @@ from paredown.codec.recompute import DecodeSteps, Layout
 from paredown.codec.reference import COVER, Encoding, PackedParts
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 
 # --- Codes to values to what follows from them ---
 
@@ -191,57 +191,60 @@ STEPS = {
 }
 
 
-class Flat(NamedTuple):
-    """Cached data to encode and decode one row of this length: sizes, dtypes of scales and minimums, launches."""
-
-    num_bytes: int
-    num_blocks: int
-    scale: torch.dtype
-    minimum: torch.dtype | None
-    launches: list[Launch]
-
-
-def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
-    """Flat `x` encoded; `how`: format, rounding, overflow and "cover". The format has blocks and no tensor scale."""
-    random = random_of(seed, x.numel(), how[1])
-    flat = _flat(x.numel(), how, random.step_in_memory, random.wide)
-    parts = _empty_parts(flat, x)
-    for launch in flat.launches:
-        launch(_encode_pointers(x, parts, random.step), random.scalars)
-    return PackedParts(*(part.view(1, -1) for part in parts))
-
-
 class FlatEncoder:
     """Encodes flat tensors of `numel` values, with a step in memory: [codes, scales] or [codes, scales, minimums], each flat.
 
     `how`: format, rounding, overflow and "cover".
     """
 
-    __slots__ = ("_direct", "_is_random", "flat")
+    __slots__ = ("_arguments", "_direct", "_is_random", "_scalars", "_with_bits", "kinds")
 
     def __init__(self, numel: int, how: Any, seed: Seed) -> None:
-        random, scalars = _random_and_scalars(numel, how, seed)
+        random = random_of(seed, numel, how[1])
         self._is_random = random is not NOT_RANDOM
-        self.flat = _flat(numel, how, self._is_random, random.wide)
-        self._direct = Direct(self.flat.launches, scalars)
+        k0, k1 = map(signed, seed.base_keys()) if self._is_random else (0, 0)
+        self._arguments, self._scalars = (1, numel, how, True, self._is_random, random.wide), (seed.first_index, k0, k1)
+        self._direct, self._with_bits = Direct(encodes(*self._arguments), self._scalars), None
+        parts = Encoding(*how[:3]).empty_parts(1, numel, device=torch.device("meta"), tensor_scale=None)
+        self.kinds = [(part.numel(), part.dtype) for part in parts.tensors()]  # length and dtype of each part
 
     def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
         """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device."""
-        flat = self.flat
-        parts = [empty_strided((flat.num_bytes,), (1,), torch.uint8, x), empty_strided((flat.num_blocks,), (1,), flat.scale, x)]
-        if flat.minimum is not None:
-            parts.append(empty_strided((flat.num_blocks,), (1,), flat.minimum, x))
+        parts = [empty_strided((count,), FLAT_STRIDE, dtype, x) for count, dtype in self.kinds]
         self.encode_into(x, step, *parts)
         return parts
 
-    def encode_into(self, x: Tensor, step: Tensor, codes: Tensor, scales: Tensor, minimums: Tensor | None = None) -> None:
+    def encode_into(self, x: Tensor, step: Tensor, *parts: Tensor) -> None:
         """Write the parts to tensors of their sizes."""
-        source, lowest = x.data_ptr(), scales if minimums is None else minimums
-        addresses = codes.data_ptr(), scales.data_ptr(), lowest.data_ptr()
+        addresses = parts[0].data_ptr(), parts[1].data_ptr(), parts[-1].data_ptr()
+        self.encode_at(x, step, addresses, lambda: parts)
+
+    def encode_at(
+        self, x: Tensor, step: Tensor, at: tuple[int, int, int], parts: Callable[[], Sequence[Tensor]], bits: Tensor | None = None
+    ) -> None:
+        """Write codes, scales and minimums to the addresses `at`, of aligned memory; `parts` returns the tensors there.
+
+        `bits`: a tensor to fill with the mask of values above 0.
+        """
+        source = x.data_ptr()
+        direct, bits_at = (self._direct, source) if bits is None else (self._encoder_of_bits(), bits.data_ptr())
         step_at = step.data_ptr() if self._is_random else None
         key = (x.get_device(), x.dtype, UINT8)
-        if not self._direct.run(key, source, (source, *addresses, source, source, step_at, source)):
-            self._direct.launch(key, _encode_pointers(x, [codes, scales, lowest], step if self._is_random else None))
+        if not direct.run(key, source | bits_at, (source, *at, source, source, step_at, bits_at)):
+            values = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+            given = (step if self._is_random else None), values if bits is None else bits
+            direct.launch(key, (values, *_as_integers(parts()), values, values, *given))
+
+    def _encoder_of_bits(self) -> Direct:
+        if self._with_bits is None:
+            self._with_bits = Direct(encodes(*self._arguments, True), self._scalars)
+        return self._with_bits
+
+
+def _as_integers(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and minimums (scales where there are none) in the dtypes of the kernels."""
+    codes, scales, lowest = (part.view(AS_INTEGERS[part.dtype]) for part in (parts[0], parts[1], parts[-1]))
+    return codes, scales, lowest
 
 
 @final
@@ -253,55 +256,35 @@ class BufferCodec(FlatCodec):
     `how`: rounding and overflow. The step is in the memory of the GPU.
     """
 
-    __slots__ = (
-        "_decodes",
-        "_encodes",
-        "_encodes_bits",
-        "_flat",
-        "_is_random",
-        "_minimums_at",
-        "_recomputes",
-        "_scales_at",
-        "_size",
-    )
+    __slots__ = ("_decodes", "_encoder", "_places", "_recomputes", "_size")
     takes_address = True
 
     def __init__(self, numel: int, dtype: torch.dtype, format: Format, how: tuple[Rounding, Overflow], seed: Seed) -> None:
         super().__init__(numel, dtype, format)
-        full = (format, *how, COVER)
-        random, scalars = _random_and_scalars(numel, full, seed)
-        self._is_random = random is not NOT_RANDOM
-        self._flat = flat = _flat(numel, full, self._is_random, random.wide)
-        self._encodes = Direct(flat.launches, scalars)
-        self._encodes_bits = Direct(encodes(1, numel, full, True, self._is_random, random.wide, True), scalars)
-        self._decodes = Direct(decodes(1, numel, format))
+        self._encoder, self._decodes = FlatEncoder(numel, (format, *how, COVER), seed), Direct(decodes(1, numel, format))
         self._recomputes: dict[Any, Direct] = {}  # by the shape of the norm, and the activation function
-        self._scales_at = _aligned(flat.num_bytes)
-        scale_bytes = flat.num_blocks * flat.scale.itemsize
-        self._minimums_at = self._scales_at if flat.minimum is None else _aligned(self._scales_at + scale_bytes)
-        last = scale_bytes if flat.minimum is None else flat.num_blocks * flat.minimum.itemsize
-        self._size = (self._minimums_at + last,)
+        self._places: list[tuple[int, int, torch.dtype]] = []  # first byte, bytes and dtype of each part
+        end = 0
+        for count, stored in self._encoder.kinds:
+            start = -(-end // 16) * 16  # kernels are compiled for addresses that are multiples of 16
+            end = start + count * stored.itemsize
+            self._places.append((start, count * stored.itemsize, stored))
+        self._size = (end,)
 
     def encode(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> Tensor:
         """The buffer of the values that begin at the address of `x`."""
         buffer = empty_strided(self._size, FLAT_STRIDE, UINT8, x)
-        source, at = x.data_ptr(), buffer.data_ptr()
-        direct, bits_at = (self._encodes, source) if bits is None else (self._encodes_bits, bits.data_ptr())
-        step_at = step.data_ptr() if self._is_random else None
-        addresses = source, at, at + self._scales_at, at + self._minimums_at, source, source, step_at, bits_at
-        key = (x.get_device(), x.dtype, UINT8)
-        if not direct.run(key, source | bits_at, addresses):
-            pointers = _encode_pointers(x, self._parts(buffer), step if self._is_random else None)
-            direct.launch(key, pointers if bits is None else (*pointers[:-1], bits))
+        self._encoder.encode_at(x, step, self._addresses(buffer), lambda: self._parts(buffer), bits)
         return buffer
 
     def decode(self, stored: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         """The decoded values of a buffer."""
         out = empty_strided(size, stride, self.dtype, stored)
-        target, at = out.data_ptr(), stored.data_ptr()
+        target, (at, scales_at, minimums_at) = out.data_ptr(), self._addresses(stored)
         key = (stored.get_device(), UINT8, self.dtype)
-        if not self._decodes.run(key, at, (at, target, at + self._scales_at, at + self._minimums_at, target, target)):
-            self._decodes.launch(key, _decode_pointers(PackedParts(*self._parts(stored)), out))
+        if not self._decodes.run(key, at, (at, target, scales_at, minimums_at, target, target)):
+            codes, *shared = _as_integers(self._parts(stored))
+            self._decodes.launch(key, (codes, out, *shared, out, out))
         return out
 
     def recompute(self, stored: Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout) -> Tensor:
@@ -311,8 +294,7 @@ class BufferCodec(FlatCodec):
         direct = self._recomputes.get(key)
         if direct is None:
             direct = self._recomputes[key] = _recomputes(self.numel, self.format, key[1], key[0])
-        at = stored.data_ptr()
-        if not _run_recompute(direct, (at, at + self._scales_at, at + self._minimums_at), steps, out):
+        if not _run_recompute(direct, self._addresses(stored), steps, out):
             recompute(self.packed(stored), steps, out)
         return out
 
@@ -321,88 +303,13 @@ class BufferCodec(FlatCodec):
         parts = PackedParts(*(part.view(1, -1) for part in self._parts(stored)))
         return PackedTensor(self.format, torch.Size((self.numel,)), self.dtype, FLAT, parts)
 
+    def _addresses(self, buffer: Tensor) -> tuple[int, int, int]:
+        at, places = buffer.data_ptr(), self._places
+        return at, at + places[1][0], at + places[-1][0]
+
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         """[codes, scales] or [codes, scales, minimums], flat."""
-        flat = self._flat
-        places = [(0, flat.num_bytes, torch.uint8), (self._scales_at, flat.num_blocks * flat.scale.itemsize, flat.scale)]
-        if flat.minimum is not None:
-            places.append((self._minimums_at, flat.num_blocks * flat.minimum.itemsize, flat.minimum))
-        return [buffer[start : start + length].view(dtype) for start, length, dtype in places]
-
-
-def _aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up: kernels are compiled for addresses that are multiples of 16."""
-    return -(-num_bytes // 16) * 16
-
-
-def _random_and_scalars(numel: int, how: Any, seed: Seed) -> tuple[Random, tuple[int, int, int]]:
-    random = random_of(seed, numel, how[1])
-    k0, k1 = (key - (1 << 32) if key >> 31 else key for key in seed.base_keys()) if random is not NOT_RANDOM else (0, 0)
-    return random, (seed.first_index, k0, k1)
-
-
-class FlatDecoder:
-    """Decodes parts of `numel` values of one format into flat tensors; `Direct` with the pointers of `decode_kernel`."""
-
-    __slots__ = ("_direct",)
-
-    def __init__(self, numel: int, format: Format) -> None:
-        self._direct = Direct(decodes(1, numel, format))
-
-    def __call__(self, parts: PackedParts, out: Tensor) -> Tensor:
-        """`out`, filled with decoded values."""
-        codes, scales, minimums = parts.codes, parts.scales, parts.minimums
-        assert codes is not None and scales is not None
-        target, code_at, scale_at = out.data_ptr(), codes.data_ptr(), scales.data_ptr()
-        minimum_at = scale_at if minimums is None else minimums.data_ptr()
-        key, addresses = (out.get_device(), torch.uint8, out.dtype), (code_at, target, scale_at, minimum_at, target, target)
-        if not self._direct.run(key, code_at | target | scale_at | minimum_at, addresses):
-            self._direct.launch(key, _decode_pointers(parts, out))
-        return out
-
-
-def _decode_pointers(parts: PackedParts, out: Tensor) -> tuple[Tensor | None, ...]:
-    """The pointers of `decode_kernel`."""
-    assert parts.scales is not None
-    scales = parts.scales.view(AS_INTEGERS[parts.scales.dtype])
-    minimums = scales if parts.minimums is None else parts.minimums.view(AS_INTEGERS[parts.minimums.dtype])
-    return parts.codes, out, scales, minimums, out, out
-
-
-def _empty_parts(flat: Flat, x: Tensor) -> list[Tensor]:
-    """[codes, scales] or [codes, scales, minimums] for flat `x`, each flat and empty."""
-    dtypes = [flat.scale, *([] if flat.minimum is None else [flat.minimum])]
-    shared = [torch.empty(flat.num_blocks, dtype=dtype, device=x.device) for dtype in dtypes]
-    return [torch.empty(flat.num_bytes, dtype=torch.uint8, device=x.device), *shared]
-
-
-def _encode_pointers(x: Tensor, parts: list[Tensor], step: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The pointers of `encode_kernel`."""
-    source = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
-    scales, lowest = (part.view(AS_INTEGERS[part.dtype]) for part in (parts[1], parts[-1]))
-    return source, parts[0], scales, lowest, source, source, step, source
-
-
-def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
-    """Flat `out`, filled with decoded values; the format has blocks and no tensor scale."""
-    return _decoder(out.numel(), format)(parts, out)
-
-
-@lru_cache(maxsize=4096)
-def _decoder(numel: int, format: Format) -> FlatDecoder:
-    return FlatDecoder(numel, format)
-
-
-@lru_cache(maxsize=4096)
-def _flat(numel: int, how: Any, step_in_memory: bool, wide: bool) -> Flat:
-    format: Format = how[0]
-    stored = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    assert format.scale is not None
-    minimum = stored[format.minimum.name] if format.minimum else None
-    scale = stored.get(format.scale.name, torch.uint8)
-    return Flat(
-        format.row_bytes(numel), format.blocks_per_row(numel), scale, minimum, encodes(1, numel, how, True, step_in_memory, wide)
-    )
+        return [buffer[start : start + length].view(dtype) for start, length, dtype in self._places]
 
 
 @cache

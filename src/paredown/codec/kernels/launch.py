@@ -119,41 +119,6 @@ def _compiled_launches(launches: list[Launch], key: Key, scalars: tuple[int | fl
     return compiled
 
 
-class Repeated:
-    """Repeated launches with the same pointers except one: pointers are passed as numbers, which saves the launcher a call per tensor.
-
-    `pointers`: None stands where `out` goes. The tensors are kept.
-    """
-
-    __slots__ = ("_compiled", "_index", "_launches", "_numbers", "_pointers")
-
-    def __init__(self, launches: list[Launch], pointers: tuple[Tensor | None, ...]) -> None:
-        self._launches, self._pointers = launches, pointers
-        self._numbers = [None if p is None else p.data_ptr() for p in pointers]
-        self._index = next(p.get_device() for p in pointers if p is not None)
-        self._compiled: dict[torch.dtype, list[Compiled]] = {}
-
-    def __call__(self, out: Tensor) -> None:
-        compiled, address = self._compiled.get(out.dtype), out.data_ptr()
-        if compiled is None or address & 15 or has_hooks() or torch.cuda.current_device() != self._index:
-            self._launch(out)
-            return
-        stream = current_stream(self._index)
-        numbers = [address if number is None else number for number in self._numbers]
-        for launch, grid, before, rest in compiled:
-            launch(grid, 1, 1, stream, *before, *numbers, *rest)
-
-    def _launch(self, out: Tensor) -> None:
-        """Launch through `Launch`; the next call launches directly, if `Launch` has a compiled kernel."""
-        pointers = tuple(out if p is None else p for p in self._pointers)
-        for launch in self._launches:
-            launch(pointers)
-        assert pointers[0] is not None and pointers[1] is not None
-        compiled = _compiled_launches(self._launches, (self._index, pointers[0].dtype, pointers[1].dtype))
-        if compiled is not None and not any((n or 0) & 15 for n in self._numbers):
-            self._compiled[out.dtype] = compiled
-
-
 knobs = triton.knobs.runtime
 # None in builds of torch without CUDA
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from math import frexp
+from operator import or_
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
 
+from paredown.codec.cpu import table_thresholds
 from paredown.codec.kernels import numbers, pack, runtime_formats
-from paredown.codec.kernels.launch import Launch, Repeated
+from paredown.codec.kernels.launch import Direct, Launch
 from paredown.codec.reference import Encoding, PackedParts, table_limits
 from paredown.formats.element import TABLES, Element, ElementKind
 from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 
 FP32 = Format.parse("fp32")
 WIDTHS = (1, 2, 4, 6, 8, 16)
@@ -79,14 +80,18 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
     """A function decode(out) that decodes `parts` into `out`; all else is prepared once, so that repeated calls are cheap."""
-    assert parts.codes is not None
+    codes, direct = parts.codes, Direct(decodes(rows, cols, encoding.format))
+    assert codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
-    table = _table(encoding.format.element, Rounding.NEAREST_EVEN, parts.codes.device)
-    pointers = (parts.codes, None, *shared, parts.tensor_scale, table)
-    launch = Repeated(decodes(rows, cols, encoding.format), pointers)
+    table = _table(encoding.format.element, Rounding.NEAREST_EVEN, codes.device)
+    pointers = (codes, None, *shared, parts.tensor_scale, table)  # None: `out`
+    numbers = [None if p is None else p.data_ptr() for p in pointers]
+    together = reduce(or_, (number or 0 for number in numbers))
 
     def decode(out: Tensor) -> Tensor:
-        launch(out)
+        address, key = out.data_ptr(), (out.get_device(), codes.dtype, out.dtype)
+        if not direct.run(key, address | together, tuple(address if number is None else number for number in numbers)):
+            direct.launch(key, tuple(out if p is None else p for p in pointers))
         return out
 
     return decode
@@ -225,23 +230,9 @@ def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor
     """For a table: the float32 from which on the next code is used, in 2^width entries, then the value of every code."""
     if element.kind is not ElementKind.TABLE:
         return torch.zeros(1, device=device)
-    pairs = zip(element.table, element.table[1:], strict=False)
-    thresholds = [_threshold(code, low, high, element, rounding) for code, (low, high) in enumerate(pairs)]
+    thresholds = table_thresholds(element, rounding).tolist()
     num_unused = (1 << element.width) - len(thresholds)
     return torch.tensor([*thresholds, *[0.0] * num_unused, *element.values()], dtype=torch.float32, device=device)
-
-
-def _threshold(code: int, low: float, high: float, element: Element, rounding: Rounding) -> float:
-    """The smallest float32 that becomes `high` rather than `low`, the value of `code`; stochastic rounding starts from `low`."""
-    if rounding is Rounding.STOCHASTIC or (rounding is Rounding.TOWARD_ZERO and low >= 0):
-        return high
-    at, ties_go_up = (low, False) if rounding is Rounding.TOWARD_ZERO else ((low + high) / 2, code % 2 == 1)
-    if rounding is Rounding.NEAREST_AWAY or (rounding is Rounding.NEAREST_EVEN and element.name == "e8m0"):
-        ties_go_up = at > 0
-    nearest = np.float32(at)
-    if float(nearest) > at or (float(nearest) == at and ties_go_up):
-        return float(nearest)
-    return float(np.nextafter(nearest, np.float32(np.inf)))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -263,7 +254,7 @@ def random_of(seed: Seed, numel: int, rounding: Rounding) -> Random:
     if rounding is not Rounding.STOCHASTIC:
         return NOT_RANDOM
     in_memory = isinstance(seed.step, Tensor)
-    k0, k1 = (k - (1 << 32) if k >> 31 else k for k in (seed.base_keys() if in_memory else seed.keys()))
+    k0, k1 = map(signed, seed.base_keys() if in_memory else seed.keys())
     wide = seed.first_index + numel > 1 << 32
     return Random(seed.step if in_memory else None, (seed.first_index, k0, k1), in_memory, wide)
 

@@ -27,7 +27,7 @@ from paredown.codec.kernels.rows import ROUNDINGS, SCALES, element_constants
 from paredown.codec.packed import PackedTensor
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Seed
+from paredown.formats.rounding import Overflow, Seed, signed
 from paredown.optim.kernels import arithmetic, slots, update
 from paredown.optim.kernels.update import fold_kernel
 from paredown.optim.reference import Fold, SlotKind, UpdateLayout, UpdateSlot, UpdateUnit
@@ -254,7 +254,7 @@ def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step
         pointers += [moment.parts.codes, moment.parts.scales]
     pointers += [None] * (7 - len(pointers))
     pointers += [g.codes if gradient is None else gradient, g.scales, unit.factor]
-    k0, k1 = signed_keys(Seed(seed, 8 * unit.tensor_id, step))
+    k0, k1 = map(signed, Seed(seed, 8 * unit.tensor_id, step).keys())
     scalars = (unit.first_index, k0, k1, *hyper, *(0.0,) * (9 - len(hyper)))
     arguments = (*[w.codes if t is None else t for t in pointers], unit.counters)  # placeholders of missing tensors are not read
     for launch in _launches_of_one(how, unit.rows, unit.cols, unit.first_index, unit.factor is not None):
@@ -278,15 +278,9 @@ def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dic
     ]
 
 
-def signed_keys(seed: Seed) -> tuple[int, int]:
-    """The keys as int32."""
-    k0, k1 = seed.keys()
-    return k0 - (k0 >> 31 << 32), k1 - (k1 >> 31 << 32)
-
-
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
     """Add a contiguous gradient to a packed sum, in place."""
-    k0, k1 = signed_keys(how.seed)
+    k0, k1 = map(signed, how.seed.keys())
     has_factor = how.factor is not None and not how.is_first
     arguments = (packed.codes, packed.scales, grad, how.factor if has_factor else packed.codes)
     kind = SlotKind(packed.format, None, how.rounding, 0)
