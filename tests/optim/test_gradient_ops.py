@@ -116,11 +116,11 @@ def test_factors_change_no_code() -> None:
     torch._foreach_mul_([g, before.clone()], [2.0, 1.0])
     torch._foreach_div_([g], 2.0)
     torch._foreach_neg_([g])
-    assert g.is_scaled and torch.equal(g.packed.codes, codes)
+    assert g.total.is_scaled and torch.equal(g.packed.codes, codes)
     assert torch.allclose(g.clone(), before * 0.375, rtol=1e-6)
     assert g.factor.item() == 0.375
     g.mul_(torch.full((6, 100), 2.0))  # by more than one number: encoded anew
-    assert not g.is_scaled and relative_error(g.clone(), before * 0.75) < 0.01
+    assert not g.total.is_scaled and relative_error(g.clone(), before * 0.75) < 0.01
 
 
 def test_lists_of_packed_and_plain_gradients_keep_their_order() -> None:
@@ -131,7 +131,7 @@ def test_lists_of_packed_and_plain_gradients_keep_their_order() -> None:
     assert_same_bits(first, plain.norm())
     assert_same_bits(second, packed.decode().norm())
     torch._foreach_add_([plain, packed], 1.0)
-    assert plain.eq(6).all() and not packed.is_scaled
+    assert plain.eq(6).all() and not packed.total.is_scaled
     torch._foreach_zero_([plain, packed])
     assert plain.eq(0).all() and packed.decode().eq(0).all()
 
@@ -158,11 +158,11 @@ def scaler_step(scale: float, *, poison: bool) -> tuple[nn.Sequential, nn.Sequen
     scaler.unscale_(optimizer)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         if p.dim() > 1 and not poison:
-            assert q.grad is not None and grad_of(p).is_scaled
+            assert q.grad is not None and grad_of(p).total.is_scaled
             assert relative_error(grad_of(p).clone(), q.grad) < 0.02
     scaler.step(optimizer)
     scaler.update()
-    assert hooks[0].gradient.folds >= 1
+    assert hooks[0].gradient.total.folds >= 1
     return model, plain, scaler
 
 
@@ -221,9 +221,9 @@ def test_values_written_by_functions_are_encoded() -> None:
     values = g.clone()
     assert g.clamp_(min=0.0) is g
     assert relative_error(g.clone(), values.clamp(min=0)) < 0.01
-    folds = g.folds
+    folds = g.total.folds
     g.copy_(values)
-    assert g.folds == folds + 1 and relative_error(g.clone(), values) < 0.01
+    assert g.total.folds == folds + 1 and relative_error(g.clone(), values) < 0.01
     torch.add(values, 1.0, out=g)
     assert relative_error(g.clone(), values + 1) < 0.01
     g.index_fill_(0, torch.tensor([1]), 0.0)
@@ -309,14 +309,14 @@ def test_detach_is_the_same_gradient() -> None:
     other = g.detach()
     assert isinstance(other, PackedGradient) and other is not g and other.packed is g.packed
     other.mul_(2)
-    assert g.is_scaled
+    assert g.total.is_scaled
     assert_same_bits(g.decode(), other.decode())
 
 
 @pytest.mark.parametrize("format", [FORMAT, "nf4/64@bf16", "e4m3fn/32@e8m0", "uint8/64@bf16+bf16", "bf16"])
 def test_zeros_in_any_format(format: str) -> None:
     g = gradient(format=format).mul_(2)
-    assert g.zero_().decode().eq(0).all() and not g.is_scaled
+    assert g.zero_().decode().eq(0).all() and not g.total.is_scaled
 
 
 def test_an_empty_gradient() -> None:

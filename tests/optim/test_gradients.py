@@ -17,7 +17,7 @@ from paredown.errors import OptimError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
 from paredown.optim.gradient_hooks import Accumulator, PackedGradient, clear_factors
-from tests.optim.nets import FORMAT, batches, grad_of, mlp, pack, pack_all, relative_error, zeros_like
+from tests.optim.nets import FORMAT, batches, grad_of, mlp, pack, pack_all, relative_error
 from tests.support.compare import assert_same_bits
 
 EXACT = 127.0  # a block of it has scale 1, and nothing is rounded
@@ -57,7 +57,7 @@ def test_the_sum_has_the_bits_of_its_definition(format: str) -> None:
         expected = expected_sum(grads, Seed(0, 8 * number + 3), weight=0.25, format=format)
         assert_same_parts(hook.gradient.packed, expected)
         assert_same_bits(grad_of(list(model.parameters())[number]).decode(), expected.decode())
-        assert hook.gradient.folds == 4
+        assert hook.gradient.total.folds == 4
 
 
 def test_a_factor_between_folds_has_the_bits_of_its_definition() -> None:
@@ -75,7 +75,7 @@ def test_a_factor_between_folds_has_the_bits_of_its_definition() -> None:
     model(y).square().sum().backward()
     expected = encode(x2, FORMAT, rounding="stochastic", seed=Seed(0, 3, step=2), order="logical")
     assert_same_parts(grad_of(weight).packed, expected)
-    assert not grad_of(weight).is_scaled and grad_of(weight).factor.item() == 1.0
+    assert not grad_of(weight).total.is_scaled and grad_of(weight).factor.item() == 1.0
 
 
 def test_eight_folds_stay_within_two_percent() -> None:
@@ -106,7 +106,7 @@ def test_tied_weights_get_the_sum_of_both_uses_in_one_fold() -> None:
     tokens = torch.arange(10)
     head(embedding(tokens)).square().sum().backward()
     (expected,) = torch.autograd.grad(head(embedding(tokens)).square().sum(), [embedding.weight])
-    assert hook.gradient.folds == 1
+    assert hook.gradient.total.folds == 1
     assert_same_parts(hook.gradient.packed, expected_sum([expected], Seed(0, 3)))
 
 
@@ -159,7 +159,7 @@ def test_channels_last_and_expanded_gradients_are_packed_in_logical_order() -> N
     hook = pack(parameter)
     for _ in range(2):
         (EXACT * parameter.sum()).backward()  # one number, expanded
-    assert grad_of(parameter).eq(2 * EXACT).all() and hook.gradient.folds == 2
+    assert grad_of(parameter).eq(2 * EXACT).all() and hook.gradient.total.folds == 2
 
 
 def test_gradients_take_a_byte_per_value_and_their_scales() -> None:
@@ -253,7 +253,7 @@ def test_autograd_grad_sees_nothing_of_it() -> None:
     grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
     torch.autograd.grad(grads[0].square().sum(), list(model.parameters()), allow_unused=True)
     assert all(type(g) is Tensor for g in grads) and all(p.grad is None for p in model.parameters())
-    assert all(h.gradient.folds == 0 for h in hooks)
+    assert all(h.gradient.total.folds == 0 for h in hooks)
 
 
 def test_sparse_complex_and_misfit_gradients_are_refused() -> None:
@@ -332,16 +332,9 @@ def test_factors_are_cleared_together_unless_referenced() -> None:
     held = model[0].weight.grad
     model.zero_grad()
     clear_factors(gradients)
-    assert [g.is_scaled for g in gradients] == [True, False]
+    assert [g.total.is_scaled for g in gradients] == [True, False]
     assert gradients[1].factor.item() == 1.0 and gradients[0].factor.item() < 1
     assert held is not None and held.norm() < 1e-3
-
-
-def test_factors_may_lie_in_one_table() -> None:
-    table = torch.ones(2)
-    gradient = PackedGradient(zeros_like(torch.zeros(2, 64)), Seed(0), factor=table[1])
-    gradient.add_(torch.full((2, 64), EXACT)).mul_(2)
-    assert table.tolist() == [1.0, 2.0] and gradient.eq(2 * EXACT).all()
 
 
 def test_backward_on_another_thread() -> None:

@@ -57,16 +57,13 @@ NOT_ZEROED = (
 class PackedGradient(GradientTensor):
     """The p.grad of a parameter with a packed accumulator: a tensor whose torch functions `gradient_ops.py` defines.
 
-    `packed` has logical order; fold n draws the bits of `seed` at step n; `factor` is a float32 scalar tensor that holds 1, by default a
-    new one.
+    `packed` has logical order; fold n draws the bits of `seed` at step n.
     """
 
     @staticmethod
-    def __new__(
-        cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None
-    ) -> PackedGradient:
+    def __new__(cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> PackedGradient:
         """Return a tensor with the shape, dtype and device of the parameter, over the codes of `packed`."""
-        return cls.over(Lease(GradientSum.over(packed, seed, weight=weight, factor=factor)), packed.dtype)
+        return cls.over(Lease(GradientSum.over(packed, seed, weight=weight)), packed.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,13 +94,14 @@ class _Hook(ABC):
         """Register the hook on the parameter."""
         if self._handle is None:
             parameter = self.parameter
-            is_frozen = (
-                not parameter.requires_grad
-            )  # torch registers hooks only while a gradient is required; they stay when it is frozen
-            parameter.requires_grad_(True)
-            self._handle = parameter.register_post_accumulate_grad_hook(self._called)
-            if is_frozen:
-                parameter.requires_grad_(False)
+            requires_grad = (
+                parameter.requires_grad
+            )  # torch registers hooks only while it is true; they stay when it is set to False
+            self._handle = self._register(parameter.requires_grad_(True))
+            parameter.requires_grad_(requires_grad)
+
+    def _register(self, parameter: Tensor) -> Any:
+        return parameter.register_post_accumulate_grad_hook(self._called)
 
     def remove(self) -> None:
         """Remove the hook; p.grad stays."""
@@ -156,7 +154,7 @@ class Accumulator(_Hook):
             if isinstance(rows, PackedGradient):  # another accumulator: already weighted
                 self.gradient.total.store(rows.decode(torch.float32))
             else:
-                self.gradient.total.fold(rows, weight=self.gradient.weight, is_first=True)
+                self.gradient.total.fold(rows, weight=self.gradient.total.weight, is_first=True)
         except OptimError as error:
             raise OptimError(f"{self.name}: {error}") from None
         parameter.grad = distributed_like(lent, grad)
@@ -172,14 +170,8 @@ class GradientMean(_Hook):
         super().__init__(parameter, name)
         self._weight, self._before_start = weight, before_start
 
-    def attach(self) -> None:
-        """Register the hook on the parameter."""
-        parameter = self.parameter
-        is_frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)
-        self._handle = parameter.register_hook(self._weighted)
-        if is_frozen:
-            parameter.requires_grad_(False)
+    def _register(self, parameter: Tensor) -> Any:
+        return parameter.register_hook(self._weighted)
 
     def _weighted(self, grad: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -209,7 +201,7 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 
     This takes two kernel launches for all of them, instead of one for each gradient in backward.
     """
-    totals = [g.total for g in gradients if g.is_scaled and not g.is_lent]
+    totals = [g.total for g in gradients if g.total.is_scaled and not g.is_lent]
     if totals:
         factors = [total.factor for total in totals]
         torch._foreach_zero_(factors)

@@ -103,7 +103,9 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     alpha = kwargs.get("alpha", 1) * (1 if func is aten.add_.Tensor else -1)
     values = other.decode() if isinstance(other, GradientTensor) else other
-    weight = gradient.weight if _in_backward() else 1.0  # autograd adds the gradient of a microbatch; user code adds final values
+    weight = (
+        gradient.total.weight if _in_backward() else 1.0
+    )  # autograd adds the gradient of a microbatch; user code adds final values
     gradient.total.fold(values, weight=weight * alpha, is_first=False)
     return gradient
 
@@ -114,9 +116,9 @@ def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
     Like all plain gradients, this sum is not multiplied by `weight` yet.
     """
     gradient, other = args[0], args[1]
-    if not (is_whole(gradient) and _in_backward()) or gradient.weight == 1.0 or isinstance(other, GradientTensor):
+    if not (is_whole(gradient) and _in_backward()) or gradient.total.weight == 1.0 or isinstance(other, GradientTensor):
         return NotImplemented
-    return gradient.decode().div_(gradient.weight) + other
+    return gradient.decode().div_(gradient.total.weight) + other
 
 
 def _scale(func: Any, args: Any, kwargs: Any) -> Any:

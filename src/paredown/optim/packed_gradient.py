@@ -62,17 +62,16 @@ class GradientSum:
     before_unscale: Callable[[], None] = lambda: None  # called before a GradScaler unscales the sum; may raise
 
     @staticmethod
-    def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None) -> GradientSum:
+    def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> GradientSum:
         """Return a sum in the buffers of `packed`, whose codes have logical order (that of the indices).
 
-        `weight`: the factor of each gradient before it is added. `factor`: a float32 scalar tensor that holds 1; None for a new one.
+        `weight`: the factor of each gradient before it is added.
         """
         if packed.order != tuple(range(len(packed.shape))):
             raise OptimError(
                 f"an accumulator is packed in the order of its dimensions, not in {packed.order}: encode with order='logical'."
             )
-        made = torch.ones((), device=packed.device) if factor is None else factor
-        return GradientSum(packed, seed, made, weight)
+        return GradientSum(packed, seed, torch.ones((), device=packed.device), weight)
 
     def fold(self, grad: Tensor, *, weight: float, is_first: bool) -> None:
         """Add `grad` * `weight` to the sum; start a new sum with it if `is_first`."""
@@ -257,29 +256,6 @@ class GradientTensor(Tensor):
     def factor(self) -> Tensor:
         """The factor of the decoded values, a float32 scalar tensor that stays the same object."""
         return self.total.factor
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the factor of the decoded values may differ from 1."""
-        return self.total.is_scaled
-
-    @property
-    def weight(self) -> float:
-        """The factor by which gradients from backward are multiplied before they are added: 1 / microbatches."""
-        return self.total.weight
-
-    @weight.setter
-    def weight(self, value: float) -> None:
-        self.total.weight = value
-
-    @property
-    def folds(self) -> int:
-        """The number of gradients added so far, over all steps; it selects the random bits."""
-        return self.total.folds
-
-    @folds.setter
-    def folds(self, value: int) -> None:
-        self.total.folds = value
 
     @property
     def is_whole(self) -> bool:

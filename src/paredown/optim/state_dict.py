@@ -78,7 +78,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
 def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
     """Add to `state` the number of gradients added so far; between microbatches (`is_partial`) add also their sum."""
     if entry.gradient is not None:
-        state["folds"] = torch.tensor(entry.gradient.folds)
+        state["folds"] = torch.tensor(entry.gradient.total.folds)
     with torch._C.DisableTorchFunctionSubclass():
         grad = entry.parameter.grad
     if is_partial and grad is not None:
