@@ -201,8 +201,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- defined by a final class ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """Return the rule's hyperparameters at a step (from 1), in the order of `hyper_names`; `factor` multiplies gradients."""
+    def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> Mapping[str, float]:
+        """Return the rule's hyperparameters at a step (from 1), by name (`rules.py`); `factor` multiplies gradients."""
 
     @abstractmethod
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -215,6 +215,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """Return the update rule of a parameter group; the rule of SGD depends on the group's momentum."""
         return self.rule
+
+    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+        """Return `numbers` in the order of the rule's `hyper_names`."""
+        numbers = self.numbers(group, step, factor)
+        return tuple(numbers[name] for name in self.rule_for(group).hyper_names)
 
     # --- groups -----------------------------------------------------------------------------------------------------------
 

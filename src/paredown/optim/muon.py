@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from paredown.errors import OptimError
 from paredown.optim.base import MemoryOptions, Optimizer
-from paredown.optim.optimizers import adamw_hyper, check_betas, check_numbers, lr_of
+from paredown.optim.optimizers import adamw_numbers, check_betas, check_numbers, lr_of
 from paredown.optim.parameter_state import FROM_TIER
 from paredown.optim.rules import RULES, Rule
 
@@ -154,26 +154,15 @@ class Muon(Optimizer):
             )
         return None
 
-    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
         """Return the hyperparameters of the group's rule, defined in `rules.py`."""
         if group["rule"] == "adamw":
-            return adamw_hyper(group, step, factor)
+            return adamw_numbers(group, step, factor)
         lr, (a, b, c) = lr_of(group), (float(n) for n in group["ns_coefficients"])
+        own = {name: float(group[name]) for name in ("momentum", "nesterov", "eps")}
         match_rms = float(group["adjust_lr_fn"] == "match_rms_adamw")
-        keep, momentum = 1.0 - lr * float(group["weight_decay"]), float(group["momentum"])
-        return (
-            factor,
-            keep,
-            lr,
-            momentum,
-            float(group["nesterov"]),
-            match_rms,
-            a,
-            b,
-            c,
-            float(group["eps"]),
-            float(group["ns_steps"]),
-        )
+        others = {"steps": float(group["ns_steps"]), "match_rms": match_rms, "keep": 1.0 - lr * float(group["weight_decay"])}
+        return {"factor": factor, "lr": lr, "a": a, "b": b, "c": c, **own, **others}
 
     def make_torch(self, groups: list[dict[str, Any]]) -> Any:
         """Return one object with the torch.optim optimizers for the parameters that are not packed in any part."""

@@ -60,14 +60,13 @@ class SGD(Optimizer):
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
-    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
         """Return the hyperparameters of the rule, defined in `rules.py`."""
         momentum = float(group["momentum"])
-        values = {
+        return {
             "factor": factor, "lr": lr_of(group), "weight_decay": float(group["weight_decay"]), "momentum": momentum,
             "carry": 0.0 if step == 1 else momentum, "fresh": 1.0 if step == 1 else 1.0 - float(group["dampening"]),
         }  # fmt: skip
-        return tuple(values[name] for name in self.rule_for(group).hyper_names)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the torch.optim.SGD for parameters that are not packed in any part."""
@@ -104,9 +103,9 @@ class AdamW(Optimizer):
         check_numbers(group, "lr", "eps", "weight_decay")
         check_betas(group["betas"])
 
-    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
         """Return the hyperparameters of the rule, defined in `rules.py`."""
-        return adamw_hyper(group, step, factor)
+        return adamw_numbers(group, step, factor)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the torch.optim.AdamW for parameters that are not packed in any part."""
@@ -143,28 +142,25 @@ class Lion(Optimizer):
         check_numbers(group, "lr", "weight_decay")
         check_betas(group["betas"])
 
-    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
         """Return the hyperparameters of the rule, defined in `rules.py`."""
-        lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
-        values = {
-            "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "lr": lr, "beta1": beta1, "rest1": 1.0 - beta1,
-            "beta2": beta2, "rest2": 1.0 - beta2,
-        }  # fmt: skip
-        return tuple(values[name] for name in self.rule.hyper_names)
+        return _numbers_of_means(group, factor)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> None:
         """Return None: torch.optim has no Lion."""
 
 
-def adamw_hyper(group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+def adamw_numbers(group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
     """Return the hyperparameters of the rule "adamw" at a step (counted from 1)."""
+    numbers = _numbers_of_means(group, factor)
+    step_size, inverse_root = numbers["lr"] / (1.0 - numbers["beta1"] ** step), 1.0 / sqrt(1.0 - numbers["beta2"] ** step)
+    return {**numbers, "step_size": step_size, "inverse_root": inverse_root, "eps": float(group["eps"])}
+
+
+def _numbers_of_means(group: Mapping[str, Any], factor: float) -> dict[str, float]:
     lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
-    values = {
-        "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2,
-        "rest2": 1.0 - beta2, "step_size": lr / (1.0 - beta1**step), "inverse_root": 1.0 / sqrt(1.0 - beta2**step),
-        "eps": float(group["eps"]),
-    }  # fmt: skip
-    return tuple(values[name] for name in RULES["adamw"].hyper_names)
+    rests = {"rest1": 1.0 - beta1, "rest2": 1.0 - beta2}
+    return {"factor": factor, "lr": lr, "keep": 1.0 - lr * float(group["weight_decay"]), "beta1": beta1, "beta2": beta2, **rests}
 
 
 def lr_of(group: Mapping[str, Any]) -> float:

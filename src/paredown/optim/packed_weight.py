@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -346,7 +346,7 @@ class Weight:
         self.address = 0
 
     @contextmanager
-    def viewable(self) -> Iterator[None]:
+    def viewable(self) -> Generator[None]:
         """Let autograd view the packed parameter: builds of torch for CUDA refuse views of a tensor without a storage."""
         self._swap(torch.empty((), dtype=self.dtype, device=self.packed.device).expand(self.size), self._packed_class)
         yield
