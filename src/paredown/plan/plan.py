@@ -371,22 +371,22 @@ class Plan:
         mine, theirs = dict(self.rules), dict(other.rules)
         shared = [key for key in mine if key in theirs]
         moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
-        keys = [key for key in {**mine, **theirs} if key in moved or mine.get(key) != theirs.get(key)]
-        modules = dict.fromkeys((*self.recompute, *other.recompute))
-        words = {text: "recomputed" if ":" in text else "checkpointed" for text in modules}
-        sides = [(text, *(words[text] if text in plan.recompute else None for plan in (self, other))) for text in modules]
-        rows = [Difference(key, mine.get(key), theirs.get(key)) for key in keys]
-        changed = [row for row in sides if row[1] != row[2]]
-        rows += [Difference(f"{'slot' if ':' in row[0] else 'module'} {row[0]}", *row[1:]) for row in changed]
-        ours, others = dict(self.products), dict(other.products)
-        different = [key for key in {**ours, **others} if (ours.get(key), key in ours) != (others.get(key), key in others)]
-        told = [[f"{plan[key] or 'unmodified'}" if key in plan else None for plan in (ours, others)] for key in different]
-        rows += [Difference(key, *sides) for key, sides in zip(different, told, strict=True)]
-        mine_tiled, theirs_tiled = ({text: TILED.format(length) for text, length in plan.tiles} for plan in (self, other))
-        texts = [text for text in {**mine_tiled, **theirs_tiled} if mine_tiled.get(text) != theirs_tiled.get(text)]
-        rows += [Difference(f"module {text}", mine_tiled.get(text), theirs_tiled.get(text)) for text in texts]
-        offloads = [OFFLOADED if plan.offload else None for plan in (self, other)]
-        return Differences([*rows, *([Difference("offload", *offloads)] if self.offload != other.offload else [])])
+        rows: list[Difference] = []
+        for ours, others in zip(self._effects(), other._effects(), strict=True):
+            keys = [key for key in {**ours, **others} if key in moved or ours.get(key) != others.get(key)]
+            rows += [Difference(key, ours.get(key), others.get(key)) for key in keys]
+        return Differences(rows)
+
+    def _effects(self) -> list[dict[str, Assignment | str]]:
+        """Return the rules of each kind by key, in words where they are no assignments."""
+        words = {text: ("slot", "recomputed") if ":" in text else ("module", "checkpointed") for text in self.recompute}
+        return [
+            dict(self.rules),
+            {f"{kind} {text}": word for text, (kind, word) in words.items()},
+            {key: element or "unmodified" for key, element in self.products},
+            {f"module {text}": TILED.format(length) for text, length in self.tiles},
+            {"offload": OFFLOADED} if self.offload else {},
+        ]
 
     def explain(self) -> str:
         """Return the plan in words, one line for each rule; a later line takes precedence over an earlier one."""

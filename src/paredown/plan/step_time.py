@@ -30,7 +30,7 @@ from paredown.autograd.operations import Use
 from paredown.errors import CalibrationError
 from paredown.plan.byte_intervals import BASELINE, model_memory, resolve_parameter_formats, slot_storages
 from paredown.plan.calibration import ELEMENTWISE, Calibration
-from paredown.plan.checkpointed_trace import checkpointed_trace, is_of, modules_of, outermost, step_under
+from paredown.plan.checkpointed_trace import is_of, modules_of, outermost, step_under
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step, recomputed_slots
 from paredown.plan.trace import Operation, Slot, Trace, cached_on_trace
@@ -164,10 +164,6 @@ def _weights(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
     layers = _checkpointed_layers(trace, plan)
     again = sum((_second_pass(trace, layer, calibration) for layer in layers), NO_TIME)
-    if layers and not trace.operations:  # a trace of an earlier version: what the layers saved is written and read once more
-        kept = {slot.name for slot in checkpointed_trace(trace, plan.checkpointed).kept_activations}
-        dropped = sum(slot.nbytes for slot in trace.activations if slot.name not in kept)
-        again = StepTime(2 * dropped / calibration.bytes_per_second[ELEMENTWISE], 0.0)
     again += (
         _operations((product_of(slot) for slot in recomputed_slots(trace, plan)), calibration) if trace.is_compiled else NO_TIME
     )
