@@ -37,7 +37,6 @@ tensor([[1, 2, 3]])
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -49,52 +48,24 @@ from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULT
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
     """Return int64 codes (rows, cols) packed as uint8 (rows, row_bytes)."""
-    if width > 8 and width % 8:
-        return _pack(_to_bits(codes, width), 1)
-    return _pack(codes, width)
+    if width == 8:
+        return codes.to(torch.uint8)
+    bits = torch.stack([(codes >> bit).to(torch.uint8) & 1 for bit in range(width)], 2).flatten(1)  # (rows, cols * width)
+    bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8))
+    bits = bits.view(len(codes), bits.shape[1] // 8, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(2, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
     """Return packed codes, uint8 (rows, row_bytes), as int64 codes (rows, cols)."""
-    if width > 8 and width % 8:
-        bits = _unpack(packed, 1, cols * width).unflatten(1, (cols, width))
-        return (bits << torch.arange(width, device=packed.device)).sum(2)
-    return _unpack(packed, width, cols)
-
-
-def _group(width: int) -> tuple[int, int]:
-    """Return the smallest number of values whose codes fill whole bytes, and how many bytes these are."""
-    return 8 // gcd(width, 8), width // gcd(width, 8)
-
-
-def _to_bits(codes: Tensor, width: int) -> Tensor:
-    return ((codes[:, :, None] >> torch.arange(width, device=codes.device)) & 1).flatten(1)
-
-
-def _pack(codes: Tensor, width: int) -> Tensor:
-    if width == 8:
-        return codes.to(torch.uint8)
-    num_values, num_bytes = _group(width)
-    row_bytes = -(-codes.shape[1] * width // 8)
-    if num_bytes == 1 and codes.shape[1] % num_values == 0:  # whole bytes: in the dtype of the codes, with less scratch memory
-        words = codes[:, ::num_values].clone()
-        for place in range(1, num_values):
-            words |= codes[:, place::num_values] << (place * width)
-        return words.to(torch.uint8)
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % num_values)).unflatten(1, (-1, num_values))
-    words = (codes << torch.arange(0, num_values * width, width, device=codes.device)).sum(2)
-    shifts = torch.arange(0, 8 * num_bytes, 8, device=codes.device)
-    return ((words[:, :, None] >> shifts) & 255).to(torch.uint8).flatten(1)[:, :row_bytes].contiguous()
-
-
-def _unpack(packed: Tensor, width: int, cols: int) -> Tensor:
     if width == 8:
         return packed.long()
-    num_values, num_bytes = _group(width)
-    packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % num_bytes)).long().unflatten(1, (-1, num_bytes))
-    words = (packed << torch.arange(0, 8 * num_bytes, 8, device=packed.device)).sum(2)
-    shifts = torch.arange(0, num_values * width, width, device=packed.device)
-    return ((words[:, :, None] >> shifts) & ((1 << width) - 1)).flatten(1)[:, :cols]
+    bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    bits = bits.flatten(1)[:, : cols * width].unflatten(1, (cols, width))
+    codes = torch.zeros((len(packed), cols), dtype=torch.int64, device=packed.device)
+    for bit in range(width):
+        codes |= bits[:, :, bit].long() << bit
+    return codes
 
 
 # --- encode, decode and round_trip ------------------------------------------------------------------------------------
