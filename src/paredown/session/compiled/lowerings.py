@@ -82,7 +82,10 @@ def decode(parts: Sequence[Any], format: str, dtype: torch.dtype, *layout: Any) 
         result = virtualized.ops.mul(virtualized.ops.to_dtype(code(i), torch.float32), scale)
         return virtualized.ops.to_dtype(virtualized.ops.add(result, minimum[0]) if minimum else result, dtype)
 
-    return _pointwise(parts[0], dtype, value, *layout)
+    result = _pointwise(parts[0], dtype, value, *layout)
+    if how.element.width < 8 and parts[0].get_device().type == "cpu":
+        result.realize()  # Inductor vectorizes no reader that finds a code within a byte (docs/decisions/036)
+    return result
 
 
 @register_lowering(torch.ops.paredown.unpack_bits.default, type_promotion_kind=None)
