@@ -174,6 +174,9 @@ class Optimizer(torch.optim.Optimizer, ABC):
     """Base class of SGD, AdamW, Lion and Muon, which define rule, hyperparameters, and the torch.optim class for unpacked parameters."""
 
     rule_name: str
+    torch_class: (
+        Callable[[list[dict[str, Any]]], TorchOptimizer] | None
+    )  # for parameters no part of which is packed; None: there is none
 
     def __init__(self, params: Any, defaults: dict[str, Any], memory: MemoryOptions) -> None:
         if not isinstance(memory.microbatches, int) or memory.microbatches < 1:
@@ -207,10 +210,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def check_hyper(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for hyperparameters out of range."""
-
-    @abstractmethod
-    def make_torch(self, groups: list[dict[str, Any]]) -> TorchOptimizer | None:
-        """Return the torch.optim optimizer for parameters that are not packed in any part; None if torch has no such optimizer."""
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """Return the update rule of a parameter group; the rule of SGD depends on the group's momentum."""
@@ -411,9 +410,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
             return
         if self._torch is None:
             groups = [{"params": [e.parameter for e in full if e.group == i]} for i in range(len(self.param_groups))]
-            made = self.make_torch([{**self._torch_options(i), **group} for i, group in enumerate(groups)])
-            assert made is not None
-            self._torch = made
+            assert self.torch_class is not None
+            self._torch = self.torch_class([{**self._torch_options(i), **group} for i, group in enumerate(groups)])
         self._torch.state = self.state
         for i, group in enumerate(self._torch.param_groups):
             group.update(self._torch_options(i))
@@ -431,9 +429,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
-        return choices.is_full and not self.memory.release and self.has_torch
-
-    has_torch = True  # whether torch.optim has an optimizer of this name
+        return choices.is_full and not self.memory.release and self.torch_class is not None
 
     # --- inspection -------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,25 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 @final
+class _TorchOptimizers:
+    """An instance of torch.optim.Muon and one of torch.optim.AdamW, each with the groups of its rule."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+        of_rule = {name: [group for group in groups if group["rule"] == name] for name in kinds}
+        self._optimizers = {name: kinds[name](of) for name, of in of_rule.items() if of}
+        made = {name: iter(optimizer.param_groups) for name, optimizer in self._optimizers.items()}
+        self.param_groups = [next(made[group["rule"]]) for group in groups]
+        self.state: Any = None
+
+    def step(self) -> None:
+        """Take one step of Muon and one of AdamW."""
+        for optimizer in self._optimizers.values():
+            optimizer.state = self.state
+            optimizer.step()
+
+
+@final
 class Muon(Optimizer):
     """Muon for matrices and AdamW for the rest; arguments of Muon as in torch.optim.Muon, and formats.
 
@@ -44,7 +63,7 @@ class Muon(Optimizer):
     `adamw_weight_decay`: None: `weight_decay`. `adamw_params`: parameters of 2 dimensions to be updated by AdamW all the same.
     """
 
-    rule_name = "muon"
+    rule_name, torch_class = "muon", _TorchOptimizers
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
@@ -164,10 +183,6 @@ class Muon(Optimizer):
         others = {"steps": float(group["ns_steps"]), "match_rms": match_rms, "keep": 1.0 - lr * float(group["weight_decay"])}
         return {"factor": factor, "lr": lr, "a": a, "b": b, "c": c, **own, **others}
 
-    def make_torch(self, groups: list[dict[str, Any]]) -> Any:
-        """Return one object with the torch.optim optimizers for the parameters that are not packed in any part."""
-        return _TorchOptimizers(groups)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict()` of an optimizer with the same groups, or that of torch.optim.Muon."""
         groups = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
@@ -178,25 +193,6 @@ class Muon(Optimizer):
                     "groups and adamw_params it was saved with."
                 )
         super().load_state_dict(state_dict)
-
-
-@final
-class _TorchOptimizers:
-    """An instance of torch.optim.Muon and one of torch.optim.AdamW, each with the groups of its rule."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
-        of_rule = {name: [group for group in groups if group["rule"] == name] for name in kinds}
-        self._optimizers = {name: kinds[name](of) for name, of in of_rule.items() if of}
-        made = {name: iter(optimizer.param_groups) for name, optimizer in self._optimizers.items()}
-        self.param_groups = [next(made[group["rule"]]) for group in groups]
-        self.state: Any = None
-
-    def step(self) -> None:
-        """Take one step of Muon and one of AdamW."""
-        for optimizer in self._optimizers.values():
-            optimizer.state = self.state
-            optimizer.step()
 
 
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:

@@ -36,7 +36,7 @@ from paredown.optim.rules import RULES, Rule
 class SGD(Optimizer):
     """Stochastic gradient descent with optional (Nesterov) momentum; arguments as in torch.optim.SGD, and formats."""
 
-    rule_name = "sgdm"
+    rule_name, torch_class = "sgdm", torch.optim.SGD
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0, dampening: float = 0, weight_decay: float = 0,
@@ -68,16 +68,12 @@ class SGD(Optimizer):
             "carry": 0.0 if step == 1 else momentum, "fresh": 1.0 if step == 1 else 1.0 - float(group["dampening"]),
         }  # fmt: skip
 
-    def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch.optim.SGD for parameters that are not packed in any part."""
-        return torch.optim.SGD(groups)
-
 
 @final
 class AdamW(Optimizer):
     """Adam with decoupled weight decay; arguments as in torch.optim.AdamW, and formats."""
 
-    rule_name = "adamw"
+    rule_name, torch_class = "adamw", torch.optim.AdamW
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -107,10 +103,6 @@ class AdamW(Optimizer):
         """Return the hyperparameters of the rule, defined in `rules.py`."""
         return adamw_numbers(group, step, factor)
 
-    def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch.optim.AdamW for parameters that are not packed in any part."""
-        return torch.optim.AdamW(groups)
-
 
 @final
 class Lion(Optimizer):
@@ -120,8 +112,7 @@ class Lion(Optimizer):
     1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "fine_tune".
     """
 
-    rule_name = "lion"
-    has_torch = False
+    rule_name, torch_class = "lion", None
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
@@ -145,9 +136,6 @@ class Lion(Optimizer):
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
         """Return the hyperparameters of the rule, defined in `rules.py`."""
         return _numbers_of_means(group, factor)
-
-    def make_torch(self, groups: list[dict[str, Any]]) -> None:
-        """Return None: torch.optim has no Lion."""
 
 
 def adamw_numbers(group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:

@@ -129,7 +129,7 @@ def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, n
     It has torch.optim's dtypes if torch has that optimizer, else float32.
     """
     releases = bool(getattr(getattr(optimizer, "memory", None), "release", False))
-    uses_torch = bool(getattr(optimizer, "has_torch", False)) and not releases
+    uses_torch = getattr(optimizer, "torch_class", None) is not None and not releases
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rule_for = getattr(optimizer, "rule_for", lambda group: optimizer.rule)
     states = [
