@@ -48,15 +48,15 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     loops = find_loops(x)
     if loops is not None:
-        _start_from_given(out, given, encoding)
+        if encoding.rule == GIVEN and given is not None:
+            out.copy_(given)
         _run_encode(loops, x.contiguous(), encoding, out, None, bits)
         return out
     with one_thread(x):
         for r, c in _pieces_of(encoding, *x.shape, device=x.device):
             words = _bits(encoding, x, r, c) if bits is None else bits[r, c].long() & WORD
             parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), words)
-            for to, made in zip(_piece_of(out, encoding, r, c).tensors(), parts.tensors(), strict=True):
-                to.copy_(made)
+            _piece_of(out, encoding, r, c).copy_(parts)
     return out
 
 
@@ -184,13 +184,6 @@ class Patience:
 
 
 _patience = Patience()
-
-
-def _start_from_given(out: PackedParts, given: PackedParts | None, encoding: Encoding) -> None:
-    if encoding.rule == GIVEN and given is not None:
-        for to, made in ((out.scales, given.scales), (out.minimums, given.minimums)):
-            if to is not None and made is not None:
-                to.copy_(made)
 
 
 def _run_encode(

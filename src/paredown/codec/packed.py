@@ -106,11 +106,11 @@ class PackedTensor:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedTensor:
         """Return a packed tensor whose codes, scales and minimums are the results of `function` for those of this one."""
-        return replace(self, parts=PackedParts(*(t if t is None else function(t) for t in _all(self.parts))))
+        return replace(self, parts=self.parts.mapped(function))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parts as plain tensors, and the rest as JSON text under "header": for torch.save, or safetensors and its metadata."""
-        tensors = dict(zip(PART_NAMES, _all(self.parts), strict=True))
+        tensors = dict(zip(PART_NAMES, self.parts.all(), strict=True))
         dtype = str(self.dtype).removeprefix("torch.")
         header = {"format": self.format.to_json(), "shape": list(self.shape), "dtype": dtype, "order": list(self.order)}
         return {"header": json.dumps(header), **{name: t for name, t in tensors.items() if t is not None}}
@@ -125,7 +125,7 @@ class PackedTensor:
         tensors = [state.get(name) for name in PART_NAMES]
         if any(t is not None and not isinstance(t, Tensor) for t in tensors):
             raise CodecError(f"{', '.join(PART_NAMES)} are tensors; these are {[type(t).__name__ for t in tensors]}.")
-        packed = _from_header(state["header"], PackedParts(*(t if t is None else t.contiguous() for t in tensors)))
+        packed = _from_header(state["header"], PackedParts(*tensors).mapped(Tensor.contiguous))
         _check_parts(packed)
         return packed
 
@@ -357,7 +357,7 @@ def _check_parts(packed: PackedTensor) -> None:
     )
     if len({t.device for t in packed.parts.tensors()}) > 1:
         raise CodecError(f"the tensors are on {[str(t.device) for t in packed.parts.tensors()]}: they belong on one device.")
-    for name, actual, wanted in zip(PART_NAMES, _all(packed.parts), _all(expected), strict=True):
+    for name, actual, wanted in zip(PART_NAMES, packed.parts.all(), expected.all(), strict=True):
         described = [None if t is None else (tuple(t.shape), str(t.dtype)) for t in (actual, wanted)]
         if described[0] != described[1]:
             raise CodecError(
@@ -368,10 +368,6 @@ def _check_parts(packed: PackedTensor) -> None:
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
     return [order.index(d) for d in range(len(order))]
-
-
-def _all(parts: PackedParts) -> list[Tensor | None]:
-    return [getattr(parts, name) for name in PART_NAMES]
 
 
 def _encoding(
@@ -421,7 +417,7 @@ def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTens
             return None
         return PackedParts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format))
     if isinstance(scales, PackedTensor):
-        return PackedParts(None, *(t if t is None else t.contiguous() for t in _all(scales.parts)[1:]))
+        return replace(scales.parts, codes=None).mapped(Tensor.contiguous)
     if format.minimum or format.has_tensor_scale:
         raise CodecError(f"{format} has more than block scales: give the PackedTensor itself, scales=p instead of scales=p.scales.")
     expected = encoding.empty_parts(*rows.shape, device=torch.device("meta"), tensor_scale=None).scales

@@ -36,6 +36,7 @@ tensor([[1, 2, 3]])
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,9 +88,23 @@ class PackedParts:
     minimums: Tensor | None = None
     tensor_scale: Tensor | None = None
 
+    def all(self) -> tuple[Tensor | None, ...]:
+        """Return the four fields, in order."""
+        return self.codes, self.scales, self.minimums, self.tensor_scale
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are not None, in order."""
-        return [t for t in (self.codes, self.scales, self.minimums, self.tensor_scale) if t is not None]
+        return [t for t in self.all() if t is not None]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedParts:
+        """Return the results of `function` for each tensor."""
+        return PackedParts(*(t if t is None else function(t) for t in self.all()))
+
+    def copy_(self, other: PackedParts) -> None:
+        """Copy into these tensors those of `other`; a tensor that either of them lacks is left out."""
+        for mine, new in zip(self.all(), other.all(), strict=True):
+            if mine is not None and new is not None:
+                mine.copy_(new)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import DTYPES, PackedTensor
-from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim.batched_update import fold, square_sums
@@ -131,10 +130,9 @@ class GradientSum:
 
     def copy(self, device: torch.device | None = None) -> GradientSum:
         """Return a copy of the sum in new buffers, on `device` if given."""
-        parts, target = self.packed.parts, device or self.packed.device
-        tensors = (parts.codes, parts.scales, parts.minimums, parts.tensor_scale)
-        copied = PackedParts(*(None if t is None else t.to(target, copy=True) for t in tensors))
-        return replace(self, packed=replace(self.packed, parts=copied), factor=self.factor.to(target, copy=True))
+        target = device or self.packed.device
+        copied = self.packed.mapped(lambda part: part.to(target, copy=True))
+        return replace(self, packed=copied, factor=self.factor.to(target, copy=True))
 
     def _reset_factor(self) -> None:
         """Set the factor to 1 and drop a deferred bound, as new codes need neither."""

@@ -255,8 +255,7 @@ class Weight:
             packed = encode(values, self._packed.format, order="logical")
             is_same = (values.size(), values.device) == (self.size, self._packed.device)
             if is_same:
-                for mine, new in zip(self._packed.parts.tensors(), packed.parts.tensors(), strict=True):
-                    mine.copy_(new)
+                self._packed.parts.copy_(packed.parts)
             if self.residue is not None and self.residue.device == values.device:
                 self.residue.zero_()
         is_other = not is_same or values.dtype is not self.dtype or strides_of(values) != self.stride

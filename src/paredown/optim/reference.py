@@ -226,7 +226,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
             x = values(piece, cols, how.factor) + x
         seed = replace(how.seed, first_index=how.seed.first_index + rows.start * cols)
         encoding = Encoding(packed.format, how.rounding, default_overflow(packed.format), seed)  # without a block inf stays inf
-        _copy(piece.parts, cpu.encode_rows(x, encoding, None))
+        piece.parts.copy_(cpu.encode_rows(x, encoding, None))
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
@@ -439,16 +439,7 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
 
 def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
     """Write new parts into a slot, except for values in the mask `skipped`, which keep their old codes."""
-    if skipped is not None:
-        parts = _keep(slot, parts, skipped, cols)
-    _copy(slot.parts, parts)
-
-
-def _copy(to: PackedParts, parts: PackedParts) -> None:
-    for name in ("codes", "scales", "minimums"):
-        target, made = getattr(to, name), getattr(parts, name)
-        if target is not None:
-            target.copy_(made)
+    slot.parts.copy_(parts if skipped is None else _keep(slot, parts, skipped, cols))
 
 
 def _keep(slot: UpdateSlot, parts: PackedParts, skipped: Tensor, cols: int) -> PackedParts:

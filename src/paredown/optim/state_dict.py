@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paredown.codec.packed import PackedTensor, encode
-from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
 from paredown.optim.parameter_state import ParameterState, fill_state, parts_in, put, roots_of
 from paredown.optim.rules import from_stored_root, stored_root
@@ -343,12 +342,12 @@ def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> N
     if not optimizer.is_torchs(entry):
         entry.step, entry.updated, folds = new.pop("step", 0), False, new.pop("folds", 0)
         if entry.weight is not None and "weight.codes" in new:
-            _copy(entry.weight.packed.parts, parts_in(new, "weight"))
+            entry.weight.packed.parts.copy_(parts_in(new, "weight"))
             entry.weight.changed()
         if entry.gradient is not None:
             if "gradient.codes" in new:
                 p.grad = distributed_like(entry.gradient.lend(p.dtype), p)
-                _copy(entry.gradient.packed.parts, parts_in(new, "gradient"))
+                entry.gradient.packed.parts.copy_(parts_in(new, "gradient"))
                 entry.gradient.factor.copy_(new["gradient.factor"])
                 entry.gradient.total.is_scaled = True
             total = entry.gradient.total
@@ -356,8 +355,3 @@ def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> N
         new = {name: value for name, value in new.items() if not name.startswith(("weight.", "gradient."))}
     if new:
         optimizer.state[p] = new
-
-
-def _copy(to: PackedParts, source: PackedParts) -> None:
-    for target, value in zip(to.tensors(), source.tensors(), strict=True):
-        target.copy_(value)

@@ -61,9 +61,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> Pac
     parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     if encoding.rule == "given":
         assert given is not None
-        for mine, theirs in ((parts.scales, given.scales), (parts.minimums, given.minimums)):
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs)
+        parts.copy_(given)
     assert parts.codes is not None
     _launch_encode(x, parts.codes, encoding, parts, stores_codes=True)
     return parts

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paredown.codec.packed import PackedTensor, encode
-from paredown.codec.reference import PackedParts
 from paredown.errors import FormatError, OptimError
 from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
@@ -107,10 +106,10 @@ class Reduction:
         count, rank = self.begin(buffer), dist.get_rank(group)
         seed = Seed(self.seed, buffer * len(chunks) + rank, count)
         packed = encode(chunks.contiguous(), self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
-        received = [None if t is None else _exchanged(t, group) for t in _tensors(packed.parts)]
+        received = packed.parts.mapped(lambda part: _exchanged(part, group))
         total = torch.zeros(chunks.shape[1], dtype=torch.float32, device=chunks.device)
         for row in range(len(chunks)):  # one by one: a chunk in float32 is four times as large as its codes
-            parts = PackedParts(*(None if t is None else t[row : row + 1] for t in received))
+            parts = received.mapped(lambda part, row=row: part[row : row + 1])
             total += PackedTensor(self.format, torch.Size((1, len(total))), torch.float32, packed.order, parts).decode()[0]
         return total
 
@@ -119,12 +118,8 @@ class Reduction:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         seed = Seed(self.seed, SUM_IDS + buffer, self.counts[buffer], first_index=rank * chunk.numel())
         packed = encode(chunk[None], self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
-        gathered = PackedParts(*(None if t is None else _gathered(t, size, group) for t in _tensors(packed.parts)))
+        gathered = packed.parts.mapped(lambda part: _gathered(part, size, group))
         return PackedTensor(self.format, torch.Size((size, chunk.numel())), torch.float32, packed.order, gathered).decode()
-
-
-def _tensors(parts: PackedParts) -> tuple[Tensor | None, ...]:
-    return parts.codes, parts.scales, parts.minimums
 
 
 def _exchanged(rows: Tensor, group: Any) -> Tensor:
