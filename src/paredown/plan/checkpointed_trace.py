@@ -93,11 +93,18 @@ def is_of(name: str, module: str) -> bool:
 @cached_on_trace
 def modules_of(trace: Trace) -> list[str]:
     """Return the paths of the modules in which operations ran, and of their parents."""
-    paths: dict[str, None] = {}
-    for path in {CALL.sub("", output.module): None for output in trace.outputs if output.phase == "forward"}:
-        parts = path.split(".")
-        paths |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
-    return [path for path in paths if path]
+    return with_parents(CALL.sub("", output.module) for output in trace.outputs if output.phase == "forward")
+
+
+def with_parents(paths: Iterable[str]) -> list[str]:
+    """Return the paths of modules and of the modules that they are in, each once.
+
+    >>> with_parents(["", "layers.0.norm", "layers.1"])
+    ['layers', 'layers.0', 'layers.0.norm', 'layers.1']
+    """
+    parts = [path.split(".") for path in dict.fromkeys(paths)]
+    found = dict.fromkeys(".".join(names[: end + 1]) for names in parts for end in range(len(names)))
+    return [path for path in found if path]
 
 
 @dataclass(frozen=True)

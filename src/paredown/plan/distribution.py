@@ -39,7 +39,7 @@ from paredown.plan.byte_intervals import (
     resolve_parameter_formats,
     slot_storages,
 )
-from paredown.plan.checkpointed_trace import is_inside, outermost
+from paredown.plan.checkpointed_trace import is_inside, outermost, with_parents
 from paredown.plan.plan import Plan
 from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
@@ -132,13 +132,8 @@ def distribution_of(
             raise PlanError("units are the modules that fully_shard wraps: leave them out, or give strategy='fsdp2'.")
         return Distribution(strategy, world_size, reduction=travels_in)
     modules = [slot.module for slot in trace.of(Role.WEIGHT)]
-    found = _listed(modules) if units is None else outermost(_with_parents(modules), units, what="unit")
+    found = _listed(modules) if units is None else outermost(with_parents(modules), units, what="unit")
     return Distribution(strategy, world_size, tuple(found), travels_in)
-
-
-def _with_parents(modules: Iterable[str]) -> list[str]:
-    paths = [module.split(".") for module in modules]
-    return list(dict.fromkeys(".".join(parts[: end + 1]) for parts in paths for end in range(len(parts))))
 
 
 def _listed(modules: Iterable[str]) -> list[str]:

@@ -46,12 +46,6 @@ class PlannedSlot:
     what: str
     why: str
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The texts of the slot's row in the table."""
-        stored = f"{say_bytes(self.nbytes)} {self.format}".strip()
-        return self.slot, self.role.value, say_bytes(self.baseline_bytes), stored, self.what, self.why
-
 
 class PlannedSlots(TableRows[PlannedSlot]):
     """All slots that a plan can match, as a tuple that prints as a table."""
@@ -65,7 +59,8 @@ class PlannedSlots(TableRows[PlannedSlot]):
 
     def cells(self, row: PlannedSlot) -> tuple[str, ...]:
         """Return the texts of one row."""
-        return row.cells
+        stored = f"{say_bytes(row.nbytes)} {row.format}".strip()
+        return row.slot, row.role.value, say_bytes(row.baseline_bytes), stored, row.what, row.why
 
 
 def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:

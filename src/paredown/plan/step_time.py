@@ -30,7 +30,7 @@ from paredown.autograd.operations import Use
 from paredown.errors import CalibrationError
 from paredown.plan.byte_intervals import BASELINE, model_memory, resolve_parameter_formats, slot_storages
 from paredown.plan.calibration import ELEMENTWISE, Calibration
-from paredown.plan.checkpointed_trace import is_of, modules_of, outermost, step_under
+from paredown.plan.checkpointed_trace import is_of, modules_of, outermost, step_under, with_parents
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step, recomputed_slots
 from paredown.plan.trace import Operation, Slot, Trace, cached_on_trace
@@ -122,11 +122,7 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
 @cached_on_trace
 def called_modules(trace: Trace) -> list[str]:
     """Return the paths of the modules in whose forward operations run, and of their parents."""
-    paths: dict[str, None] = {}
-    for module in dict.fromkeys(one.module for one in trace.operations if one.phase == "forward" and one.module):
-        parts = module.split(".")
-        paths |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
-    return list(paths)
+    return with_parents(one.module for one in trace.operations if one.phase == "forward")
 
 
 def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:

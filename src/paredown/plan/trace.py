@@ -240,7 +240,11 @@ class Trace:
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
         """Return the slot with this name. If `role` is None, only activations and weights are searched."""
-        return slot_named(self.slots, name, role)
+        roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
+        matches = [slot for slot in self.slots if name in slot.names and slot.role in roles]
+        if not matches:
+            raise TraceError(f"there is no slot {name!r} in the trace; trace.slots has all of them.")
+        return matches[0]
 
     @cached_property
     def largest(self) -> tuple[Slot, ...]:
@@ -312,15 +316,6 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
         return vars(trace)[name]
 
     return cached
-
-
-def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
-    """Return the slot with this name. If `role` is None, only activations and weights are searched."""
-    roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
-    matches = [slot for slot in slots if name in slot.names and slot.role in roles]
-    if not matches:
-        raise TraceError(f"there is no slot {name!r} in the trace; trace.slots has all of them.")
-    return matches[0]
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
