@@ -23,8 +23,8 @@ MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 class Ruled(torch.optim.Optimizer):
     """A stand-in for an optimizer of paredown.optim, which cannot run a step on a tiny parameter."""
 
-    def __init__(self, params, *, roles=MOMENTS, has_torch=True, release=False, **defaults) -> None:
-        self.rule, self.has_torch = SimpleNamespace(roles=roles, names=("m", "v")[: len(roles)]), has_torch
+    def __init__(self, params, *, roles=MOMENTS, torch_class=torch.optim.Adam, release=False, **defaults) -> None:
+        self.rule, self.torch_class = SimpleNamespace(roles=roles, names=("m", "v")[: len(roles)]), torch_class
         self.memory = SimpleNamespace(release=release)
         super().__init__(params, {"lr": 1.0, "fused": True, **defaults})
 
@@ -50,9 +50,9 @@ def test_the_rule_gives_the_moments() -> None:
 
 
 def test_where_torch_has_no_such_optimizer_moments_are_float32() -> None:
-    for has_torch, nbytes in ((True, 2), (False, 4)):
+    for torch_class, nbytes in ((torch.optim.Adam, 2), (None, 4)):
         model = layer(torch.bfloat16)
-        trace = small_trace(model, dtype=torch.bfloat16, optimizer=Ruled(model.parameters(), has_torch=has_torch))
+        trace = small_trace(model, dtype=torch.bfloat16, optimizer=Ruled(model.parameters(), torch_class=torch_class))
         assert footprint(trace).by_role[Role.MOMENT1] == nbytes * (MATRIX + VECTOR)
 
 

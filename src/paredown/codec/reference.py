@@ -65,7 +65,7 @@ def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
     bits = bits.flatten(1)[:, : cols * width].unflatten(1, (cols, width))
     codes = torch.zeros((len(packed), cols), dtype=torch.int64, device=packed.device)
     for bit in range(width):
-        codes |= bits[:, :, bit].long() << bit
+        codes.add_(bits[:, :, bit], alpha=1 << bit)
     return codes
 
 
