@@ -74,7 +74,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write the values that `reference.round_trip_rows` returns into `out`, and return `out`. `x` and `out` are contiguous (rows, cols).
+    """Write the values that `reference.round_trip_rows` returns into `out`, and return `out`.
 
     `given`: scales to use, None to choose them.
     """
@@ -113,7 +113,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
-    """Write the mask of flat `x` (codec/recompute.py) into `out` if there are compiled loops, and return whether there are."""
+    """Write the bit mask of flat `x` (codec/recompute.py) into `out` in compiled loops; return False if there are none."""
     loops = find_loops(x)
     if loops is None or x.dtype not in MASKED:
         return False
@@ -123,7 +123,7 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
 
 
 def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
-    """Write `inside` (one value, or one for each) into flat `out` where the bit is 1, else the value `outside`.
+    """Write `inside` into flat `out` where the bit is 1 and `outside` elsewhere; return False without compiled loops.
 
     Return whether there are compiled loops; without them, nothing is written.
     """
@@ -148,7 +148,7 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """Return the compiled loops for a tensor on the CPU; None without numba, or if importing it takes longer than the reference."""
+    """Return the module of compiled loops; None without numba, or while importing it would take longer than the reference."""
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -160,7 +160,7 @@ def find_loops(x: Tensor) -> ModuleType | None:
 
 
 def load_loops() -> None:
-    """Import the compiled loops if numba is installed. Calls after this take the same memory and time in any process."""
+    """Import the compiled loops if numba is installed, so that later calls take equal memory and time in any process."""
     _patience.left = 0
     find_loops(torch.empty(1))
 
@@ -172,13 +172,13 @@ def has_numba() -> bool:
 
 
 class Patience:
-    """Counts the values that the reference has encoded and decoded, which decide when numba is imported. They change no bits."""
+    """A counter of the values that were encoded without numba; numba is imported when the count is large enough."""
 
     def __init__(self) -> None:
         self.left = PATIENCE
 
     def lasts(self, numel: int) -> bool:
-        """Return whether the reference should still compute `numel` values, instead of importing numba now."""
+        """Return whether `numel` more values should be computed by the reference, before numba is imported."""
         self.left -= numel + CALL
         return self.left > 0
 
@@ -202,12 +202,15 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
-    """Return codes, scales and minimums as the arrays that the compiled loops take."""
+    """Return codes, scales and minimums as arrays, which the compiled loops take."""
     return loops.Parts(*map(bytes_of, (parts.codes, parts.scales, parts.minimums)))
 
 
 def bytes_of(x: Tensor | None) -> Any:
-    """Return the memory of a contiguous tensor as an array of bytes, valid while the tensor lives; six times as quick as `array_of`."""
+    """Return the memory of a contiguous tensor as an array of bytes, valid while the tensor lives.
+
+    This is six times as quick as `array_of`.
+    """
     if x is None or x.nbytes == 0:
         return NO_BYTES
     assert x.is_contiguous(), "loops read the memory of contiguous tensors"
@@ -216,7 +219,7 @@ def bytes_of(x: Tensor | None) -> Any:
 
 @lru_cache(maxsize=4096)
 def _buffer(num_bytes: int) -> Any:
-    """Return the ctypes array type with `num_bytes` bytes."""
+    """Return the ctypes type of an array of `num_bytes` bytes."""
     return ctypes.c_uint8 * num_bytes
 
 
@@ -230,7 +233,7 @@ def array_of(x: Tensor) -> Any:
 
 @lru_cache(maxsize=1024)
 def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any]:
-    """Return an encoding in the form that the compiled loops take: a record of `loops.NUMBERS`, and `loops.Tables`.
+    """Return an encoding (format, rounding, overflow, rule of scales) as the records that the compiled loops read.
 
     `rule`: how scales are chosen.
     """
@@ -273,7 +276,7 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
 
 
 def _scale_numbers(scale: Element | None) -> dict[str, float]:
-    """Return the numbers that describe a scale stored as a code; zeros for other scales.
+    """Return the numbers by which compiled loops round a scale to an 8-bit code; zeros for scales that are no codes.
 
     code = (bits of a float64, rounded up) - offset, or below the smallest normal value in steps.
     """
@@ -291,7 +294,7 @@ def _scale_numbers(scale: Element | None) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def _table(element: Element | None) -> Any:
-    """Return the values of all codes of an element; an empty array for elements wider than 8 bits, whose values are computed."""
+    """Return the values of all codes of an element; an empty array for elements wider than 8 bits."""
     if element is None or element.width > 8:
         return NO_FLOATS
     return np.array(element.values(), np.float32)  # no memory of torch, which the first measured step would be charged for
@@ -314,7 +317,7 @@ def table_thresholds(element: Element, rounding: Rounding) -> Any:
 
 @lru_cache(maxsize=256)
 def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """Return the thresholds between the values of a table, and the signs, in the form that the compiled loops take."""
+    """Return the limits between neighbouring values of a table, and the signs of these, as arrays for the compiled loops."""
     thresholds, up = table_thresholds(element, rounding), np.float32(np.inf)
     if rounding is Rounding.STOCHASTIC:
         thresholds = thresholds[:-1]  # of the code below; the largest value has none above it
@@ -331,7 +334,7 @@ def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
 
 @contextmanager
 def one_thread(x: Tensor) -> Generator[None]:
-    """Run operations on the pieces of `x` on one thread inside of a `with` block.
+    """Return a context in which torch uses one thread for operations on pieces of `x`; for small tensors nothing changes.
 
     For small tensors and on a GPU, nothing changes.
     """
@@ -381,7 +384,7 @@ def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice)
 
 
 def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice) -> Tensor | None:
-    """Return the random bits of a piece; None if the rounding uses none."""
+    """Return the random bits of a piece of `x`; None if the rounding needs none."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
     start = encoding.seed.first_index + r.start * x.shape[1] + c.start

@@ -123,7 +123,7 @@ def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int
 def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: torch.dtype) -> Tensor:
     """Return the `numel` values of an encoded tensor, 1-D, from the tensors `parts` that `paredown::encode` returned.
 
-    Finite values above float16's largest value stay finite.
+    Finite values above float16's largest value stay finite. Finite values above float16's largest value stay finite.
     """
     element = format.element
     y = parts[0].view(CASTS[element]).float() if element in CASTS else _unpacked(parts[0], format, numel).float()
@@ -193,12 +193,12 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the mask that `unpack_mask_in_graph` unpacks, as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` with its dimensions permuted by `dims`."""
     return unpack_mask_in_graph(bits, prod(sizes)).view(sizes).permute(dims)
 
 
 def pack_mask_in_graph(mask: Tensor) -> Tensor:
-    """Return 1-D bool as uint8, eight flags a byte, the first lowest; the last byte is padded with zeros."""
+    """Return a 1-D boolean tensor as bits in uint8, eight values in each byte, the first one in the lowest bit."""
     flags, count = mask.to(torch.int32), mask.shape[0]
     is_whole = statically_known_true(count % 8 == 0)
     num_bytes = count // 8 if is_whole else (count + 7) // 8
@@ -210,7 +210,7 @@ def pack_mask_in_graph(mask: Tensor) -> Tensor:
 
 
 def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:
-    """Return the first `numel` flags of `pack_mask_in_graph`, 1-D bool."""
+    """Return the first `numel` booleans, 1-D, of the bits that `pack_mask_in_graph` returned."""
     one_bit = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
     return _first((bits[:, None] & one_bit).reshape(-1), numel) != 0
 

@@ -50,7 +50,7 @@ PART_NAMES = ("codes", "scales", "minimums", "tensor_scale")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedTensor:
-    """A tensor stored in a format: codes, scales, and the shape, dtype and memory order to decode into."""
+    """A tensor stored in a format: codes and scales, and the shape, dtype and memory order to which it is decoded."""
 
     format: Format
     shape: torch.Size
@@ -76,7 +76,7 @@ class PackedTensor:
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """The scale of all block scales, if those are 8-bit floats."""
+        """The float32 scale of all block scales, if those are 8-bit floats; else None."""
         return self.parts.tensor_scale
 
     @property
@@ -105,11 +105,14 @@ class PackedTensor:
         return self.mapped(lambda part: part.to(device))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedTensor:
-        """Return a packed tensor whose codes, scales and minimums are the results of `function` for those of this one."""
+        """Return a packed tensor of the same format with `function` applied to codes, scales and minimums."""
         return replace(self, parts=self.parts.mapped(function))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parts as plain tensors, and the rest as JSON text under "header": for torch.save, or safetensors and its metadata."""
+        """Return codes and scales as plain tensors, and the rest as JSON text under "header".
+
+        It can be saved by torch.save, or by safetensors, with the header in the metadata.
+        """
         tensors = dict(zip(PART_NAMES, self.parts.all(), strict=True))
         dtype = str(self.dtype).removeprefix("torch.")
         header = {"format": self.format.to_json(), "shape": list(self.shape), "dtype": dtype, "order": list(self.order)}
@@ -167,7 +170,7 @@ def encode(
 
 
 def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> PackedTensor:
-    """Return `encode(x)` for a flat, contiguous tensor that requires no gradient, without checks.
+    """Return a flat, contiguous tensor packed in `format`, as `encode` does, without checking arguments.
 
     It is called for many tensors in a step.
     """
@@ -178,7 +181,7 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class FlatCodec(ABC):
-    """Encodes and decodes tensors of one size, dtype and device in every step. What depends on these alone is computed once.
+    """An encoder and decoder for tensors of one size, dtype and device, which computes once what depends on these alone.
 
     What `encode` returns is stored, and only the same codec reads it.
     """
@@ -192,18 +195,18 @@ class FlatCodec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> Any:
-        """Return `x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU.
+        """Return `x` encoded, in a form that only the same codec decodes. `step`: a number, or one int32 on the device of `x`.
 
         `bits`: if the codec has `takes_address`, a tensor to fill with the mask of values above 0 in the same pass over `x`.
         """
 
     @abstractmethod
     def decode(self, stored: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the values in memory order, as a new dense tensor with these sizes and strides."""
+        """Return the decoded values as a new dense tensor with these sizes and strides."""
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
-        """Return `stored`, which `encode` returned, as a flat packed tensor."""
+        """Return what `encode` returned as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
         """Return the results of applying `steps` (`codec.recompute.DecodeSteps`) to the decoded values.
@@ -237,7 +240,7 @@ class PlainCodec(FlatCodec):
 
 
 def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> FlatCodec:
-    """Return the codec for `numel` values with the dtype and device of `like`.
+    """Return the codec for tensors of `numel` values with the dtype and device of `like`.
 
     `how`: rounding and overflow; an overflow of None is the default of the format.
     """
@@ -249,7 +252,7 @@ def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Ov
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that decodes `packed` into any contiguous float tensor of its shape, for tensors that are decoded repeatedly.
+    """Return a function that decodes `packed` into any contiguous tensor of its shape, for tensors that are decoded often.
 
     What depends on size and format is looked up once. If codes later change in place, the next call reads the new ones.
     """
@@ -279,7 +282,7 @@ def round_trip(
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The straight-through estimator: rounds in forward, and passes the gradient unchanged in backward."""
+    """The autograd function that rounds a tensor in forward and passes the gradient unchanged in backward."""
 
     @staticmethod
     def forward(x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
@@ -298,7 +301,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int, ...]:
-    """Return the dimensions of `x` from the outermost to the innermost, in the order of packing.
+    """Return the dimensions of `x` in the order in which it is packed, the outermost first.
 
     It is the order of the strides if `x` is dense and takes the same bytes of the format in that order, and 0, 1, 2, ... otherwise.
     """
@@ -324,7 +327,7 @@ def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, or
 
 
 def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return `x` as contiguous (rows, cols): a view if x is dense in that order, a copy otherwise."""
+    """Return `x` as contiguous (rows, cols), with dimensions in this order: a view if memory has that order, else a copy."""
     x = x.detach()
     if not x.is_contiguous() or dims != tuple(range(x.ndim)):
         x = x.permute(dims).contiguous()
@@ -348,7 +351,7 @@ def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
 
 
 def _check_parts(packed: PackedTensor) -> None:
-    """Raise CodecError for tensors whose shapes, dtypes or devices do not fit the header."""
+    """Raise CodecError for tensors of a packed tensor whose shapes, dtypes or devices do not fit its header."""
     format, device = packed.format, torch.device("meta")
     rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
     tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
@@ -399,7 +402,7 @@ def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: s
 
 
 def default_overflow(format: Format) -> Overflow:
-    """Return SATURATE for formats with blocks, whose scales cover all values; else NONFINITE.
+    """Return the overflow that a format has by default: SATURATE with blocks, whose scales cover all values, else NONFINITE.
 
     uintN without a minimum, which may receive negative values, has NONFINITE too.
     """
@@ -407,7 +410,7 @@ def default_overflow(format: Format) -> Overflow:
 
 
 def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
-    """Return the scales that the caller passed, after checks; or the tensor scale, if the format has one; or None.
+    """Return the scales that the caller passed, checked; the computed tensor scale, if the format has one; otherwise None.
 
     `rows`: `x` as (rows, cols).
     """
@@ -442,7 +445,7 @@ def _check_tensor(x: Tensor, verb: str) -> None:
 
 
 def _check_representable(rows: Tensor, encoding: Encoding) -> None:
-    """Raise CodecError if a value has no code in the format, as inf, NaN and overflow in some formats without a block."""
+    """Raise CodecError if a value has no code in the format, such as NaN where the element has none."""
     element = encoding.format.element
     if encoding.format.block or element.nan_code is not None or rows.numel() == 0:
         return

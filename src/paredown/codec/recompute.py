@@ -41,7 +41,7 @@ PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
-    """Return the mask of dense `x` in its memory order (on a CPU `x` is flat), ceil(numel / 8) bytes."""
+    """Return one bit for each value of dense `x`, in its memory order, as ceil(numel / 8) bytes: whether low < x < high."""
     kernels = backend.find_kernels() if x.is_cuda else None
     if kernels is not None:
         return kernels.pack_mask(x, low, high, empty_mask(x))
@@ -84,7 +84,7 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
 
 
 def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
-    """Return `grad` where the bit is 1, else 0, as a new tensor. `grad` is dense, and the mask is in its memory order."""
+    """Return `grad` where the bit is 1, else 0, as a new tensor."""
     kernels = backend.find_kernels() if grad.is_cuda else None
     if kernels is not None:
         return kernels.apply_mask(grad, bits, kernels.empty_strided(grad.size(), grad.stride(), grad.dtype, grad))
@@ -97,7 +97,7 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
 
 
 class ReluOutput(Tensor):
-    """The output of a ReLU if only its mask is stored. Backward reads the bits, and other operations read an unpacked mask.
+    """A tensor subclass for the output of a ReLU of which only the mask is stored.
 
     torch's backward of a ReLU reads 2 bytes of the gradient and 2 of the unpacked mask (in bf16), which unpacking has written; the bits are
     an eighth of a byte.
@@ -106,7 +106,7 @@ class ReluOutput(Tensor):
     _bits: Tensor
 
     def __new__(cls, bits: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> ReluOutput:
-        """Create a tensor of this size, dense in the order of the mask, without memory of its own."""
+        """Return a tensor of this size, dense in the order of the mask, without memory of its own."""
         made = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]
         made._bits = bits
         return made  # type: ignore[no-any-return]
@@ -157,7 +157,7 @@ class Norm:
 
     @property
     def shape(self) -> tuple[int, int, bool, bool, bool]:
-        """The constants that kernels are compiled for: channels, inner, by_row, whether there is a weight, whether there is a bias."""
+        """The constants that kernels are compiled for: channels, values per channel, whether it is by rows, has a weight, has a bias."""
         return self.channels, self.inner, self.by_row, self.weight is not None, self.bias is not None
 
     def _versions(self) -> tuple[int, int]:
@@ -175,7 +175,10 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """The functions to apply to decoded values: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
+    """What to compute from decoded values: a norm, then an activation function, or a ReLU with its mask in `bits`.
+
+    The function is "", "gelu", "gelu_tanh", "silu" or "relu".
+    """
 
     norm: Norm | None = None
     activation: str = ""
@@ -183,7 +186,7 @@ class DecodeSteps:
 
 
 def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout | None = None) -> Tensor:
-    """Decode a flat input, packed or not, apply `steps`, and return the output in `dtype`: flat, or with `layout` (sizes, strides)."""
+    """Return the output of `steps` on a flat tensor, packed or not, in `dtype`: flat, or with `layout` (sizes, strides)."""
     if steps.norm is not None:
         steps.norm.check()
     size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))
@@ -199,7 +202,7 @@ def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dt
 
 
 def _norm_(x: Tensor, norm: Norm) -> None:
-    """Normalize `x` in place, since a second copy of an activation would add to the peak memory of a step."""
+    """Normalize `x` in place, since a copy of an activation would add to the peak memory of a step."""
     rows = x.view(-1, norm.channels, norm.inner)
     shape = (-1, 1, 1) if norm.by_row else (1, -1, 1)
     rows.sub_(norm.mean.view(shape)).mul_(norm.rstd.view(shape))

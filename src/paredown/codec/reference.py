@@ -109,7 +109,7 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How `encode` stores a tensor: format, rounding, overflow, seed, and the rule by which scales are chosen."""
+    """The arguments by which a tensor is encoded: format, rounding, overflow, seed, and the rule by which scales are chosen."""
 
     format: Format
     rounding: Rounding
@@ -145,7 +145,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes (int64) of float32 `y`, and a mask of values without a code: past the largest value, or NaN.
+    """Return the codes (int64) of float32 `y`, and a mask of the values that have no code: too large, or NaN.
 
     Under NONFINITE a value past the largest gets the code of inf or NaN where the element has one, and the nearest value otherwise.
     """
@@ -162,7 +162,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes of `y` in a float or integer element, and a mask of the values in `y` past the largest or smallest one."""
+    """Return the codes to which `y` rounds in a float or integer element, and a mask of the values that are out of range."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -175,7 +175,7 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return the codes of finite magnitudes `a` >= 0 by a rounding mode, int64 and not yet limited to the element's largest."""
+    """Return the int64 codes of rounded magnitudes `a` >= 0, which may exceed the element's largest code."""
     mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
     a = a.double()
     exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
@@ -201,7 +201,7 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes of `y` in an element that is a table of values, and a mask of the values in `y` past the table's ends.
+    """Return the codes to which `y` rounds in an element that is a table of values, and a mask of the values out of range.
 
     Ties of e8m0 take the larger value, as in ml_dtypes.
     """
@@ -225,7 +225,7 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 
 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
-    """Return the smallest and the largest float32 that round to a value of a table.
+    """Return the smallest and the largest float32 that a table can represent after rounding.
 
     These are the table's first and last value. But e8m0 rounds as a float does: down to any number above 0, and up to where 2^128 is
     nearer.
@@ -267,12 +267,12 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """Return `x`, (rows, cols), as (rows, blocks, block), a short last block padded with `fill`."""
+    """Return `x`, (rows, cols), as (rows, blocks, block) with a short last block filled up by `fill`."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
 
 
 def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the stored scales and minimums of float32 `x` (rows, cols), NaN where a block holds NaN or inf."""
+    """Return the scales and minimums to store for float32 `x` (rows, cols), NaN where a block holds NaN or inf."""
     format = encoding.format
     assert format.block and format.scale, "scales belong to blocks"
     low, high = in_blocks(x, format.block, torch.inf).amin(2), in_blocks(x, format.block, -torch.inf).amax(2)
@@ -291,10 +291,11 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 
 
 def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
-    """Return the scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn or another 8-bit float.
+    """Return the scale of the whole tensor, by which block scales in 8-bit floats are multiplied.
 
-    It is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn), so that their product has a finite inverse. With a minimum,
-    which bf16 rounds down, the range of a block is at most 2 + 2^-6 times `largest`.
+    `largest` is the tensor's largest finite magnitude. It is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn), so
+    that their product has a finite inverse. With a minimum, which bf16 rounds down, the range of a block is at most 2 + 2^-6 times
+    `largest`.
     """
     if format.minimum:
         largest = largest * (2 + 2.0**-6)
@@ -305,7 +306,7 @@ def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """Return `scale` rounded up to a value of `element`, as the stored tensor (uint8 codes for e8m0 and 8-bit floats).
+    """Return scales rounded up to values of `element`, in the dtype in which they are stored.
 
     NaN stays NaN.
 
@@ -332,7 +333,7 @@ def rounded_down(x: Tensor, element: Element) -> Tensor:
 
 
 def ocp_scale(largest: Tensor, element: Element) -> Tensor:
-    """Return the scale of OCP MX, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
+    """Return the scale that the OCP MX standard chooses, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
 
     Blocks of zeros get its smallest value.
     """
@@ -342,7 +343,7 @@ def ocp_scale(largest: Tensor, element: Element) -> Tensor:
 
 
 def scale_values(parts: PackedParts, format: Format) -> Tensor:
-    """Return the scales of every block as float32, (rows, blocks)."""
+    """Return the float32 scales of all blocks, (rows, blocks)."""
     assert parts.scales is not None and format.scale is not None
     scales = values_of(parts.scales.long(), format.scale) if parts.scales.dtype is torch.uint8 else parts.scales.float()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale
@@ -383,7 +384,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
-    """Return y = (x - minimum) / scale in float32, (rows, cols).
+    """Return (x - minimum) / scale in float32, (rows, cols).
 
     y is 0 where a chosen scale is 0, since all values are then 0 or nearly so.
     """
@@ -411,7 +412,10 @@ def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtyp
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None) -> Tensor:
-    """Return decode(encode(x)). If there is no block, values without a code become NaN or infinite."""
+    """Return the values that encoding and decoding make of `x`, (rows, cols).
+
+    If there is no block, values without a code become NaN or infinite.
+    """
     format = encoding.format
     if format.block:
         return decode_rows(encode_rows(x, encoding, given, bits), format, x.shape[1], x.dtype)

@@ -32,7 +32,7 @@ Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Return whether a `RuntimeFormatTable` can hold a format: it has no block and no list of values, and float32's range."""
+    """Return whether a kernel can read this format from memory at run time: it has no block and no table of values."""
     return format is None or (
         format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
@@ -63,7 +63,7 @@ def overflow_limit(format: Format | None) -> float:
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """Return the memory of `x` as a 1-D tensor, in the order in which `round_trip` reads it; None if it has gaps."""
+    """Return the memory of `x` as a 1-D tensor; None if it has gaps."""
     x = x.detach()
     dims = memory_order(x, UNMODIFIED)
     ordered = x.permute(dims)
@@ -71,7 +71,7 @@ def flat(x: Tensor) -> Tensor | None:
 
 
 def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> Tensor:
-    """Round `x` in place and return it, hidden from autograd: nothing is recorded.
+    """Round `x` in place and return it, without a record in autograd's graph.
 
     A saved tensor that shares memory with `x` is rounded too.
     """
@@ -80,18 +80,21 @@ def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class RuntimeFormatTable:
-    """A table on `device` with the formats and seeds of `capacity` slots. Kernels read it when they run."""
+    """A table in device memory with the formats and seeds of `capacity` slots, which kernels read when they run."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.rows = torch.zeros((capacity, NUM_COLUMNS), dtype=torch.int32, device=device)
         self.device = device
 
     def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
-        """Write the formats of slots, in one copy to the device."""
+        """Write formats of slots into the table, in one copy to the device."""
         self._write({row: fields_of(*fields) for row, fields in rows.items()}, slice(NUM_FIELDS))
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
-        """Write the keys of the slots' random bits. The step is left out, since each rounding gets it as an argument."""
+        """Write the keys of the slots' random bits into the table.
+
+        The step is left out, since each rounding gets it as an argument.
+        """
         self._write(
             {row: [signed(key) for key in seed.base_keys()] for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2)
         )
@@ -104,7 +107,7 @@ class RuntimeFormatTable:
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> BatchedRoundTrip:
-        """Round each (x, out, row of the table), float32 without gaps, in one launch. It reads their addresses from `memory` when it runs.
+        """Round tensors in one kernel launch, each by its row of the table: jobs of (x, out, row), float32 without gaps.
 
         `memory`: `words_for` int64. `is_captured`: the caller calls `write()` of the result before the graph runs.
         """
@@ -124,7 +127,7 @@ class RuntimeFormatTable:
         return many
 
     def round_into(self, x: Tensor, out: Tensor, row: int, rounding: Rounding, step: Tensor) -> Tensor:
-        """Round `x` by a row of the table and `step` (one int32) into `out`, which may be `x` itself, and return `out`.
+        """Round `x` by a row of the table into `out`, which may be `x` itself, and return `out`.
 
         The kernel reads the row and the step when it runs.
         """
@@ -143,7 +146,7 @@ class RuntimeFormatTable:
 
 
 class BatchedRoundTrip(NamedTuple):
-    """The device tensors that one launch of `round_many` reads, with a copy of their contents on the host."""
+    """The device tensors that one launch of `RuntimeFormatTable.round_many` reads, with a copy on the host."""
 
     owners: Tensor
     table: Tensor
@@ -151,7 +154,7 @@ class BatchedRoundTrip(NamedTuple):
     host_table: Tensor
 
     def write(self) -> None:
-        """Copy the contents to the device, before the launch runs."""
+        """Copy addresses and rows to the device, before the launch runs."""
         self.owners.copy_(self.host_owners)
         self.table.copy_(self.host_table.flatten())
 
@@ -168,7 +171,7 @@ def words_for(tensors: Iterable[Tensor]) -> int:
 
 @cache
 def fields_of(format: Format | None, overflow: Overflow | None) -> tuple[int, ...]:
-    """Return the twelve int32 that describe a format."""
+    """Return the twelve int32 by which kernels know a format at run time."""
     if not is_live(format):
         raise CodecError(f"{format} cannot be read from memory at run time: it has a block, a list of values or tiny exponents.")
     from paredown.codec.kernels.runtime_formats import describe  # needs Triton

@@ -69,7 +69,7 @@ GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator
 
 
 def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientCopy | GradientMean | Releaser | None:
-    """Return the hook for the gradients of a parameter, not yet registered; None if p.grad is read at the step."""
+    """Return the hook that processes a parameter's gradients in backward; None if `step()` reads p.grad instead."""
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
@@ -81,7 +81,7 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
 
 
 def is_averaged_later(parameter: Tensor) -> bool:
-    """Return whether processes average this gradient after backward, as under DistributedDataParallel."""
+    """Return whether processes average this parameter's gradient after its hook has run, as under DistributedDataParallel."""
     is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return is_distributed and not isinstance(parameter, DTensor)
 
@@ -116,7 +116,7 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
 
 
 def _start_of(optimizer: Optimizer, entry: ParameterState) -> Callable[[], None]:
-    """Return a function to call before a sum of gradients starts; it raises OptimError if a sum over microbatches was interrupted."""
+    """Return a function to call before gradients are summed, which raises OptimError if the last sum was interrupted."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def start() -> None:
@@ -140,7 +140,7 @@ NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # options of torch.opt
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """How an optimizer stores its tensors: the arguments that torch.optim does not have."""
+    """The arguments of an optimizer that torch.optim's do not have: formats, roundings, release and microbatches."""
 
     tier: str | None = None
     weight: Any = FROM_TIER
@@ -154,14 +154,14 @@ class MemoryOptions:
     seed: int = 0
 
     def defaults(self) -> dict[str, Any]:
-        """Return the options that a parameter group may override."""
+        """Return the options that each parameter group may override, with their defaults."""
         texts = {role.value: getattr(self, role.value) for role in OF_PARAMETER}
         formats = {name: value if value is None else str(value) for name, value in texts.items()}
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 
 
 class TorchOptimizer(Protocol):
-    """The part of a torch.optim optimizer that the driver uses."""
+    """The methods of a torch.optim optimizer that are used for parameters without packed tensors."""
 
     state: Any
     param_groups: list[dict[str, Any]]
@@ -171,7 +171,10 @@ class TorchOptimizer(Protocol):
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
-    """Base class of SGD, AdamW, Lion and Muon, which define rule, hyperparameters, and the torch.optim class for unpacked parameters."""
+    """The base class of SGD, AdamW, Lion and Muon.
+
+    Subclasses define the update rule, its hyperparameters, and the torch.optim class for unpacked parameters.
+    """
 
     rule_name: str
     torch_class: (
@@ -209,7 +212,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for hyperparameters out of range."""
+        """Raise ValueError if a hyperparameter of the group is out of range."""
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
         """Return the update rule of a parameter group; the rule of SGD depends on the group's momentum."""
@@ -242,7 +245,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def _remove_entries(self, num_entries: int) -> None:
-        """Remove all but the first `num_entries` parameters; called if adding a group has failed."""
+        """Remove all parameters but the first `num_entries`, after adding a group has failed."""
         for entry in self._entries[num_entries:]:
             self._by_id.pop(id(entry.parameter), None)
             remove_owner(entry.parameter, self)
@@ -280,11 +283,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @property
     def has_started(self) -> bool:
-        """Whether there is state, or a sum of gradients, that would have to be converted to new formats."""
+        """Whether the optimizer has state or summed gradients, which another format would have to convert."""
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if this optimizer cannot store `parameter` and its state in the requested formats; change nothing."""
+        """Raise OptimError if this optimizer cannot store `parameter`, its gradient and its state in the requested formats."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
         packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
@@ -292,7 +295,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._check_options(entry.group, choices)
 
     def follow_requests(self) -> None:
-        """Use the formats that the plan of a session gives to each parameter, as if the optimizer had been created after `apply`."""
+        """Adopt the formats that a session's plan gives to the parameters, as if the optimizer had been made after `apply`."""
         for entry in self._entries:
             p = entry.parameter
             choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
@@ -307,7 +310,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def let_go(self, parameter: Tensor) -> None:
-        """Remove the gradient hooks of a parameter that was passed to a newer optimizer."""
+        """Remove the gradient hooks of a parameter that a newer optimizer updates."""
         entry = self._by_id.get(id(parameter))
         if entry is not None and entry.hook is not None:
             self._batches.clear()
@@ -347,7 +350,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _finish_sums(self) -> None:
-        """Let the next gradient of each parameter start a new sum."""
+        """Mark the sums of gradients as used, so that the next gradient of each parameter starts a new one."""
         self._num_accumulated, self._is_unscaled = 0, False
         if self.microbatches > 1:
             for entry in self._entries:
@@ -363,19 +366,19 @@ class Optimizer(torch.optim.Optimizer, ABC):
             clear_factors(entry.gradient for entry in self._entries if entry.gradient is not None)
 
     def drop_gradients(self) -> None:
-        """Discard all gradients; the next `step()` changes nothing, also with microbatches."""
+        """Discard all gradients, so that the next `step()` changes nothing."""
         self._finish_sums()
         self.zero_grad()
         self._num_accumulated = self.microbatches - 1
 
     def _before_unscale(self) -> None:
-        """Raise OptimError if a GradScaler unscales accumulators between microbatches."""
+        """Raise OptimError if a GradScaler unscales gradients between microbatches."""
         if not self.updates_next:
             raise OptimError(PARTIAL)
         self._is_unscaled = True
 
     def _update_in_backward(self, entry: ParameterState, grad: Tensor) -> None:
-        """Update one parameter with `grad` inside backward, as release=True requests."""
+        """Update one parameter with its gradient inside backward (release=True)."""
         group, plain = self.param_groups[entry.group], local(entry.parameter)
         rule = self.rule_for(group)
         with torch.no_grad():
@@ -402,7 +405,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Let torch.optim update the parameters that are not packed in any part, with the same state and hyperparameters."""
+        """Update the parameters without packed tensors by torch.optim, with the same state and hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -425,7 +428,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Return whether torch.optim updates this parameter, because no part of it (weight, moments, gradient) is packed."""
+        """Return whether torch.optim updates this parameter, which is the case if its weight, moments and gradient are not packed."""
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
@@ -434,7 +437,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- inspection -------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, *, reset: bool = False) -> Diagnostics:
-        """Return underflow, flips and dead zone (`diagnostics.py`) of each packed parameter since the start or reset; prints as a table."""
+        """Return how much of the updates of each packed parameter took effect, since the start or the last reset."""
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property
@@ -460,7 +463,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._torch = None
 
     def export_state(self) -> dict[str, Any]:
-        """Return the state decoded to float32, for load_state_dict() of the torch.optim optimizer of the same name."""
+        """Return the state decoded to float32, as the torch.optim optimizer of the same name loads it."""
         self._batches.settle()
         return checkpoint.export_state(self)
 
@@ -477,7 +480,7 @@ def _remove_all(hooks: list[Any]) -> None:
 
 
 def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
-    """Raise OptimError if the optimizer cannot store the weight `parameter` in the format that `choices` has for it.
+    """Raise OptimError if the optimizer cannot store a weight in the format that was chosen for it.
 
     `packed_format`: the format in which a session has packed the weight, or will pack it.
     """

@@ -71,7 +71,7 @@ class PackedGradient(GradientTensor):
 
 
 class _Hook(ABC):
-    """A hook on the gradients of one parameter, with a weak reference to the parameter."""
+    """A hook that processes the gradients of one parameter, to which it has a weak reference."""
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         if parameter.is_complex():
@@ -84,7 +84,7 @@ class _Hook(ABC):
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter with this hook; OptimError if it was deleted."""
+        """The parameter that has this hook; reading it raises OptimError if the parameter was deleted."""
         parameter = self._parameter()
         if parameter is None:
             raise OptimError(f"{self.name} was deleted, and its gradients with it.")
@@ -104,7 +104,7 @@ class _Hook(ABC):
         return parameter.register_post_accumulate_grad_hook(self._called)
 
     def remove(self) -> None:
-        """Remove the hook; p.grad stays."""
+        """Remove the hook from the parameter; p.grad stays as it is."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -121,18 +121,18 @@ class _Hook(ABC):
 
     @abstractmethod
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        """Process `grad`, which is p.grad, after backward has added a gradient to it."""
+        """Process the gradient that backward has just added to p.grad."""
 
 
 class Accumulator(_Hook):
-    """Adds the gradients of a parameter to a packed accumulator, which p.grad then shows."""
+    """A hook that adds each gradient of a parameter to a packed sum, which p.grad then shows."""
 
     def __init__(self, parameter: Tensor, gradient: PackedGradient, *, name: str = "a parameter") -> None:
         super().__init__(parameter, name)
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Encode a p.grad that is plain or was assigned by user code, and return whether there is a gradient."""
+        """Encode a plain p.grad, such as one that user code assigned, and return whether there is a gradient."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
@@ -161,9 +161,9 @@ class Accumulator(_Hook):
 
 
 class GradientMean(_Hook):
-    """Multiplies each gradient by `weight` before it is added to p.grad.
+    """A hook that multiplies each gradient by `weight` before it is added to p.grad.
 
-    After 1 / `weight` microbatches p.grad is their mean, unpacked.
+    It serves microbatches without packed gradients. After 1 / `weight` microbatches p.grad is their mean, unpacked.
     """
 
     def __init__(self, parameter: Tensor, weight: float, before_start: Callable[[], None], *, name: str = "a parameter") -> None:
@@ -188,7 +188,7 @@ class GradientMean(_Hook):
 
 
 class GradientCopy(_Hook):
-    """Replaces the gradient of a sharded parameter by a copy, since it is a view of the memory of all gradients of its module."""
+    """A hook that copies the gradient of a sharded parameter, which otherwise keeps the gradients of its whole module alive."""
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
         rows = local(grad)
@@ -197,7 +197,7 @@ class GradientCopy(_Hook):
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:
-    """Set the factors of those `gradients` to 1 that no user code references any more.
+    """Set the factors of those `gradients` to 1 that no user code holds any more, in two kernel launches for all.
 
     This takes two kernel launches for all of them, instead of one for each gradient in backward.
     """
@@ -211,7 +211,7 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 
 
 class Releaser(_Hook):
-    """Calls `update` with each gradient of a parameter as soon as it is complete; p.grad then has no values.
+    """A hook that updates a parameter with each gradient inside backward, after which p.grad has no values.
 
     `is_updated` returns whether the parameter was updated since the last step().
     """
@@ -223,7 +223,7 @@ class Releaser(_Hook):
         self._update, self._is_updated = update, is_updated
 
     def use(self, grad: Tensor) -> None:
-        """Update the parameter with `grad`, if it is the first gradient since the last step()."""
+        """Update the parameter with `grad`, if this is its first gradient since the last step()."""
         if grad.layout is not torch.strided:
             raise OptimError(
                 f"{self.name} has a sparse gradient, and packed state is dense. Make the embedding with sparse=False, or use"
@@ -234,7 +234,7 @@ class Releaser(_Hook):
         self._update(grad)
 
     def refuse_sum(self) -> NoReturn:
-        """Raise OptimError, since a gradient was added to one that was already used."""
+        """Raise OptimError, since the gradient that another one would be added to is already used."""
         raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
@@ -244,7 +244,7 @@ class Releaser(_Hook):
 
 
 class ReleasedGradient(Tensor):
-    """The p.grad of a parameter that was updated inside backward.
+    """A tensor subclass for the p.grad of a parameter that was updated inside backward.
 
     It has a shape and no values: everything that would read values raises OptimError.
     """
@@ -274,7 +274,7 @@ class ReleasedGradient(Tensor):
         return released if func is not aten.detach.default else released._alias()
 
     def _add(self, grad: Tensor) -> None:
-        """Use the gradient that autograd adds to p.grad after zero_grad(set_to_none=False)."""
+        """Update the parameter with a gradient that autograd adds to p.grad in place."""
         releaser = self._releaser()
         if releaser is None or torch._C._current_graph_task_id() == -1:
             raise OptimError(GONE.format(op="add_"))
@@ -291,7 +291,7 @@ class ReleasedGradient(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The number 0: there are no values."""
+        """The number 0, since there are no values."""
         return 0
 
     def __repr__(self, **_: Any) -> str:
@@ -304,11 +304,11 @@ class ReleasedGradient(Tensor):
         raise OptimError(GONE.format(op="saving"))
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise OptimError: there are no values."""
+        """Raise OptimError, since there are no values."""
         raise OptimError(GONE.format(op="numpy"))
 
     def tolist(self) -> Any:
-        """Raise OptimError: there are no values."""
+        """Raise OptimError, since there are no values."""
         raise OptimError(GONE.format(op="tolist"))
 
 

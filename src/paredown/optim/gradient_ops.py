@@ -27,14 +27,14 @@ aten = torch.ops.aten
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of `func`, which has packed gradients among its arguments."""
+    """Return the result of a torch function that has packed gradients among its arguments."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, args, kwargs)
     return on_values(func, args, kwargs) if result is NotImplemented else result
 
 
 def on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return `func` of decoded values; gradients that it writes to are encoded again, and returned in place of their values."""
+    """Run a torch function on decoded gradients; gradients that it writes to are encoded again."""
     if _returns_views(func) and isinstance(args[0], GradientTensor):
         return _view(func, args[0], args[1:], kwargs)
     plain: dict[int, Tensor] = {}
@@ -54,7 +54,7 @@ def on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[GradientTensor]:
-    """Yield the gradients that `func` writes to, according to its schema."""
+    """Yield the gradients among the arguments that a torch function writes to, according to its schema."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -82,7 +82,7 @@ def _view(func: Any, gradient: GradientTensor, args: Any, kwargs: Any) -> Any:
 
 
 def is_whole(x: Any) -> bool:
-    """Return whether `x` is a packed gradient and not a view of one."""
+    """Return whether `x` is a packed gradient rather than a view of one."""
     return isinstance(x, GradientTensor) and x.is_whole
 
 
@@ -91,7 +91,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """Return `x` as a number or a tensor of at most `dims` dimensions with one value; None if it has more or is a packed gradient."""
+    """Return `x` as a number or a tensor with one value; None if it has more values or is a packed gradient."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, GradientTensor) else None
     return x
@@ -111,7 +111,7 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the sum that autograd makes under create_graph=True, which is a plain p.grad.
+    """Return the sum of two gradients that autograd computes under create_graph=True, as a plain tensor.
 
     Like all plain gradients, this sum is not multiplied by `weight` yet.
     """
@@ -156,7 +156,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the norm of the values in float32, converted to the dtype of the gradient."""
+    """Return the norm of packed gradients, computed in float32 and converted to their dtype."""
     gradient, dtype = args[0], kwargs.get("dtype")
     if not isinstance(gradient, GradientTensor):
         return NotImplemented
@@ -172,7 +172,7 @@ def _record_stream(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Return the indices of packed gradients, and of all others."""
+    """Return the indices of packed gradients among `tensors`, and those of all others."""
     packed = [i for i, t in enumerate(tensors) if is_whole(t)]
     return packed, [i for i, t in enumerate(tensors) if not is_whole(t)]
 
@@ -228,7 +228,7 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiply all gradients by the inverse scale, and set found_inf to 1 if a value is not finite, as GradScaler expects."""
+    """Multiply all gradients by the inverse scale, and set found_inf to 1 if a value is not finite, for GradScaler."""
     tensors, found_inf, inverse_scale = args
     packed, others = _split(tensors)
     if _has_views(tensors):

@@ -36,7 +36,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @final
 class _TorchOptimizers:
-    """An instance of torch.optim.Muon and one of torch.optim.AdamW, each with the groups of its rule."""
+    """A torch.optim.Muon and a torch.optim.AdamW that take their steps together, each with the groups of its rule."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
@@ -55,7 +55,7 @@ class _TorchOptimizers:
 
 @final
 class Muon(Optimizer):
-    """Muon for matrices and AdamW for the rest; arguments of Muon as in torch.optim.Muon, and formats.
+    """An optimizer that updates matrices by Muon and all other parameters by AdamW, with formats for what it stores.
 
     `adjust_lr_fn`: the learning rate of a matrix of shape (A, B) is lr * sqrt(max(1, A / B)) with "original" (or None), and
     0.2 * lr * sqrt(max(A, B)) with "match_rms_adamw", for which the learning rate and weight decay of AdamW are right.
@@ -86,7 +86,7 @@ class Muon(Optimizer):
     # --- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one without a "rule" is added as a group for Muon and a group for AdamW, if it has parameters of both."""
+        """Add a parameter group; one without a "rule" is split into a group for Muon and a group for AdamW."""
         num_groups, num_entries = len(self.param_groups), len(self.entries)
         try:
             for group in self._split(param_group):
@@ -100,7 +100,7 @@ class Muon(Optimizer):
             raise
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group with its rule; if it has parameters of both rules, return one group for each."""
+        """Return a parameter group as one or two groups, each with its rule: "muon" for matrices, "adamw" for the rest."""
         rule = group.get("rule")
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")
@@ -127,7 +127,7 @@ class Muon(Optimizer):
             group["lr"] = self._adamw_lr(group)
 
     def _adamw_lr(self, group: Mapping[str, Any]) -> Any:
-        """Return the learning rate of AdamW for a group whose own learning rate is that of Muon; OptimError if none is given."""
+        """Return the learning rate for AdamW in a group whose `lr` is that of Muon; raise OptimError if none is given."""
         if self._adamw["lr"] is not None:
             return self._adamw["lr"]
         if group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"]) == "match_rms_adamw":
@@ -139,7 +139,7 @@ class Muon(Optimizer):
         )
 
     def _check_matrices(self, group: Mapping[str, Any]) -> None:
-        """Raise OptimError for parameters of a Muon group that are not whole matrices."""
+        """Raise OptimError for parameters of a Muon group that are not matrices, or not whole on this process."""
         for parameter in group["params"] if group["rule"] == "muon" else ():
             name = self._by_id[id(parameter)].name
             if parameter.dim() != 2:
@@ -160,7 +160,7 @@ class Muon(Optimizer):
         return RULES[group["rule"]]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for hyperparameters out of range."""
+        """Raise ValueError if a hyperparameter of the group is out of range."""
         check_numbers(group, "lr", "eps", "weight_decay")
         if group["rule"] == "adamw":
             return check_betas(group["betas"])
@@ -196,7 +196,7 @@ class Muon(Optimizer):
 
 
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:
-    """Return the matrices of a model that do not belong to hidden layers, for `adamw_params`.
+    """Return the weights of a model's embeddings and output layer, which `adamw_params` of Muon takes.
 
     These are the weights of embeddings and of the output layer. The output layer is `model.get_output_embeddings()`, as in Hugging Face's
     models; if the model has no such method, it is the last nn.Linear.

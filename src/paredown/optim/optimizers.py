@@ -34,7 +34,7 @@ from paredown.optim.rules import RULES, Rule
 
 @final
 class SGD(Optimizer):
-    """Stochastic gradient descent with optional (Nesterov) momentum; arguments as in torch.optim.SGD, and formats."""
+    """Stochastic gradient descent with optional (Nesterov) momentum, with torch.optim.SGD's arguments, and formats."""
 
     rule_name, torch_class = "sgdm", torch.optim.SGD
 
@@ -51,11 +51,11 @@ class SGD(Optimizer):
         super().__init__(params, {**defaults, "maximize": maximize, **torch_options}, memory)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """Return the rule of a group: without momentum there is no state, and Nesterov momentum has a rule of its own."""
+        """Return the update rule of a group: plain SGD, with momentum, or with Nesterov momentum."""
         return RULES["sgd" if not group["momentum"] else "nesterov" if group["nesterov"] else "sgdm"]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for hyperparameters out of range."""
+        """Raise ValueError if a hyperparameter of the group is out of range."""
         check_numbers(group, "lr", "momentum", "weight_decay")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
@@ -71,7 +71,7 @@ class SGD(Optimizer):
 
 @final
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay; arguments as in torch.optim.AdamW, and formats."""
+    """Adam with decoupled weight decay, with torch.optim.AdamW's arguments, and formats."""
 
     rule_name, torch_class = "adamw", torch.optim.AdamW
 
@@ -95,7 +95,7 @@ class AdamW(Optimizer):
         super().__init__(params, {**defaults, **torch_options}, memory)
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for hyperparameters out of range."""
+        """Raise ValueError if a hyperparameter of the group is out of range."""
         check_numbers(group, "lr", "eps", "weight_decay")
         check_betas(group["betas"])
 
@@ -106,7 +106,7 @@ class AdamW(Optimizer):
 
 @final
 class Lion(Optimizer):
-    """Lion: p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
+    """The optimizer Lion: p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
 
     Every weight changes by lr in each step: in an 8-bit format by a whole step of the format with probability lr / step. Choose lr at least
     1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "fine_tune".
@@ -129,7 +129,7 @@ class Lion(Optimizer):
         super().__init__(params, defaults, memory)
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for hyperparameters out of range."""
+        """Raise ValueError if a hyperparameter of the group is out of range."""
         check_numbers(group, "lr", "weight_decay")
         check_betas(group["betas"])
 
@@ -152,7 +152,7 @@ def _numbers_of_means(group: Mapping[str, Any], factor: float) -> dict[str, floa
 
 
 def lr_of(group: Mapping[str, Any]) -> float:
-    """Return the learning rate as a float; OptimError if it is a tensor on a GPU."""
+    """Return the learning rate of a group as a float; raise OptimError if it is a tensor on a GPU."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         raise OptimError(
@@ -173,6 +173,6 @@ def check_numbers(group: Mapping[str, Any], *names: str) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Raise ValueError for betas out of range."""
+    """Raise ValueError for betas outside of [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(f"Invalid betas: {betas}; each has to be at least 0 and below 1.")

@@ -44,9 +44,10 @@ from paredown.optim.reference import Fold
 
 @dataclass(eq=False)
 class GradientSum:
-    """A packed accumulator of gradients.
+    """A packed sum of the gradients of one parameter, which `GradientTensor` shows to user code.
 
-    The optimizer changes its buffers in place; other code reads them through a `GradientTensor`.
+    The optimizer changes its buffers in place. The optimizer changes its buffers in place; other code reads them through a
+    `GradientTensor`.
     """
 
     packed: PackedTensor
@@ -84,24 +85,24 @@ class GradientSum:
         self._reset_factor()
 
     def store(self, values: Tensor) -> None:
-        """Replace the sum by `values`."""
+        """Replace the sum of gradients by `values`."""
         self.fold(values, weight=1.0, is_first=True)
 
     def zero(self) -> None:
-        """Replace the sum by zeros: codes 0, and scales 0 if there are any."""
+        """Set the sum to zero: codes 0, and scales 0 if there are any."""
         self.before_start()
         for tensor in self.packed.parts.tensors():
             tensor.zero_()
         self._reset_factor()
 
     def factor_to_change(self) -> Tensor:
-        """Return the factor of all values, for an operation that multiplies it in place."""
+        """Return the tensor with the factor of all values, for an operation that multiplies it in place."""
         self.settle()
         self.is_scaled = True
         return self.factor
 
     def clamp_min(self, floor: float) -> None:
-        """Clamp values to at least `floor`, when the codes are next read.
+        """Clamp values to at least `floor`, at the time when the codes are next read.
 
         clip_grad_value_ clamps at each bound in a call of its own; because the first is deferred, codes are rounded once.
         """
@@ -109,11 +110,11 @@ class GradientSum:
         self.floor = floor
 
     def clamp_max(self, ceiling: float) -> None:
-        """Clamp values to at most `ceiling`."""
+        """Clamp the sum's values to at most `ceiling`."""
         self.store(self.decode(torch.float32).clamp_(max=ceiling))
 
     def settle(self) -> None:
-        """Apply a deferred lower bound to the codes."""
+        """Apply a lower bound that was deferred (`clamp`) to the codes."""
         if self.floor is not None:
             self.store(self.decode(torch.float32))
 
@@ -135,7 +136,7 @@ class GradientSum:
         return replace(self, packed=copied, factor=self.factor.to(target, copy=True))
 
     def _reset_factor(self) -> None:
-        """Set the factor to 1 and drop a deferred bound, as new codes need neither."""
+        """Set the factor to 1 and drop a deferred bound, which new codes do not need."""
         self.floor = None
         if self.is_scaled:
             self.factor.fill_(1.0)
@@ -143,7 +144,7 @@ class GradientSum:
 
 
 def any_nonfinite(sums: list[GradientSum]) -> Tensor:
-    """Return 1.0 if any value of these sums is NaN or infinite and 0.0 otherwise, as a tensor on their device.
+    """Return a tensor with 1.0 if any value of these packed sums is NaN or infinite, and 0.0 otherwise.
 
     Blocks that are not finite have scale NaN.
     """
@@ -157,7 +158,7 @@ def any_nonfinite(sums: list[GradientSum]) -> Tensor:
 
 
 def norms(sums: list[GradientSum]) -> list[Tensor | None]:
-    """Return the Euclidean norm of each sum in float32; None where no kernel covers the format.
+    """Return the Euclidean norm of each packed sum in float32; None where no kernel reads the format.
 
     Kernels compute them in one launch for each format.
     """
@@ -176,7 +177,7 @@ def norms(sums: list[GradientSum]) -> list[Tensor | None]:
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
-    """Return a gradient as a contiguous tensor in a dtype that the codec encodes; OptimError if it cannot be added to `packed`."""
+    """Return a gradient as a contiguous tensor that the codec encodes; raise OptimError if it cannot be added to `packed`."""
     if grad.layout is not torch.strided or grad.is_complex():
         what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
         raise OptimError(
@@ -199,14 +200,14 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 @dataclass(eq=False)
 class Lease:
-    """The sum that a `GradientTensor` and its views read; before the optimizer overwrites the sum, the lease gets a copy of it."""
+    """A shared reference to a packed gradient, which is replaced by a copy before the optimizer overwrites the gradient."""
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`
 
 
 class GradientTensor(Tensor):
-    """A gradient stored in a format: `packed` has the codes, and `factor` multiplies decoded values.
+    """A tensor subclass for a packed gradient: `packed` has the codes, and `factor` multiplies decoded values.
 
     User code meets its subclass `PackedGradient`.
     """
@@ -218,7 +219,7 @@ class GradientTensor(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> Self:
-        """Return a tensor that reads the sum of `lease` through `views`; `like`, if given, has the resulting shape, strides and dtype."""
+        """Return a tensor that shows a packed gradient through `views`; `like` has the resulting shape, strides and dtype."""
         packed = lease.total.packed
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -232,7 +233,7 @@ class GradientTensor(Tensor):
         return made
 
     def with_view(self, view: View, like: Tensor) -> Self:
-        """Return a tensor that reads this gradient through one more view."""
+        """Return a tensor that shows this gradient through one more view."""
         return self.over(self._lease, self._dtype, (*self._views, view), like)
 
     def alias(self) -> Self:
@@ -241,28 +242,28 @@ class GradientTensor(Tensor):
 
     @property
     def total(self) -> GradientSum:
-        """The sum that this tensor shows."""
+        """The packed sum of gradients that this tensor shows."""
         return self._lease.total
 
     @property
     def packed(self) -> PackedTensor:
-        """Codes and scales of the gradient; the optimizer owns them, and multiplies their values by `factor`."""
+        """The codes and scales of the gradient, which belong to the optimizer."""
         self.total.settle()
         return self.total.packed
 
     @property
     def factor(self) -> Tensor:
-        """The factor of the decoded values, a float32 scalar tensor that stays the same object."""
+        """The float32 scalar tensor by which decoded values are multiplied; it stays the same object."""
         return self.total.factor
 
     @property
     def is_whole(self) -> bool:
-        """Whether this tensor is the whole gradient, not a view of it."""
+        """Whether this tensor shows the whole gradient, rather than a view of it."""
         return not self._views
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of codes, scales and factor of the gradient."""
+        """The bytes of codes, scales and factor."""
         return self.packed.nbytes + self.factor.nbytes
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -283,7 +284,7 @@ class GradientTensor(Tensor):
         self.total.store(values)
 
     def lend(self, dtype: torch.dtype) -> Self:
-        """Return a new tensor over the same buffers, for `p.grad`; the caller is about to overwrite the buffers.
+        """Return a new tensor over the same codes, for `p.grad`, before the optimizer overwrites them.
 
         If a tensor that an earlier call returned is still referenced, it gets a copy of the buffers, and keeps its values.
         """
@@ -295,7 +296,7 @@ class GradientTensor(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Return whether `other` is a `GradientTensor` over all of this tensor's buffers; if so, deferred bounds are applied."""
+        """Return whether `other` shows all of this gradient's codes; if so, deferred bounds are applied."""
         if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -303,12 +304,12 @@ class GradientTensor(Tensor):
 
     @property
     def is_lent(self) -> bool:
-        """Whether p.grad or other code still references a tensor that `lend` made."""
+        """Whether p.grad or user code still holds a tensor that `lend` returned."""
         return self._lease.last is not None and self._lease.last() is not None
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The gradient itself; assigning replaces values, dtype and device, as model.to() does."""
+        """The gradient itself; assigning to it replaces values, dtype and device, as model.to() does."""
         return self.detach()
 
     @data.setter

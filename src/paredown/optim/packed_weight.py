@@ -51,7 +51,7 @@ SAMPLED = 1 << 13  # values of the first rows, on which rounding errors are meas
 
 
 class NoMemory(Tensor):
-    """The data of a packed parameter, which counts as 0 bytes for tools that sum the bytes of live tensors."""
+    """A tensor subclass for the data of a packed parameter, which counts as 0 bytes where tools sum the bytes of tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +62,7 @@ class NoMemory(Tensor):
 
 
 class Weight:
-    """The codes of one parameter; its methods make the parameter packed or plain."""
+    """The codes of a packed parameter, and the methods that give the parameter decoded memory or take it away."""
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
@@ -79,7 +79,7 @@ class Weight:
         on_use: weakref.WeakMethod[OnUse] | None = None,
         hook_of_checkpoint: Callable[[], PackHook | None] | None = None,
     ) -> None:
-        """Hold the codes `packed` of `parameter`; `packed_class` is the class of the packed parameter.
+        """Hold the codes `packed` of `parameter`, whose class is `packed_class` while it has no memory.
 
         A session passes two functions. `on_use` is called after functions outside of modules, with the result, the sequence number of the
         first new autograd node, and the decoded values. `hook_of_checkpoint` returns the pack hook of the checkpoint that currently runs.
@@ -106,7 +106,7 @@ class Weight:
         self._take(parameter, packed)
 
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
-        """Use the codes of `packed`, and the size, strides, dtype and device of `like`."""
+        """Adopt the codes of `packed`, and the size, strides, dtype and device of the tensor `like`."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
         self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
         self.device_type = like.device.type
@@ -118,39 +118,39 @@ class Weight:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter that is stored in these codes; None after it was deleted."""
+        """The parameter that is stored in these codes; None after user code has deleted it."""
         return self._ref()
 
     @property
     def packed(self) -> PackedTensor:
-        """The codes and scales; they lie in the order of the parameter's indices, whatever its strides."""
+        """The codes and scales, in the order of the parameter's indices whatever its strides."""
         if self.written is not None:
             self.encode()
         return self._packed
 
     @property
     def is_attached(self) -> bool:
-        """Whether a session has the weight."""
+        """Whether the weight belongs to a session."""
         return self.on_use is not None
 
     def attach(self, on_use: weakref.WeakMethod[OnUse], hook_of_checkpoint: Callable[[], PackHook | None]) -> None:
-        """Let a session have a weight that is packed already; the arguments are those of the constructor."""
+        """Make a session the owner of a weight that is packed already, with the functions of the constructor."""
         self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
 
     def detach(self) -> None:
-        """Leave the parameter packed, without a session."""
+        """Release the weight from its session; the parameter stays packed."""
         self.on_use = self.hook_of_checkpoint = self.on_write = self.accumulator = None
         self.users, self.is_pinned = 0, False
         self.hide()
 
     @property
     def is_plain(self) -> bool:
-        """Whether the parameter is plain at this moment."""
+        """Whether the parameter has decoded memory at this moment."""
         return self.address != 0
 
     @property
     def is_released(self) -> bool:
-        """Whether the parameter has left the session: it is an ordinary parameter now, or belongs to another `Weight`."""
+        """Whether the parameter is an ordinary one again, or belongs to another `Weight`."""
         parameter = self.parameter
         return parameter is not None and weight_of(parameter) is not self
 
@@ -167,7 +167,7 @@ class Weight:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values in new memory with the strides of the parameter, in `dtype` if given."""
+        """Return the decoded values in new memory with the strides of the parameter, in `dtype` if given."""
         if self.written is not None:
             self.encode()
         if torch.is_inference_mode_enabled():  # the result may be used outside of inference mode
@@ -187,7 +187,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """Return the values for reading only: the last decoded tensor if it is still alive, otherwise a new one."""
+        """Return the decoded values for reading only: the last decoded tensor while it is alive, else a new one."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -199,12 +199,12 @@ class Weight:
         return made
 
     def check_version(self, version: int) -> None:
-        """Raise the error of autograd for saved tensors if the values have changed since `version`."""
+        """Raise autograd's error for modified saved tensors if the values were changed after `version`."""
         if self.version != version:
             raise RuntimeError(MODIFIED.format(version, self.version))
 
     def exported(self) -> Tensor:
-        """Return the current values; if the tensor of the last call is alive and unchanged, return the same tensor."""
+        """Return the decoded values; calls return the same tensor as long as it is alive and unchanged."""
         version, count, ref = self._exported
         made = ref() if ref is not None and version == self.version else None
         if made is None or made._version != count:
@@ -228,13 +228,13 @@ class Weight:
         self.written = values
 
     def encode(self) -> None:
-        """Encode the values that `write` has deferred, if there are any."""
+        """Encode the values that `write` left to be encoded later, if there are any."""
         values = self.written
         if values is not None:
             self.store(values)
 
     def store(self, values: Tensor) -> None:
-        """Encode new values, rounded to nearest; the parameter takes their dtype, device and shape."""
+        """Encode new values, rounded to nearest; the parameter gets their dtype, device and shape."""
         self.written = None
         if not _can_be_packed(values):
             self.release(values)
@@ -245,7 +245,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Encode `values`, and return whether size, strides, dtype or device differ from before."""
+        """Encode new values, and return whether size, strides, dtype or device differ from those before."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -266,12 +266,12 @@ class Weight:
         return is_other
 
     def unencoded(self) -> Tensor | None:
-        """Return the values that were written and are not encoded yet; None if there are none."""
+        """Return the values that were written and not encoded yet; None if there are none."""
         parameter = self.parameter
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
     def update_errors(self, values: Tensor) -> tuple[float, float]:
-        """Return |update| / |values| and |rounding| / |update| for `values` that are about to replace the current ones.
+        """Return the relative sizes of an update and of its rounding error: |update| / |values|, |rounding| / |update|.
 
         Both are measured on the first rows; (1, 0) if shape, dtype or device differ.
         """
@@ -286,7 +286,7 @@ class Weight:
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
-        """Return whether `values` equal the current values, with the same shape, dtype, device and strides.
+        """Return whether these values are the current ones, bit for bit, in the same shape, dtype, device and strides.
 
         The first row is compared first.
         """
@@ -297,12 +297,12 @@ class Weight:
         return same_bits(self.decode(), values)
 
     def _is_like(self, values: Tensor) -> bool:
-        """Return whether `values` have the current shape, dtype and device, and at least one element."""
+        """Return whether `values` have the current shape, dtype and device, and are not empty."""
         mine = self.size, self.dtype, self._packed.device
         return (values.size(), values.dtype, values.device) == mine and self.size.numel() > 0
 
     def changed(self) -> None:
-        """Record that the codes were changed, and decode a plain parameter again."""
+        """Record that an optimizer changed the codes, and decode the parameter again if it has memory."""
         self.version += 1
         self.written = None
         if self.address:  # in use: the new values and a new `_version` have to be visible
@@ -318,7 +318,7 @@ class Weight:
     # --- the parameter ------------------------------------------------------------------------------------------------
 
     def _swap(self, data: Tensor, kind: type[Tensor]) -> Any:
-        """Give the parameter other data and another class; return it, or None if it was deleted.
+        """Give the parameter other data and another class, and return it; return None if it was deleted.
 
         While a module runs, only the class nn.Parameter itself is an ordinary parameter to all code: functions of torch would call the
         `__torch_function__` of another class, and those that check for the exact type would take a slower path or refuse. Afterwards the
@@ -332,21 +332,21 @@ class Weight:
         return parameter
 
     def show(self) -> None:
-        """Make the parameter plain, in new memory."""
+        """Give the parameter decoded values in new memory."""
         values = self.decode()
         parameter = self._swap(values, nn.Parameter)
         assert parameter is not None
         self.address, self.seen = values.untyped_storage()._cdata, parameter._version
 
     def hide(self) -> None:
-        """Make the parameter packed, without memory; views and saved tensors of its old memory stay valid."""
+        """Take the parameter's memory away; views and saved tensors of that memory stay valid."""
         if not self.is_released:
             self._swap(self.empty, self._packed_class)
         self.address = 0
 
     @contextmanager
     def viewable(self) -> Generator[None]:
-        """Let autograd view the packed parameter: builds of torch for CUDA refuse views of a tensor without a storage."""
+        """Return a context in which autograd can view the packed parameter, which builds of torch for CUDA otherwise refuse."""
         self._swap(torch.empty((), dtype=self.dtype, device=self.packed.device).expand(self.size), self._packed_class)
         yield
         self.hide()
@@ -357,7 +357,7 @@ class Weight:
         return (parameter._use_count(), sys.getrefcount(parameter)) if parameter is not None else (0, 0)
 
     def is_referenced(self, *, by_objects: bool = False) -> bool:
-        """Return whether there are more references to the plain parameter than when its module began to run.
+        """Return whether the decoded parameter has more references than when its module began to run.
 
         `by_objects`: count the references to the Python object too.
         """
@@ -365,7 +365,7 @@ class Weight:
         return tensors > tensors_before or (by_objects and objects > objects_before)
 
     def keep_changes(self) -> bool:
-        """Encode values written into the plain parameter since `show`, and return whether there were any."""
+        """Encode what was written into the decoded parameter since `show`, and return whether anything was."""
         parameter = self._ref()
         if parameter is None or not self.address:
             return False
@@ -383,7 +383,7 @@ class Weight:
         return is_other
 
     def gather(self) -> bool:
-        """Encode values written into a plain parameter, before the codes are read in order to change them."""
+        """Encode what was written into the decoded parameter, before the codes are read and changed."""
         if not self.address:
             return False
         self.is_checked = False  # compare values, since .data may have been written
@@ -394,14 +394,14 @@ class Weight:
         return is_other
 
     def pin(self) -> None:
-        """Leave the parameter plain from now on, in memory that stays the same."""
+        """Leave the parameter decoded from now on, in memory that stays the same."""
         self.users += 1
         if not self.address:
             self.show()
         self.is_pinned = True
 
     def release(self, values: Tensor | None = None) -> None:
-        """Make the parameter an ordinary nn.Parameter for good.
+        """Make the parameter an ordinary nn.Parameter for good, with `values` or else the decoded ones.
 
         It gets `values`, which cannot be packed, or if there are none the decoded values.
         """
@@ -416,14 +416,14 @@ class Weight:
 
 
 def weight_of(parameter: Tensor) -> Weight | None:
-    """Return the packed weight of a parameter; None if it has none."""
+    """Return the codes (`Weight`) of a packed parameter; None for other tensors."""
     return vars(parameter).get(KEY)
 
 
 def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **hooks: Any) -> Weight:
-    """Pack a parameter in `format`, rounded to nearest; references to its old memory stay valid.
+    """Pack a parameter in `format`, rounded to nearest, and return its codes.
 
-    `packed_class` and `hooks` are arguments of `Weight`.
+    References to its old memory stay valid. `packed_class` and `hooks` are arguments of `Weight`.
     """
     with torch.no_grad(), outside_inference_mode():
         packed = encode(parameter.detach(), format, order="logical")
@@ -455,12 +455,12 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Return a context that makes ordinary tensors even if the caller is in inference mode."""
+    """Return a context in which new tensors are ordinary even if the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _num_sampled_rows(shape: torch.Size) -> int:
-    """Return how many rows of this shape have about SAMPLED values together, at least 1."""
+    """Return the number of rows of this shape that together have about SAMPLED values, at least 1."""
     return max(SAMPLED * shape[0] // max(shape.numel(), 1), 1)
 
 
@@ -494,6 +494,6 @@ def decode_into(packed: PackedTensor, out: Tensor) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same bits, NaN and signs of zeros included."""
+    """Return whether two tensors are equal bit for bit, NaN and signs of zeros included."""
     integers = {2: torch.int16, 4: torch.int32}[a.itemsize]
     return a.size() == b.size() and a.dtype is b.dtype and torch.equal(a.view(integers), b.view(integers))

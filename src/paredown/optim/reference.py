@@ -72,7 +72,7 @@ PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "
 
 
 class SlotKind(NamedTuple):
-    """How one slot is stored: the format (or the dtype of a plain tensor), the rounding, and `roots` of `UpdateSlot`."""
+    """The way in which one tensor of an update is stored: its format or dtype, its rounding, and `roots` of `UpdateSlot`."""
 
     format: Format | None
     dtype: torch.dtype | None
@@ -81,14 +81,14 @@ class SlotKind(NamedTuple):
 
     @property
     def stored(self) -> Format:
-        """The format; for a plain tensor, the format of its dtype."""
+        """The format in which the values are stored; for a plain tensor, the one that equals its dtype."""
         assert self.format is not None or self.dtype is not None
         return self.format or Format.parse(PLAIN_FORMATS[self.dtype])  # type: ignore[index]
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateSlot:
-    """One tensor of a parameter that an update reads and writes in place, (rows, cols).
+    """A tensor of a parameter (weight, gradient or moment) that an update reads and writes in place, (rows, cols).
 
     It has codes and scales in `format`, or is a plain tensor in `parts.codes`. `roots`: the square root of the values is stored (1), or
     about their fourth root (2), see `rules.stored_root`. Such codes are at least 1.
@@ -101,23 +101,23 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """How the slot is stored, as a hashable key."""
+        """The way in which this tensor is stored, as a hashable key."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property
     def codes(self) -> Tensor:
-        """The codes, or the plain tensor."""
+        """The tensor of codes, or the plain tensor itself."""
         assert self.parts.codes is not None
         return self.parts.codes
 
     def rows(self, rows: slice) -> UpdateSlot:
-        """Return a slot over some of the rows."""
+        """Return the same slot for some of its rows."""
         codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
         return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
 
 class UpdateLayout(NamedTuple):
-    """Rule, formats and block length of an update; parameters with the same layout share one kernel launch."""
+    """The rule and the formats of an update; parameters with the same layout are updated by one kernel launch."""
 
     rule: str
     block: int  # values that are skipped together if one is not finite
@@ -129,7 +129,7 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """All tensors of one parameter (its slots), and the numbers of its update that do not change from step to step."""
+    """All tensors that an update of one parameter reads and writes, with numbers that stay the same from step to step."""
 
     weight: UpdateSlot
     residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
@@ -143,7 +143,7 @@ class UpdateUnit:
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
     def how(self, rule: str) -> UpdateLayout:
-        """Return the layout of this unit for the rule of this name."""
+        """Return the layout by which a kernel updates these tensors with the rule of this name."""
         return UpdateLayout(rule, *self._stored)
 
     @cached_property
@@ -170,7 +170,7 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """Update the tensors of one parameter in place; `step` is counted from 1."""
+    """Update a parameter and its state in place; `step` is counted from 1."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -192,7 +192,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """Return the matrix that a rule of matrices orthogonalizes, bfloat16 (rows, cols); nothing is stored.
+    """Return the matrix that Muon orthogonalizes, bfloat16 (rows, cols), computed from momentum and gradient.
 
     It is computed from momentum and gradient, some rows at a time.
     """
@@ -205,7 +205,7 @@ def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) ->
 
 
 class Fold(NamedTuple):
-    """How a gradient is added to a packed sum: sum <- encode(sum * factor + grad * weight), or encode(grad * weight) if `is_first`."""
+    """The instruction to add a gradient to a packed sum: sum <- encode(sum * factor + grad * weight), without the sum if `is_first`."""
 
     weight: float
     factor: Tensor | None
@@ -215,7 +215,7 @@ class Fold(NamedTuple):
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum, in place."""
+    """Add a gradient to a packed sum in place, rounded as `how` says."""
     slot = UpdateSlot(packed.format, how.rounding, packed.parts)
     num_rows, cols = packed.format.rows_and_cols(packed.shape)
     grad = grad.detach().reshape(num_rows, cols)
@@ -230,7 +230,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
-    """Return the decoded float32 values of a slot, (rows, cols); `factor` multiplies scales, or plain values."""
+    """Return the decoded float32 values of one tensor of an update, (rows, cols), times `factor`."""
     if slot.format is None:
         x = slot.codes.float()
         return x if factor is None else x * factor
@@ -253,7 +253,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of the rows of a (rows, cols) tensor; the rows of a slice are decoded and updated together."""
+    """Yield slices of rows of a (rows, cols) tensor that an update processes one after the other, to save memory."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -262,7 +262,7 @@ def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
 
 
 def update_rows(rows: int, cols: int) -> int:
-    """Return how many rows of a parameter (rows, cols) are updated together on a CPU.
+    """Return how many rows of a (rows, cols) parameter an update processes at once on a CPU.
 
     >>> update_rows(512, 512), update_rows(10, 64), update_rows(4096, 1 << 18)
     (64, 10, 1)
@@ -272,12 +272,12 @@ def update_rows(rows: int, cols: int) -> int:
 
 
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
-    """Return the 24-bit floats that a bf16 weight and its 8-bit residue represent together, as float32."""
+    """Return the 24-bit floats, as float32, that a bf16 weight and its 8-bit residue represent together."""
     return ((weight.view(torch.int16).int() << 16) + (residue.int() << 8)).view(torch.float32)
 
 
 class _Piece:
-    """Some rows of a parameter's tensors: reads them decoded, and stores the result of the rule."""
+    """Some rows of a parameter and its state, decoded for one update."""
 
     def __init__(self, unit: UpdateUnit, rows: slice, block: int, seed: Seed) -> None:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
@@ -286,7 +286,7 @@ class _Piece:
         return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode the new parameter `p` and its moments, except for blocks with a value that is not finite, and count for diagnostics."""
+        """Encode the updated parameter and moments, except for blocks with a value that is not finite."""
         is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
             is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT
@@ -327,7 +327,7 @@ class _Piece:
         _put(slot, parts, skipped, self.unit.cols)
 
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
-        """Return `x` encoded with new scales, or with the scales of `given`.
+        """Return the codes of `x` with new scales, or with the scales of `given`.
 
         `multiplier` gives each slot of an update random bits of its own from one hash.
         """
@@ -359,7 +359,7 @@ class _Piece:
 
 
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
-    """Return int32 random bits for `count` weights, the first of which has the index `seed.first_index`.
+    """Return the int32 random bits of `count` weights, of which the first has the index `seed.first_index`.
 
     The codec makes bits for four weights at a time, which are multiplied by four odd numbers.
     """
@@ -370,7 +370,7 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
 
 
 def is_whole(slot: UpdateSlot) -> bool:
-    """Return whether `whole_parts` encodes this slot: integer codes in blocks, without a minimum."""
+    """Return whether a slot has integer codes in blocks without a minimum, which `whole_parts` encodes."""
     format = slot.format
     return (
         format is not None
@@ -383,7 +383,7 @@ def is_whole(slot: UpdateSlot) -> bool:
 
 
 def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> PackedParts:
-    """Return integer codes of x with `scales`, or with scales that cover x if that is None.
+    """Return integer codes of x with the given `scales`, or with new ones that cover x.
 
     Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale reduced by
     2^-22 if it is rounded, so that no code exceeds the largest. To nearest: x * inverse, ties to even.
@@ -409,12 +409,12 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Return whether the scales of a weight are powers of two (e8m0), which change only when they must (`sticky_scales`)."""
+    """Return whether the scales of a weight in `format` are kept from step to step as long as possible (e8m0 scales)."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
 def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
-    """Return the e8m0 codes of the next scales of a weight, (rows, blocks)."""
+    """Return the scales that a weight has after an update, as e8m0 codes, (rows, blocks)."""
     format, old = slot.format, slot.parts.scales
     assert format is not None and format.block and format.scale and old is not None
     largest = in_blocks(p, format.block, 0.0).abs().amax(2)
@@ -424,7 +424,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Return half the distance between neighbouring representable values at each value of `p`."""
+    """Return half the distance between neighbouring values that the weight's format can represent, at each value of `p`."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0
@@ -438,12 +438,12 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
 
 
 def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
-    """Write new parts into a slot, except for values in the mask `skipped`, which keep their old codes."""
+    """Write new codes and scales into a slot, except for values in the mask `skipped`."""
     slot.parts.copy_(parts if skipped is None else _keep(slot, parts, skipped, cols))
 
 
 def _keep(slot: UpdateSlot, parts: PackedParts, skipped: Tensor, cols: int) -> PackedParts:
-    """Return `parts` with the old codes and scales of the slot where `skipped` is True."""
+    """Return `parts` with the slot's old codes and scales where `skipped` is True."""
     assert parts.codes is not None
     if slot.format is None:
         return PackedParts(torch.where(skipped, slot.codes, parts.codes))

@@ -53,7 +53,7 @@ BNB_NAMES = ("state1", "state2")
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `Optimizer.state_dict()`; `base` is `state_dict` of torch.optim.Optimizer."""
+    """Return the packed state of an optimizer; `base` is `state_dict` of torch.optim.Optimizer."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()
@@ -75,7 +75,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
 
 
 def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
-    """Add to `state` the number of gradients added so far; between microbatches (`is_partial`) add also their sum."""
+    """Add to `state` how many gradients were added so far; between microbatches (`is_partial`) also their sum."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.total.folds)
     with torch._C.DisableTorchFunctionSubclass():
@@ -129,7 +129,7 @@ def _decoded(entry: ParameterState, role: Role, name: str, saved: dict[str, Any]
 
 
 def load_state_dict(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
-    """Load state that `state_dict`, torch.optim or bitsandbytes saved; after an error the optimizer is unchanged."""
+    """Load state that `state_dict`, torch.optim or bitsandbytes saved; an error leaves the optimizer unchanged."""
     groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
     run = optimizer.updates, optimizer._num_accumulated, optimizer.seed
     try:
@@ -182,7 +182,7 @@ def _load(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[
 
 
 def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Set the formats of the groups to those in `before`, as well as the options that the loaded groups lack."""
+    """Restore the formats of the parameter groups after loading, and options that the loaded groups lack."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     optimizer.updates, optimizer._num_accumulated = int(first.get("updates", 0)), int(first.get("waiting", 0))
     optimizer.seed = int(first.get("seed", optimizer.seed))
@@ -196,7 +196,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one parameter in this optimizer's formats, on its device; OptimError if `source` does not fit."""
+    """Return the loaded state of one parameter in this optimizer's formats; raise OptimError if it does not fit."""
     source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
@@ -220,7 +220,7 @@ def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str,
 
 
 def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise OptimError if the state in `source` is that of another optimizer; `names` are the moments of this one."""
+    """Raise OptimError if loaded state has other moments than `names`, those of this optimizer."""
     known = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
     unknown = [name for name in source if not name.startswith(known)]
     if unknown and not any(name.startswith(names) for name in source if names):
@@ -231,7 +231,7 @@ def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[
 
 
 def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked state of a parameter that torch.optim updates."""
+    """Return the loaded state of a parameter that torch.optim updates, after checking it."""
     packed = [name for name in source if name.endswith(".codes")]
     if packed:
         raise OptimError(
@@ -243,7 +243,7 @@ def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the codes of the parameter and of its accumulator, if the loaded state has them."""
+    """Return the codes of a packed weight and of its summed gradient, if the loaded state has them."""
     new: dict[str, Any] = {}
     for prefix, current in (("weight", entry.weight), ("gradient", entry.gradient)):
         if f"{prefix}.codes" not in source:
@@ -262,7 +262,7 @@ def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of one moment: loaded codes as they are, or a loaded plain moment encoded.
+    """Return the tensors of one moment: loaded codes unchanged, or a loaded plain moment encoded.
 
     `name`: the moment's name in torch.optim. `wanted`: the tensors that this optimizer has for it.
     """
@@ -292,7 +292,7 @@ def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, A
 
 
 def _same(entry: ParameterState, name: str, value: Any, like: Tensor) -> Tensor:
-    """Return a copy of `value` on the device of `like`; OptimError if their shapes or dtypes differ."""
+    """Return a copy of a loaded tensor on the device of `like`; raise OptimError if shapes or dtypes differ."""
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         raise OptimError(_shapes(entry, name, value, like))
     return value.detach().to(like.device, copy=True).contiguous()
@@ -318,7 +318,7 @@ def _local_rows(value: Any, entry: ParameterState) -> Any:
 
 
 def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the state of bitsandbytes as plain tensors.
+    """Return state of a bitsandbytes optimizer decoded to plain tensors.
 
     value = qmap[code] * absmax of its block of 256; a 32-bit tensor is unchanged.
     """
@@ -335,7 +335,7 @@ def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: 
 
 
 def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> None:
-    """Use checked state as the state of a parameter; packed weights and accumulators are copied into their existing buffers."""
+    """Adopt checked state for a parameter; codes are copied into the buffers that it has."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
         p.grad = distributed_like(grad, p)

@@ -55,7 +55,7 @@ SILU = tl.constexpr(4)
 
 @triton.jit
 def tanh(x):
-    """tanh by way of exp, which does not overflow for these arguments."""
+    """Return tanh, computed by exp, which does not overflow for these arguments."""
     t = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - t) / (1.0 + t)
     return tl.where(x < 0.0, -y, y)
@@ -63,7 +63,7 @@ def tanh(x):
 
 @triton.jit
 def erf(x):
-    """Abramowitz and Stegun 7.1.26: within 1.5e-7, with half the instructions of the library function."""
+    """Return erf by Abramowitz and Stegun 7.1.26: within 1.5e-7, with half the instructions of the library function."""
     a = tl.abs(x)
     t = 1.0 / (1.0 + 0.3275911 * a)
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -73,7 +73,7 @@ def erf(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """GELU, its approximation by tanh, or SiLU."""
+    """Return GELU, its approximation by tanh, or SiLU of x, as ACTIVATION says."""
     if ACTIVATION == GELU:
         return 0.5 * x * (1.0 + erf(x * 0.7071067811865476))
     elif ACTIVATION == GELU_TANH:
@@ -86,7 +86,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
-    """The channel of each value of a tile, as a contiguous range if the tile and the channels allow it."""
+    """Return the channel of each value of a tile, as a contiguous range where the tile and the channels allow it."""
     if INNER == 1 and TILE % CHANNEL_COUNT == 0:
         return tl.arange(0, TILE) % CHANNEL_COUNT
     elif INNER == 1 and CHANNEL_COUNT % TILE == 0:
@@ -98,7 +98,7 @@ def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl
 
 @triton.jit
 def affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """x scaled and shifted by the weight and bias of its channel."""
+    """Return x scaled and shifted by the weight and bias of its channel."""
     if HAS_WEIGHT:
         x = x * tl.load(weight_ptr + channel)
     if HAS_BIAS:
@@ -111,7 +111,7 @@ def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """x normalized by the statistics of its channel or row, then scaled and shifted by the weight and bias of its channel."""
+    """Return x normalized by the statistics of its channel or row, then scaled and shifted by weight and bias."""
     channel = channel_of(start, CHANNEL_COUNT, INNER, TILE)
     if NORM == CHANNELS:
         x = (x - tl.load(mean_ptr + channel)) * tl.load(deviation_ptr + channel)
@@ -130,7 +130,7 @@ def normed_by_groups(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, numel, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`normed` of x (TILE / GROUP, GROUP), where GROUP channels lie next to each other: their loads are vectors."""
+    """Apply a norm to `x` of shape (TILE / GROUP, GROUP), groups of adjacent channels, which are loaded as vectors."""
     PER_ROW: tl.constexpr = CHANNEL_COUNT // GROUP
     group = ((start // GROUP) % PER_ROW).to(tl.int32) + tl.arange(0, TILE // GROUP)
     channel = ((group % PER_ROW) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
@@ -151,7 +151,7 @@ def recompute_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `recompute` for a tile of one long row, drawn above."""
+    """Recompute the output of a norm and an activation function for one tile of a flat tensor."""
     tile = tl.program_id(0).to(tl.int64) + first_tile
     start = tile * TILE
     inside = tl.arange(0, TILE) < numel - start
@@ -192,9 +192,9 @@ STEPS = {
 
 
 class FlatEncoder:
-    """Encodes flat tensors of `numel` values, with a step in memory: [codes, scales] or [codes, scales, minimums], each flat.
+    """An encoder for flat tensors of `numel` values that reads the step from device memory.
 
-    `how`: format, rounding, overflow and "cover".
+    It returns [codes, scales] or [codes, scales, minimums], each flat. `how`: format, rounding, overflow and "cover".
     """
 
     __slots__ = ("_arguments", "_direct", "_is_random", "_scalars", "_with_bits", "kinds")
@@ -209,13 +209,13 @@ class FlatEncoder:
         self.kinds = [(part.numel(), part.dtype) for part in parts.tensors()]  # length and dtype of each part
 
     def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
-        """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device."""
+        """Return codes, scales and minimums of dense `x` in memory order; `step`: one int32 on the device of `x`."""
         parts = [empty_strided((count,), FLAT_STRIDE, dtype, x) for count, dtype in self.kinds]
         self.encode_into(x, step, *parts)
         return parts
 
     def encode_into(self, x: Tensor, step: Tensor, *parts: Tensor) -> None:
-        """Write the parts to tensors of their sizes."""
+        """Write codes, scales and minimums of `x` into these tensors."""
         addresses = parts[0].data_ptr(), parts[1].data_ptr(), parts[-1].data_ptr()
         self.encode_at(x, step, addresses, lambda: parts)
 
@@ -249,7 +249,7 @@ def _as_integers(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 @final
 class BufferCodec(FlatCodec):
-    """Stores codes, scales and minimums in one buffer: one allocation and one launch to encode, and to decode.
+    """A codec that stores codes, scales and minimums in one buffer: one allocation and one launch to encode, and to decode.
 
         buffer   [ codes ... | scales ... | minimums ... ]      uint8; each part begins at a multiple of 16 bytes
 
@@ -272,13 +272,13 @@ class BufferCodec(FlatCodec):
         self._size = (end,)
 
     def encode(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> Tensor:
-        """The buffer of the values that begin at the address of `x`."""
+        """Return a buffer with the codes, scales and minimums of the values that begin at the address of `x`."""
         buffer = empty_strided(self._size, FLAT_STRIDE, UINT8, x)
         self._encoder.encode_at(x, step, self._addresses(buffer), lambda: self._parts(buffer), bits)
         return buffer
 
     def decode(self, stored: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """The decoded values of a buffer."""
+        """Return the decoded values of a buffer, as a tensor with these sizes and strides."""
         out = empty_strided(size, stride, self.dtype, stored)
         target, (at, scales_at, minimums_at) = out.data_ptr(), self._addresses(stored)
         key = (stored.get_device(), UINT8, self.dtype)
@@ -288,7 +288,7 @@ class BufferCodec(FlatCodec):
         return out
 
     def recompute(self, stored: Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout) -> Tensor:
-        """The recomputed output of `steps` from a buffer, as a new dense tensor with `layout`; see `codec/recompute.py`."""
+        """Return the output of `steps` (codec/recompute.py) on the decoded values of a buffer, as a new tensor with `layout`."""
         out, norm = empty_strided(*layout, dtype, stored), steps.norm
         key = steps.activation, None if norm is None else norm.shape
         direct = self._recomputes.get(key)
@@ -299,7 +299,7 @@ class BufferCodec(FlatCodec):
         return out
 
     def packed(self, stored: Tensor) -> PackedTensor:
-        """A packed tensor whose parts are views of a buffer."""
+        """Return a packed tensor whose codes, scales and minimums are views of the buffer."""
         parts = PackedParts(*(part.view(1, -1) for part in self._parts(stored)))
         return PackedTensor(self.format, torch.Size((self.numel,)), self.dtype, FLAT, parts)
 
@@ -308,13 +308,13 @@ class BufferCodec(FlatCodec):
         return at, at + places[1][0], at + places[-1][0]
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        """[codes, scales] or [codes, scales, minimums], flat."""
+        """Return flat views of the buffer: [codes, scales] or [codes, scales, minimums]."""
         return [buffer[start : start + length].view(dtype) for start, length, dtype in self._places]
 
 
 @cache
 def covers_recompute(format: Format) -> bool:
-    """Whether the kernels for flat tensors cover a format: blocks of a float or an integer."""
+    """Return whether the kernels for flat tensors can decode this format: blocks of a float or an integer."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
@@ -325,7 +325,7 @@ def covers_recompute(format: Format) -> bool:
 
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
-    """`out`, dense: the recomputed output from flat packed values, in the order of memory; see `codec/recompute.py`."""
+    """Write the output of `steps` (codec/recompute.py) on packed values into `out`, in the order of memory, and return it."""
     parts, numel = packed.parts, packed.shape.numel()
     assert parts.codes is not None and parts.scales is not None
     scale_at = parts.scales.data_ptr()
@@ -340,7 +340,7 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
 
 
 def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: DecodeSteps, out: Tensor) -> bool:
-    """Launch compiled kernels with the addresses of codes, scales and minimums; False if Triton has to launch them."""
+    """Launch the compiled kernels of `recompute`, and return True; return False if Triton has to compile or launch them."""
     norm, bits, target = steps.norm, steps.bits, out.data_ptr()
     codes_at, scales_at, minimums_at = addresses
     weight_at = bias_at = mean_at = rstd_at = target
@@ -356,7 +356,10 @@ def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: Decod
 
 @lru_cache(maxsize=1024)
 def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> Direct:
-    """Launches for full tiles and for the rest; `norm`: channels, inner, by_row, has a weight, has a bias."""
+    """Return the launches of `recompute` for full tiles and for the rest.
+
+    `norm`: channels, inner, by_row, has a weight, has a bias.
+    """
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
     kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
     tile, group = _recompute_tile(format, norm)
@@ -378,7 +381,7 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
 
 
 def _recompute_tile(format: Format, norm: tuple[int, int, bool, bool, bool] | None) -> tuple[int, int]:
-    """(values per tile, channels of a group or 0): a tile lies within a row, or holds all channels a whole number of times, or has groups.
+    """Return how many values a tile of `recompute` has, and how many channels are in a group (0 without groups).
 
     On one H200 2^27.6 values of bf16 with 64 channels took 0.196 ms in tiles of 4096 and 0.21 in tiles of 2048, and with 160 channels
     0.29 ms in groups and 1.0 ms in tiles of 128, which lie within a row (docs/log.md, 2026-11-17).

@@ -25,7 +25,7 @@ Key = tuple[int, torch.dtype, torch.dtype]
 
 
 class Launch:
-    """`kernel[grid](*pointers, *fixed, *scalars, **constants)` as one call of pointers and scalars.
+    """A prepared call of a Triton kernel, `kernel[grid](*pointers, *fixed, *scalars, **constants)`, made with pointers and scalars.
 
     `scalars` are floats, or integers that the kernel is not specialised for.
     """
@@ -72,13 +72,13 @@ class Launch:
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 
     def compiled_for(self, index: int, *dtypes: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
-        """The compiled kernel for a device and the dtypes of the first two pointers, and its last arguments; None before the first call."""
+        """Return the compiled kernel for a device and the dtypes of the first two pointers; None before the first call."""
         kernel = self._compiled.get((index, *dtypes)) if _is_quick else None
         return None if kernel is None else (kernel, self._rest)
 
 
 def compiled_launch(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """f, before: `f(grid, 1, 1, stream, *before, *arguments)` launches a compiled kernel, without launch hooks.
+    """Return a function that launches a compiled kernel without Triton's checks, and its first arguments.
 
     `kernel.run` is a Python object that calls the C function `kernel.run.launch` with what it knows about the kernel, in an order that
     depends on Triton's version, and then the arguments, one by one (3.6) or in a tuple (3.9). A copy of that object with another `launch`
@@ -108,7 +108,7 @@ Compiled = tuple[Callable[..., None], int, tuple[Any, ...], tuple[Any, ...]]
 
 
 def _compiled_launches(launches: list[Launch], key: Key, scalars: tuple[int | float, ...] = ()) -> list[Compiled] | None:
-    """The compiled kernels of `launches` for a device and the dtypes of the first two pointers; None if one is not compiled."""
+    """Return the compiled kernels of `launches` for these dtypes and this device; None if one is not compiled yet."""
     compiled: list[Compiled] = []
     for launch in launches:
         found = launch.compiled_for(*key)
@@ -126,7 +126,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def has_hooks() -> bool:
-    """Whether Triton calls hooks at each launch, for a profiler."""
+    """Return whether a profiler makes Triton call hooks at each launch."""
     hook = knobs.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
@@ -137,14 +137,14 @@ _empty_on_gpu = getattr(
 
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """torch.empty_strided on the device of `like`, a GPU."""
+    """Return torch.empty_strided on the device of `like`, a GPU."""
     if _empty_on_gpu is None or current_device() != like.get_device():
         return torch.empty_strided(size, stride, dtype=dtype, device=like.device)
     return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
 
 
 class Direct:
-    """Launches of one job on flat tensors. The first call goes through `Launch`; later ones pass addresses to the compiled kernels.
+    """The prepared calls of kernels for one job on flat tensors, which pass addresses to compiled kernels.
 
     `scalars` follow the fixed arguments. Addresses are passed as numbers, which saves the launcher a call per tensor.
     """
@@ -156,7 +156,7 @@ class Direct:
         self._compiled: dict[Any, list[Compiled] | None] = {}
 
     def run(self, key: Key, address: int, addresses: tuple[int | None, ...]) -> bool:
-        """Launch on the current stream; False, and no launch, if this call must go through `launch`.
+        """Launch the compiled kernel and return True; return False if it is not compiled yet, and `launch` must be called.
 
         `key`: device and dtypes of the first two pointers. `address`: the addresses that may not be multiples of 16, combined by "or".
         """
@@ -173,7 +173,7 @@ class Direct:
         return True
 
     def launch(self, key: Key, pointers: tuple[Tensor | None, ...]) -> None:
-        """Launch through `Launch`, and keep what it compiled under `key`."""
+        """Launch the kernel by Triton, which compiles it, and keep the compiled kernel for `run`."""
         for launch in self.launches:
             launch(pointers, self.scalars)
         assert pointers[0] is not None and pointers[1] is not None

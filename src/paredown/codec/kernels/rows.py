@@ -41,7 +41,7 @@ AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.ui
 
 
 def covers(encoding: Encoding, job: str) -> bool:
-    """Whether there is a kernel to "encode" or "decode" (packed widths), or to "round_trip" (any width without a block).
+    """Return whether a kernel does this job ("encode", "decode" or "round_trip") for this encoding.
 
     Elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), tables of users and scales other than SCALES go
     through plain torch.
@@ -57,7 +57,7 @@ def covers(encoding: Encoding, job: str) -> bool:
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """`x` (rows, cols) encoded; `given` holds scales to use."""
+    """Return the codes and scales of `x` (rows, cols); if `given` is not None, its scales are used."""
     parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     if encoding.rule == "given":
         assert given is not None
@@ -68,7 +68,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> Pac
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """`out` (rows, cols), filled with the decoded values."""
+    """Write the decoded values into `out` (rows, cols), and return it."""
     element = encoding.format.element
     pointers = (parts.codes, out, *shared_of(parts, out), _table(element, Rounding.NEAREST_EVEN, out.device))
     for launch in decodes(*out.shape, encoding.format):
@@ -77,7 +77,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """A function decode(out) that decodes `parts` into `out`; all else is prepared once, so that repeated calls are cheap."""
+    """Return a function decode(out) that decodes `parts` into `out`; all else is prepared once, so that calls are cheap."""
     codes, direct = parts.codes, Direct(decodes(rows, cols, encoding.format))
     assert codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
@@ -96,7 +96,7 @@ def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Cal
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """`out`, filled with decode(encode(x))."""
+    """Write the values that encoding and decoding make of `x` into `out`, and return it."""
     element = encoding.format.element
     if encoding.format.block is None and element.kind is not ElementKind.TABLE:
         return round_trip_at_run_time(x, device_spec(element, encoding.overflow, x.device), encoding.rounding, encoding.seed, out)
@@ -105,7 +105,10 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, ou
 
 
 def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
-    """`x` rounded to the element that `spec` describes when the kernel runs; see `runtime_formats.describe`."""
+    """Write `x` rounded to the element that `spec` in device memory describes into `out`, and return it.
+
+    The kernel reads `spec`, which `runtime_formats.describe` makes, when it runs.
+    """
     random = random_of(seed, x.numel(), rounding)
     for launch in round_trips(x.numel(), rounding, random.step_in_memory, random.wide):
         launch((bf16_as_integers(x), out, spec, random.step), random.scalars)
@@ -113,7 +116,10 @@ def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Se
 
 
 def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, out: Tensor) -> Tensor:
-    """The same; `row` holds the element and then the keys of the random bits, `step` the step."""
+    """Write `x` into `out`, rounded to the format that a row of a table in device memory describes, and return `out`.
+
+    The row has the element and the keys of the random bits; `step` is the step.
+    """
     wide = x.numel() > 1 << 32
     for launch in round_trips(x.numel(), rounding, step_in_memory=True, wide=wide, keys_in_memory=True):
         launch((bf16_as_integers(x), out, row, step), (0, 0, 0))
@@ -121,14 +127,17 @@ def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, 
 
 
 def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
-    """Round many tensors in one launch; `runtime_formats.round_many_kernel` describes the contents of the first two arguments."""
+    """Round many tensors in one kernel launch.
+
+    `runtime_formats.round_many_kernel` describes the contents of the first two arguments.
+    """
     constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": tile, "num_warps": 4, "enable_fp_fusion": False}
     runtime_formats.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
 
 
 @lru_cache(maxsize=4096)
 def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
-    """The launch for this number of values."""
+    """Return the kernel launches that round this number of values."""
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
     launches: list[Launch] = []
@@ -140,7 +149,7 @@ def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool
 
 
 def largest_finite(x: Tensor) -> Tensor:
-    """The largest finite magnitude of `x`, a float32 scalar tensor."""
+    """Return the largest finite magnitude of `x` as a float32 scalar tensor."""
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     tile = 4096
     if x.numel():
@@ -160,7 +169,10 @@ def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: PackedPart
 def encodes(
     rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool, stores_bits: bool = False
 ) -> list[Launch]:
-    """Launches for (rows, cols); `how`: format, rounding, overflow and the rule of scales."""
+    """Return the kernel launches that encode (rows, cols) values.
+
+    `how`: format, rounding, overflow and the rule of scales.
+    """
     format, rounding, overflow, rule = how
     lowest, highest = table_limits(format.element, rounding) if format.element.kind is ElementKind.TABLE else (0.0, 0.0)
     limits = (lowest, highest, format.element.max_value)
@@ -181,7 +193,7 @@ def encodes(
 
 @lru_cache(maxsize=4096)
 def decodes(rows: int, cols: int, format: Format) -> list[Launch]:
-    """Launches for (rows, cols)."""
+    """Return the kernel launches that decode (rows, cols) values."""
     constants = {"ELEMENT": element_constants(format.element, Overflow.SATURATE), **block_constants(format)}
     tiles = _tiles(rows, cols, format, "decode")
     return [Launch(pack.decode_kernel, t.count, t.offsets, {**constants, **t.constants}) for t in tiles]
@@ -192,7 +204,7 @@ def decodes(rows: int, cols: int, format: Format) -> list[Launch]:
 
 @cache
 def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
-    """The tuple that `numbers.py` documents."""
+    """Return the compile-time constants of an element, as `numbers.py` documents them."""
     inf_code, nan_code = (-1 if code is None else code for code in (element.inf_code, element.nan_code))
     special = (inf_code if inf_code >= 0 else nan_code) if overflow is Overflow.NONFINITE else -1
     has_minus_zero = element.kind is ElementKind.FLOAT and element.value(element.sign_code) == 0
@@ -219,13 +231,19 @@ def block_constants(format: Format) -> dict[str, int]:
 
 @cache
 def device_spec(element: Element, overflow: Overflow, device: torch.device) -> Tensor:
-    """The result of `runtime_formats.describe` on the device. It is cached: clone it before writing to it."""
+    """Return the description of an element for run-time kernels, as a tensor on the device.
+
+    It is cached: clone it before writing to it.
+    """
     return torch.tensor(runtime_formats.describe(element, overflow), dtype=torch.int32, device=device)
 
 
 @cache
 def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
-    """For a table: the float32 from which on the next code is used, in 2^width entries, then the value of every code."""
+    """Return the thresholds and values of an element that is a table, as a tensor on the device.
+
+    Thresholds are the float32 from which on the next code is used, in 2^width entries.
+    """
     if element.kind is not ElementKind.TABLE:
         return torch.zeros(1, device=device)
     thresholds = table_thresholds(element, rounding).tolist()
@@ -237,7 +255,7 @@ def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor
 
 
 class Random(NamedTuple):
-    """Arguments of a kernel that draws random bits."""
+    """The arguments of a kernel that draws random bits."""
 
     step: Any
     scalars: tuple[int, int, int]  # first_index, k0, k1
@@ -262,7 +280,7 @@ def bf16_as_integers(x: Tensor) -> Tensor:
 
 
 def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and minimums as integers, and the tensor scale; `like` in place of missing ones."""
+    """Return scales and minimums as integers, and the tensor scale; `like` stands for those that the format lacks."""
     scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
     return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
 
@@ -276,7 +294,7 @@ class RowTiles(NamedTuple):
 
 
 def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
-    """(values per tile, warps per program); `cols` is the length of a row, 0 if all rows form one long row.
+    """Return how many values a tile has and how many warps a program, for rows of `cols` values (0: one long row).
 
     With a block, 32 values per thread share what is computed once per thread, such as the division for the scale: on one H200 encoding bf16
     to int8/64@bf16 ran at 95 % of copy with 1024 values per warp and at 82 % with 256 (docs/log.md, 2026-11-15).
@@ -289,7 +307,10 @@ def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
 
 
 def _tiles(rows: int, cols: int, format: Format, job: str) -> list[RowTiles]:
-    """For one long row: full tiles without a mask, and the rest with one; otherwise all tiles with a mask."""
+    """Return the tiles of each kernel launch: for one long row full tiles without a mask and the rest with one.
+
+    Otherwise all tiles have a mask.
+    """
     if rows * cols == 0:
         return []
     ends_evenly = cols * format.element.width % 8 == 0 and cols % (format.block or 1) == 0

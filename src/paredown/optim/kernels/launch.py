@@ -58,7 +58,7 @@ ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 @cache
 def covers(how: UpdateLayout) -> bool:
-    """Whether there is a kernel: floats and integers of 4 or 8 bits in blocks of one length, or plain tensors."""
+    """Return whether a kernel updates this layout: floats and integers of 4 or 8 bits in blocks of one length, or plain tensors."""
     kinds = (how.weight, *how.moments, how.gradient)
     return (
         how.rule in RULE_NUMBERS
@@ -77,7 +77,7 @@ def _covers_kind(kind: SlotKind, block: int) -> bool:
 
 @cache
 def covers_format(format: Format) -> bool:
-    """Whether the kernels read and write this format."""
+    """Return whether the kernels read and write this format."""
     element = format.element
     return (
         format.block is not None
@@ -92,7 +92,7 @@ def covers_format(format: Format) -> bool:
 
 @cache
 def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[Any, Any]:
-    """(SLOT, ELEMENT) as `slots.py` documents them."""
+    """Return the compile-time constants (SLOT, ELEMENT) of a slot, as `slots.py` documents them."""
     stored = kind.stored
     element = stored.element
     is_sticky = is_weight and stored.scale is not None and stored.scale.name == "e8m0"
@@ -106,7 +106,7 @@ def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[
 
 @cache
 def constants_of(how: UpdateLayout) -> dict[str, Any]:
-    """The compile-time constants of the kernel for layout `how`, except its tile."""
+    """Return the compile-time constants of the update kernel for this layout, except those of the tile."""
     (w, we), (g, ge) = slot_constants(how.weight, True, how.has_residue), slot_constants(how.gradient, False, False)
     moments = [slot_constants(kind, False, False) for kind in how.moments]
     (m, me), (v, ve) = [*moments, ABSENT, ABSENT][:2]
@@ -117,7 +117,7 @@ def constants_of(how: UpdateLayout) -> dict[str, Any]:
 
 
 class UpdateTiles(NamedTuple):
-    """How a tensor is divided: `full` tiles that are one run of memory, then `others` of `shape` EVEN or RAGGED."""
+    """The tiles of a tensor: `full` tiles that are one run of memory, then `others` of the shape EVEN or RAGGED."""
 
     full: int
     others: int
@@ -129,13 +129,16 @@ class UpdateTiles(NamedTuple):
 
 @cache
 def tile_blocks(shape: int, block: int) -> int:
-    """Blocks per tile of this shape."""
+    """Return the number of blocks in a tile of this shape."""
     return min((RAGGED_TILE if shape == RAGGED else TILE) // block, MOST_BLOCKS)
 
 
 @lru_cache(maxsize=4096)
 def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
-    """The tiles of (rows, cols). Where indices could pass 2^32 within a tile, or start within four values, none is a run."""
+    """Return the tiles into which a tensor of (rows, cols) values is divided.
+
+    Where indices could pass 2^32 within a tile, or start within four values, none is a run.
+    """
     is_even = first_index % 4 == 0
     blocks_per_row, shape = -(-cols // block), EVEN if cols % 16 == 0 and is_even else RAGGED
     num_blocks, size = rows * blocks_per_row, tile_blocks(RUN, block) * block
@@ -150,7 +153,7 @@ def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
 
 
 class LaunchGroup:
-    """Units on one device with the same layout: one launch for each shape of tiles, whatever the number of tensors."""
+    """Parameters on one device with the same formats, which are updated by a few kernel launches together."""
 
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.how = rule, list(units), units[0].how(rule.name)
@@ -171,7 +174,7 @@ class LaunchGroup:
         self._set_addresses(np.array([_addresses(u.gradient) for u in units], np.int64))
 
     def _row(self, unit: UpdateUnit, tiles: UpdateTiles, seed: int, first: list[int]) -> list[int]:
-        """The row of a unit in the table; `first`: the number of programs before its first, by shape of tiles."""
+        """Return the row of one parameter in the table that the kernel reads; `first`: the numbers of its first programs."""
         m, v = [*unit.moments, None, None][:2]
         pointers = [*_addresses(unit.weight), _addresses(unit.residue)[0], *_addresses(m), *_addresses(v)]
         for address in pointers:
@@ -183,13 +186,13 @@ class LaunchGroup:
         return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys(), tiles.full]
 
     def _owners_of(self, shape: int) -> Tensor:
-        """The index of the unit of each program, for a shape of tiles."""
+        """Return which parameter each program (thread block) of a launch works on."""
         runs = [-(-tiles.full // self._turns) for tiles in self._tiles]
         counts = runs if shape == RUN else [tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Replace the plain gradients by others of the same dtype and size."""
+        """Replace the plain gradients of the group by others of the same dtype and size."""
         addresses = np.zeros((len(gradients), 2), np.int64)
         addresses[:, 0] = [grad.data_ptr() for grad in gradients]
         self._set_addresses(addresses)
@@ -203,7 +206,7 @@ class LaunchGroup:
         self._launches = _launches(self.how, self._has_factor, aligned % 16 == 0, tuple(len(o) for o in self._owners))
 
     def update(self, hypers: Sequence[Sequence[float]], rows: Sequence[int] | int, steps: Sequence[int] | int) -> None:
-        """One update of all units; see `batched_update.Batch.update`."""
+        """Update all parameters of the group once, as `batched_update.Batch.update` documents."""
         alike = isinstance(rows, int) and isinstance(steps, int)
         count = 1 if alike else len(self.units)
         numbers = np.zeros((len(hypers), NUM_HYPERS), np.float32)
@@ -223,7 +226,7 @@ class LaunchGroup:
 
 @lru_cache(maxsize=1024)
 def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """The launches for these numbers of programs, by shape of tiles."""
+    """Return the kernel launches for these numbers of programs (thread blocks)."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
         Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None
@@ -232,7 +235,7 @@ def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tup
 
 
 def tile_constant(shape: int, block: int) -> tuple[int, int, int]:
-    """TILE, as `arithmetic.py` documents it."""
+    """Return the compile-time constant TILE for a shape of tiles, as `arithmetic.py` documents it."""
     return shape, tile_blocks(shape, block), block
 
 
@@ -247,7 +250,7 @@ def _addresses(slot: UpdateSlot | None) -> tuple[int, int]:
 
 
 def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
-    """One update of one unit; `gradient`, if given, replaces its plain gradient."""
+    """Update one parameter with its state; `gradient`, if given, replaces its plain gradient."""
     w, g = unit.weight.parts, unit.gradient.parts
     pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
     for moment in unit.moments:
@@ -268,7 +271,7 @@ def _launches_of_one(how: UpdateLayout, rows: int, cols: int, first_index: int, 
 
 
 def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dict[str, Any]) -> list[Launch]:
-    """Launches for the full tiles of a tensor and for the others."""
+    """Return the kernel launches for one tensor: one for its full tiles, one for the rest."""
     sizes = (cols, tiles.blocks_per_row, tiles.num_blocks)
     parts = ((tiles.full, 0, RUN), (tiles.others, tiles.first_other, tiles.shape))
     return [
@@ -314,7 +317,7 @@ def squares_kernel(
     owners_ptr, table_ptr, squares_ptr, ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, COLS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile: [ c0 c1 c2 c3 | c4 c5 c6 c7 ] with scales [ s0 | s1 ] to (c0 s0)^2 + ... + (c7 s1)^2."""
+    """Store the sum of squares of one tile: [ c0 c1 c2 c3 | c4 c5 c6 c7 ] with scales [ s0 | s1 ] gives (c0 s0)^2 + ... + (c7 s1)^2."""
     pid = tl.program_id(0)
     row = table_ptr + tl.load(owners_ptr + pid) * COLS
     numel = tl.load(row + 2)
@@ -338,7 +341,7 @@ def squares_kernel(
 
 @triton.jit
 def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
-    """The sum of squares of each tensor i, from its tiles ends[i] to ends[i + 1]."""
+    """Store the sum of squares of each tensor i, added up over its tiles ends[i] to ends[i + 1]."""
     tensor = tl.program_id(0)
     start, end = tl.load(ends_ptr + tensor), tl.load(ends_ptr + tensor + 1)
     total = tl.zeros((CHUNK,), tl.float32)
@@ -351,7 +354,7 @@ def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
 
 @cache
 def covers_squares(format: Format, shape: torch.Size) -> bool:
-    """Whether a tensor of this shape is one long row of blocks of integers or floats."""
+    """Return whether a tensor of this shape and format is one long row of blocks, whose squares a kernel can add up."""
     rows, cols = format.rows_and_cols(shape)
     block = format.block or 0
     return (
@@ -366,7 +369,7 @@ def covers_squares(format: Format, shape: torch.Size) -> bool:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor:
-    """The sum of the squares of each tensor, float32; all have the same format and device."""
+    """Return the sum of squares of each tensor in float32; all tensors have the same format and device."""
     format, device = tensors[0].format, tensors[0].device
     counts = [-(-t.shape.numel() // SQUARES_TILE) for t in tensors]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
