@@ -291,7 +291,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """Return the forward pass that a call of `module` belongs to, begun now if need be; None if the call is not followed."""
+        """Return the forward pass to which a call of `module` belongs, which may begin with the call; None if the call is not recorded."""
         if getattr(self._current(), "entrance", None) is module:
             self._end_interrupted(module)
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)

@@ -29,7 +29,7 @@ from typing import Any
 
 
 class Use(str, Enum):
-    """What backward needs of a saved tensor."""
+    """What backward needs of a saved tensor: all values, a bit of each, integers, the shape, or the exact tensor."""
 
     VALUE = "value"  # its values, which may be rounded: it is stored in a format
     SIGN = "sign"  # whether it is above 0: one exact bit
@@ -42,7 +42,7 @@ class Use(str, Enum):
 
 @dataclass(frozen=True)
 class Pin:
-    """A lower bound on the precision of an operand, in significant bits of the element (int8 has 7, e4m3 4, bf16 8)."""
+    """A lower bound on the precision in which an operand may be stored, in significant bits (int8 has 7, e4m3 4, bf16 8)."""
 
     significant_bits: int
     reason: str
@@ -50,7 +50,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Needs:
-    """What backward needs of a saved tensor, and the limits on its format.
+    """What backward needs of a saved tensor, and the limits on the format in which it may be stored.
 
     `is_centered`: backward subtracts a mean from it (norms) or it from 1 (tanh, sigmoid), so its format must resolve small differences
     beside a large mean.
@@ -87,7 +87,7 @@ Condition = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Operand:
-    """The name of a saved tensor, what backward needs of it, and the limits on its format."""
+    """A tensor that an operation saves: its name, what backward needs of it, and the limits on its format."""
 
     name: str
     use: Use = Use.VALUE
@@ -98,18 +98,18 @@ class Operand:
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """Return the operand as `node` needs it: stored unmodified if `exact_if` is true for the node."""
+        """Return what this `node` needs of the operand, which may be more than the table says for all nodes of its kind."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
     def is_minor(self) -> bool:
-        """Whether the tensor is never packed because it is a statistic, state of a library or a parameter."""
+        """Whether the tensor is never packed, as statistics, library state and parameters are not."""
         return self.reason in (STATISTIC, STATE, PARAMETER)
 
 
 @dataclass(frozen=True)
 class OperationRow:
-    """One kind of node: the name of the operation, and its operands by the name that autograd gives them."""
+    """A row of the table of operations: the operation's name, and the operands that its autograd node saves."""
 
     op: str
     operands: dict[str, Operand] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
@@ -126,7 +126,7 @@ def _plane_of_input(node: Any) -> int:
 
 
 def _classes(node: Any) -> int:
-    """Return a bound for class targets: the number of classes.
+    """Return the number of classes, an upper bound for class targets; None where targets may be negative.
 
     If targets may be a negative ignore_index (-100), they need a signed integer, so more than a byte.
     """
@@ -135,7 +135,7 @@ def _classes(node: Any) -> int:
 
 
 def _has_low_exponent(node: Any) -> bool:
-    """Return whether the backward of pow divides by its base, which it does if the exponent is below 1 or a tensor."""
+    """Return whether the backward of a `pow` node divides by its base: the exponent is below 1 or a tensor."""
     exponent = node._saved_exponent
     return not isinstance(exponent, int | float) or exponent < 1
 
@@ -325,13 +325,13 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """Return the table's row for autograd nodes with this name; if there is none, an empty row named after the node."""
+    """Return the row of the table of operations for autograd nodes of this name, or an empty row."""
     base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
     return ROWS.get(base_name) or OperationRow(base_name)
 
 
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
-    """Return what backward is assumed to need of a saved tensor if the table has no row for it.
+    """Return what backward is assumed to need of a saved tensor whose operation is not in the table.
 
     `attribute`: autograd's name of the tensor. `is_custom`: a custom autograd function saved it.
     """
@@ -362,7 +362,7 @@ SELECTING = "index"  # x[mask] and x[rows]: routing, unless x is a parameter
 
 
 def is_checkpoint_input(name: str) -> bool:
-    """Return whether a slot is the input of a checkpoint, by its name.
+    """Return whether a slot name is that of an input of a checkpoint.
 
     >>> is_checkpoint_input("layers.3:checkpoint.input"), is_checkpoint_input("layers.3.fc:input")
     (True, False)
@@ -371,12 +371,12 @@ def is_checkpoint_input(name: str) -> bool:
 
 
 def input_operand(number: int) -> str:
-    """Return the name of a tensor among the arguments of a checkpoint: "input", "input2" and so on."""
+    """Return the operand name of argument `number` of a checkpoint: "input", "input2" and so on."""
     return "input" if number == 0 else f"input{number + 1}"
 
 
 def reason_of_ops(ops: Iterable[str]) -> str:
-    """Return why inputs of a checkpointed layer that consists of these operations are not quantized, or "" if they may be.
+    """Return why inputs of a checkpointed layer with these operations must be kept exactly; "" if they may be quantized.
 
     >>> reason_of_ops(["addmm", "relu"])
     'the checkpointed layer applies relu: from a rounded input, comparisons would have other results when it runs again'
@@ -396,17 +396,17 @@ SECOND_PASS_USES = (Use.VALUE, Use.SIGN, Use.MASK, Use.SHAPE)
 
 
 def is_stored_in_second_pass(op: str, needs: Needs) -> bool:
-    """Return whether a large tensor may be packed if the operation `op` saves it in the second forward pass of a checkpointed layer."""
+    """Return whether a tensor that this operation saves may be packed while backward runs a checkpointed layer again."""
     return needs.use in SECOND_PASS_USES and needs.pin not in ATTENTION_PINS and op not in PERIODIC and not needs.is_centered
 
 
 def is_large_in_second_pass(nbytes: int) -> bool:
-    """Return whether a storage of that size is packed in the second forward pass of a checkpointed layer."""
+    """Return whether a storage of `nbytes` is large enough to be packed while backward runs a checkpointed layer again."""
     return nbytes >= MIN_SECOND_PASS_BYTES
 
 
 def max_left_bytes(sizes: Collection[int]) -> int:
-    """Return the size in bytes up to which saved tensors stay unmodified on a GPU.
+    """Return the size up to which the smallest saved tensors stay unmodified on a GPU, given the sizes of all.
 
     `sizes`: of all tensors that could be packed.
 

@@ -49,7 +49,7 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report new saved tensors along the paths that the last pass recorded, or by a search of the graph if these differ.
+        """Report newly saved tensors at the positions recorded in the last pass; if the graph differs there, by a search of it.
 
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """

@@ -163,7 +163,7 @@ def _compare(reference: weakref.ref[Any], number: Any) -> None:
 
 
 class SecondPass:
-    """Saved-tensor hooks outside of those of torch.utils.checkpoint, active while backward runs a layer again."""
+    """Pack and unpack hooks for tensors saved while backward runs a checkpointed layer again, around the hooks of the checkpoint."""
 
     def __init__(self, layer: RecomputedLayer, frame: Any, args: Any) -> None:
         self._outer: Any = top_default_hooks(True)

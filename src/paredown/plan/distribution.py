@@ -137,7 +137,7 @@ def distribution_of(
 
 
 def _listed(modules: Iterable[str]) -> list[str]:
-    """Return the outermost modules whose names are numbers: items of nn.ModuleList and nn.Sequential."""
+    """Return the outermost modules with a number as name, which are items of nn.ModuleList and nn.Sequential."""
     paths = [module.split(".") for module in modules]
     ends = [next((i for i, part in enumerate(parts) if part.isdigit()), None) for parts in paths]
     return list(dict.fromkeys(".".join(parts[: end + 1]) for parts, end in zip(paths, ends, strict=True) if end is not None))
@@ -152,7 +152,7 @@ def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
 
 
 def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, *, itemsize: int = FLOAT32_BYTES) -> int:
-    """Return the stored bytes of the largest shard of a tensor in `format`; of plain values if it is None."""
+    """Return the stored bytes of the largest shard of a tensor; `format` None stands for plain values."""
     shard = shard_shape(shape, world_size)
     if format is not None:
         return format.nbytes(shard)
@@ -294,7 +294,7 @@ def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
 
 
 def _hull(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest span that contains all of some spans; None for none."""
+    """Return the smallest span (start, end) that contains all given spans; None for no spans."""
     found = list(spans)
     return (min(start for start, _ in found), max(end for _, end in found)) if found else None
 

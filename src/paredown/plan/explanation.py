@@ -36,7 +36,7 @@ NO_RULE = "the plan assigns it no format"
 
 @dataclass(frozen=True)
 class PlannedSlot:
-    """How a plan stores one slot. `nbytes`: its stored bytes under the plan; `baseline_bytes`: those in the baseline."""
+    """A row of `explain_slots`: how a plan stores one slot, with its bytes under the plan and in the baseline."""
 
     slot: str
     role: Role
@@ -48,17 +48,17 @@ class PlannedSlot:
 
 
 class PlannedSlots(TableRows[PlannedSlot]):
-    """All slots that a plan can match, as a tuple that prints as a table."""
+    """The result of `explain_slots`: a row for each slot, printed as a table."""
 
     __slots__ = ()
     columns = HEAD
 
     def that(self, what: str) -> PlannedSlots:
-        """Return the rows of the table that have this value of `what`: "quantized", "pinned", "fixed" and so on."""
+        """Return the rows whose `what` is this: "quantized", "pinned", "fixed" and so on."""
         return PlannedSlots(row for row in self if row.what == what)
 
     def cells(self, row: PlannedSlot) -> tuple[str, ...]:
-        """Return the texts of one row."""
+        """Return the texts of a row in the printed table."""
         stored = f"{say_bytes(row.nbytes)} {row.format}".strip()
         return row.slot, row.role.value, say_bytes(row.baseline_bytes), stored, row.what, row.why
 
@@ -70,7 +70,7 @@ def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
 
 @dataclass(frozen=True)
 class UnpackedSlots:
-    """The slots that a plan has a rule for and that stay unmodified for the same reason, with their bytes in total."""
+    """Slots that a plan has a rule for and that stay unmodified for the same reason, with their bytes in total."""
 
     role: Role
     why: str
@@ -109,7 +109,7 @@ def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _what(slot: Slot, storage: SlotStorage, plan: Plan) -> tuple[str, str]:
-    """Return the texts `what` and `why` that the table shows for an activation."""
+    """Return how an activation is stored and why, as the texts `what` and `why` of the table."""
     if slot.stays:
         return "fixed", slot.stays
     if storage.recomputed:
@@ -142,7 +142,7 @@ def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _not_quantized(weight: Slot) -> tuple[str, str]:
-    """Return the texts `what` and `why` that the table shows for a parameter, gradient or moment without a format."""
+    """Return how a tensor without a format is stored and why, as the texts `what` and `why` of the table."""
     if weight.stays:
         return "fixed", weight.stays
     if weight.dtype not in FLOAT_BYTES:

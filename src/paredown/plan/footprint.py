@@ -93,7 +93,7 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Allocator:
-    """How a device allocates memory, in bytes."""
+    """The rules by which a device allocates memory, as sizes in bytes."""
 
     rounding: int  # every size is rounded up to a multiple of this
     matmul_workspace: int  # held by cuBLAS after the first matrix product
@@ -102,11 +102,11 @@ class Allocator:
     unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
 
     def rounded(self, nbytes: Any, **_: Any) -> Any:
-        """Return the size that the device allocates for `nbytes`, a number or an array; further arguments of `bound` are ignored."""
+        """Return how many bytes the device allocates for `nbytes`, which may be an array."""
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
-        """Return the size that the device allocates for `nbytes`, with the margin that `assign` keeps.
+        """Return how many bytes the device allocates at most for `nbytes`, as `assign` plans with.
 
         `comes_and_goes`: the tensor is allocated anew in each step. `is_compiled`: the step is compiled.
         """
@@ -126,7 +126,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a footprint fits a budget: usable as a bool, prints as a sentence."""
+    """The answer whether a footprint fits a budget, which is usable as a bool and prints as a sentence."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -147,7 +147,7 @@ class Fit:
 
 @dataclass(frozen=True, repr=False)
 class Footprint:
-    """The predicted bytes of a step: expected `peak_bytes` with bounds, stored bytes `by_role`, and bytes by role `at_peak`.
+    """The result of `footprint`: predicted bytes of a step, by role, by module and at the peak.
 
     Stored are weights, gradients and optimizer state from step to step (`model_bytes` in total), and activations and temporaries from
     forward to backward.
@@ -179,12 +179,12 @@ class Footprint:
 
     @property
     def model_bytes(self) -> int:
-        """Stored bytes of weights, gradients and optimizer state, which do not depend on the batch."""
+        """The stored bytes of weights, gradients and optimizer state, which do not depend on the batch."""
         return sum(self.by_role.get(role, 0) for role in MODEL_ROLES)
 
     @cached_property
     def host_bytes(self) -> int:
-        """The bytes in host memory, which the other figures leave out: packed inputs of checkpointed layers that the plan offloads."""
+        """The bytes in host memory, which no other figure includes: packed inputs of checkpointed layers that are offloaded."""
         return host_bytes(planned_step(step_under(self.trace, self.plan), self.plan), self.plan)
 
     @property
@@ -201,7 +201,10 @@ class Footprint:
         return dict(sums.most_common())
 
     def by_tick(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the bytes after each operation of forward, backward and the optimizer's step; the largest of them is `peak_bytes`."""
+        """Return the bytes in memory after each operation, in three lists: forward, backward and the optimizer's step.
+
+        The largest of them is `peak_bytes`.
+        """
         allocator, step = DEVICES[self.trace.device], planned_step(step_under(self.trace, self.plan), self.plan)
         rounded = (i._replace(nbytes=allocator.rounded(i.nbytes)) for i in self._held)
         totals = [nbytes + self.workspace_bytes for nbytes in _bytes_by_tick(rounded, step.length)[: step.length + 1]]
@@ -242,13 +245,13 @@ class Footprint:
 
     @property
     def padding_bytes(self) -> int:
-        """The bytes of the rows that `fully_shard` adds if it cannot divide dimension 0 evenly, part of `model_bytes`."""
+        """The part of `model_bytes` that rows added by `fully_shard` take, since dimension 0 does not divide evenly."""
         shared = self.distribution
         return 0 if shared is None or shared.strategy != "fsdp2" else self.model_bytes - self._undivided_bytes // shared.world_size
 
     @property
     def wide_bytes(self) -> int:
-        """The bytes that `fully_shard` adds by storing some weights unpacked that one device packs, part of `model_bytes`."""
+        """The part of `model_bytes` by which weights are larger because `fully_shard` cannot pack them."""
         shared = self.distribution
         if shared is None or shared.strategy != "fsdp2":
             return 0
@@ -256,7 +259,7 @@ class Footprint:
 
     @cached_property
     def _undivided_bytes(self) -> int:
-        """The `model_bytes` that one process would have under the same strategy if it stored all rows."""
+        """The bytes of weights, gradients and optimizer state if one process stored all rows, under the same strategy."""
         assert self.distribution is not None
         return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
@@ -296,7 +299,7 @@ class Footprint:
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
-        """Return texts with the model memory of the baseline, of this plan, and of each tier.
+        """Return texts with the bytes of weights, gradients and optimizer state: baseline, this plan, and each tier.
 
         A tier is a preset for weights, gradients and optimizer state.
         """
@@ -310,7 +313,7 @@ class Footprint:
         return model_bytes(self.trace, plan) if self.distribution is None else self._under(plan).model_bytes
 
     def _shared(self) -> list[str]:
-        """Return lines of text about the processes that share the model, if there are several."""
+        """Return lines of text about how several processes share the model; none for one process."""
         shared, sent = self.distribution, self.communication
         if shared is None:
             return []
@@ -341,7 +344,7 @@ def footprint(
     units: Sequence[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Footprint:
-    """Return the predicted bytes of the traced step under `plan`; without a plan, or with one that has no rules, of the baseline.
+    """Return the predicted bytes of the traced step under `plan`; without a plan, of the baseline.
 
     With `world_size` processes and a `strategy` ("ddp", "fsdp2"), the bytes are those of one process, and `communication` has what it
     sends; the traced batch is that of one process. `units`: the modules that fully_shard wraps beside the model, with wildcards.
@@ -395,7 +398,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
 
 
 def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]]:
-    """Return the names and roles that a plan for `trace` may have rules for: slots of the step, of the baseline and of `others`."""
+    """Return the names and roles of all slots that rules of a plan for `trace` may match."""
     steps = [trace, *([trace.unmodified] if trace.unmodified is not None else []), *others]
     names = [(slot.names, slot.role) for step in steps for slot in step.slots]
     names += [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
@@ -415,7 +418,7 @@ def workspace_margin(trace: Trace) -> int:
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Return the bytes of a convolution's input and of both gradients, from the JSON of its `arguments`.
+    """Return the bytes of a convolution's input and of both gradients, which cuDNN may copy in float32; 0 otherwise.
 
     cuDNN may copy them in backward. The result is 0 if they are not float32.
     """
@@ -424,12 +427,12 @@ def _copied_bytes(arguments: str) -> int:
 
 
 def library_bytes(trace: Trace) -> int:
-    """Return the bytes of cuBLAS and cuDNN workspaces that `peak_bytes` of the baseline includes."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that the expected peak includes."""
     return _workspace(step_under(trace, BASELINE))
 
 
 def library_bound(trace: Trace) -> int:
-    """Return the bytes of cuBLAS and cuDNN workspaces that `bound_bytes` of the baseline includes."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that `bound_bytes` includes."""
     return library_bytes(trace) + workspace_margin(step_under(trace, BASELINE))
 
 
@@ -449,7 +452,7 @@ def model_bytes(trace: Trace, plan: Plan) -> int:
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return the tick at which the intervals together hold the most bytes, and these bytes.
+    """Return the operation of the step at which most bytes are in memory, and these bytes.
 
     A tick is a position in the step's list of operations. `length`: the number of ticks.
 
@@ -479,7 +482,7 @@ def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
 
 
 def _is_kept(interval: Interval, trace: Trace) -> bool:
-    """Return whether these bytes outlast a phase: activations and temporaries until backward, gradients to the end of the step."""
+    """Return whether the bytes of an interval outlast the phase of the step in which they were allocated."""
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
         return interval.birth <= trace.backward_at <= interval.death
     return interval.role is not Role.GRADIENT or interval.death >= trace.length

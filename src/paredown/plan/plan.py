@@ -71,7 +71,7 @@ SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule in which two plans differ. A side is None if its plan has no such rule. The sides are equal if only the order differs."""
+    """A rule in which two plans differ: the rule of each plan, or None."""
 
     key: str
     mine: Assignment | str | None
@@ -85,7 +85,7 @@ class Difference(NamedTuple):
 
 
 class Differences(tuple[Difference, ...]):
-    """The rows of `Plan.diff`, which print one to a line."""
+    """The result of `Plan.diff`: the rules in which two plans differ, printed one to a line."""
 
     def __repr__(self) -> str:
         return "\n".join(str(row) for row in self) or "no difference"
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products, tuple[tuple[str, int], ...]]:
-        """The rules, checkpointed modules, `offload`, products and tiles as one value, equal for plans with the same effect.
+        """All of the plan that has an effect, as one value; plans with the same effect have equal keys.
 
         Reasons are left out. Priors, picks, sweeps and reports use the value to recognize a plan.
         """
@@ -154,7 +154,10 @@ class Plan:
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """Return a plan with one format for each named role, and `product=` for all linear layers; without any, the baseline."""
+        """Return a plan with one format for each role that is named, and `product=` for all linear layers.
+
+        Without any it is the baseline.
+        """
         rules: list[tuple[str, Assignment]] = []
         product = formats.pop("product", None)
         for role, format in cast("dict[str, FormatLike]", formats).items():
@@ -178,7 +181,7 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """Return this plan with a new last rule; an old rule with the same key is replaced.
+        """Return this plan with one more rule, the last one; a rule with the same key is replaced.
 
         Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
         """
@@ -210,7 +213,7 @@ class Plan:
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Whether training under the plan rounds nothing: it has no rules. Layers may be checkpointed."""
+        """Whether training under the plan rounds nothing, since it has no rules; layers may be checkpointed."""
         return not self.rules and not self.products
 
     @property
@@ -219,7 +222,7 @@ class Plan:
         return any(element is not None for _, element in self.products)
 
     def product_of(self, path: str) -> tuple[str | None, bool]:
-        """Return (element, is_named): the 8-bit element of the layer's products, or None, and whether a rule has exactly this path.
+        """Return the 8-bit element in which a layer multiplies (or None), and whether a rule names exactly this layer.
 
         >>> Plan.preset("fp8").set("product=head", None).product_of("head")
         (None, True)
@@ -227,7 +230,7 @@ class Plan:
         return find_product(self.products, path)
 
     def recomputing(self, *modules: str) -> Plan:
-        """Return this plan with activation checkpointing of these modules too, given by path or pattern.
+        """Return this plan with activation checkpointing of these modules too, which are paths or patterns.
 
         Names of slots are tensors that a compiled step recomputes one by one.
 
@@ -238,7 +241,7 @@ class Plan:
         return replace(self, recompute=tuple(dict.fromkeys((*self.recompute, *modules))))
 
     def offloading(self) -> Plan:
-        """Return this plan with packed inputs of checkpointed layers in host memory until backward needs them, on a GPU.
+        """Return this plan with packed inputs of checkpointed layers stored in host memory, on a GPU.
 
         >>> Plan.preset("activations8").recomputing("layers.*").offloading().offload
         True
@@ -246,7 +249,7 @@ class Plan:
         return replace(self, offload=True)
 
     def tiling(self, *modules: str, length: int) -> Plan:
-        """Return this plan with the modules inside of `modules`, given by path or pattern, run over pieces of `length` tokens.
+        """Return this plan with modules, given by path or pattern, that run over pieces of `length` tokens.
 
         They are the outermost ones that act on tokens one by one, such as MLPs and norms; they run again, piece by piece, in backward.
 
@@ -260,16 +263,16 @@ class Plan:
 
     @cached_property
     def checkpointed(self) -> tuple[str, ...]:
-        """The modules in `recompute`."""
+        """The modules that `recompute` names."""
         return tuple(text for text in self.recompute if ":" not in text)
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """The slots in `recompute`, if the plan packs activations; else none, since the graphs are then those of plain torch.compile."""
+        """The slots that `recompute` names, which a compiled step recomputes; none if the plan packs no activations."""
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:
-        """Return whether backward of a compiled step recomputes a slot. `names`: those under which operations saved it.
+        """Return whether backward of a compiled step recomputes a slot; `names` are those that operations gave it.
 
         >>> plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.*.mlp.1:input")
         >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
@@ -279,17 +282,17 @@ class Plan:
 
     @cached_property
     def packs_activations(self) -> bool:
-        """Whether a rule can match activations. Only then does a session hook saved tensors, and also pack masks and indices."""
+        """Whether a rule can match activations, so that a session must hook saved tensors."""
         return any(key.role in (None, Role.ACTIVATION) for key in self._index.keys)
 
     @property
     def activation_formats(self) -> list[Format | None]:
-        """The formats of the rules that can match activations; None for unmodified."""
+        """The formats of all rules that can match activations; None stands for unmodified."""
         pairs = ((Selector.parse(key), assignment.format) for key, assignment in self.rules)
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """Return the assignment of the slot with this role. `names`: those under which operations saved it. Results are cached."""
+        """Return what the plan requests for a slot of this role; `names` are those that operations gave it."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:
@@ -297,7 +300,7 @@ class Plan:
         return assignment
 
     def needs_of(self, name: str, needs: Needs) -> Needs:
-        """Return what backward needs of an activation under this plan.
+        """Return what backward needs of an activation under this plan, which may remove the pin of a checkpoint's input.
 
         If a rule names the input of a checkpointed layer, the lower bound on its precision (`Needs.pin`) is removed.
 
@@ -318,7 +321,7 @@ class Plan:
         return UNMODIFIED if best is None else self.rules[best][1]
 
     def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the keys of rules that name a slot which is not in `slots`, as a plan made for a similar model may have.
+        """Return the keys of rules that name slots which do not exist; raise PlanError for patterns that match nothing.
 
         Each slot is (names under which operations saved it, role). Raise PlanError if a pattern matches no slot, or if all slots that the
         plan names are missing. A role without slots is no error.
@@ -339,7 +342,7 @@ class Plan:
         return [str(key) for key in missing]
 
     def check_stored(self) -> None:
-        """Raise PlanError for the first rule whose format cannot be stored in its role. Store mode, footprints and `assign` call this.
+        """Raise PlanError for a rule whose format cannot store tensors of its role.
 
         Simulate mode stores nothing, and takes formats without a scale.
 
@@ -360,11 +363,11 @@ class Plan:
                 )
 
     def unmatched(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the names and patterns in the plan's rules that match none of `slots`, (names, role) pairs as in `check`."""
+        """Return the names and patterns in the plan's rules that match none of these slots."""
         return [str(key) for key in self._index.unmatched([(bare_names(names, Role(role)), Role(role)) for names, role in slots])]
 
     def diff(self, other: Plan) -> Differences:
-        """Return the rules that differ between two plans, this plan's side first; none if the plans have the same effect.
+        """Return the rules in which this plan (first) and `other` differ; none if they have the same effect.
 
         Reasons are not compared.
         """
@@ -441,7 +444,7 @@ class Plan:
 
     @staticmethod
     def from_json(value: Any) -> Plan:
-        """Return the plan from its JSON value; raise PlanError, with the reason, for a value that `to_json` does not write."""
+        """Return the plan whose JSON value is `value`; raise PlanError for a value that `to_json` does not write."""
         parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_TILES, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
@@ -476,7 +479,7 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
 
 
 def _assignment(key: str, *parts: Any) -> Assignment:
-    """Return `Assignment.parse(format, rounding, overflow)`; the message of an error names the rule."""
+    """Return the assignment for a rule's format, rounding and overflow; errors name the rule."""
     try:
         return Assignment.parse(*parts)
     except PlanError as error:
@@ -490,7 +493,7 @@ def _from_json(key: str, value: Any) -> Assignment:
 
 
 def combine_presets(names: Iterable[str]) -> Plan:
-    """Return one plan with the rules of several presets, whose roles must differ.
+    """Return one plan with the rules of several presets, which must not share a role.
 
     >>> [key for key, _ in combine_presets(("half", "activations8")).rules]
     ['weight', 'gradient', 'moment1', 'moment2', 'activation']

@@ -43,7 +43,7 @@ FORWARD = ("forward", "loss")  # phases of operations in forward
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted seconds of one step: on the device, on the host, and in total (`seconds`).
+    """The predicted seconds of one step: on the device, on the host, and in total.
 
     The total is the larger of device and host or a little more, on a CPU their sum. `num_untimed`: operations whose time follows from rates
     of the device, since they were not timed themselves.
@@ -67,7 +67,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """What the step is limited by: "device" or "host"."""
+        """The slower side, which limits the step: "device" or "host"."""
         return "host" if not self.is_cpu and self.host_seconds > self.device_seconds else "device"
 
     def __add__(self, other: StepTime) -> StepTime:
@@ -105,7 +105,7 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the device and host time that packing and activation checkpointing add to a step, without its optimizer."""
+    """Return the time that packing and activation checkpointing add to a step, without its optimizer."""
     checkpointed = planned_step(step, plan)
     parts = (_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), _checkpointing(step, plan, calibration))
     return sum(parts, StepTime(0.0, 0.0))
@@ -121,7 +121,7 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
 
 @cached_on_trace
 def called_modules(trace: Trace) -> list[str]:
-    """Return the paths of the modules in whose forward operations run, and of their parents."""
+    """Return the paths of modules in whose forward operations run, and of the modules around these."""
     return with_parents(one.module for one in trace.operations if one.phase == "forward")
 
 
@@ -141,7 +141,7 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def num_watched(trace: Trace, plan: Plan) -> int:
-    """Return how many module calls and saved tensors a session looks at if it packs any, without those in checkpointed layers."""
+    """Return the number of module calls and saved tensors that a packing session processes in one step."""
     layers = _checkpointed_layers(trace, plan)
     modules = sum(not any(is_of(path, layer) for layer in layers) for path in called_modules(trace))
     return modules + sum(len(slot.names) for slot in trace.activations)
@@ -167,7 +167,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
 
 
 def num_saved(trace: Trace, layers: Sequence[str]) -> int:
-    """Return the number of tensors that the layers save for backward: activations, weights, and casts of weights."""
+    """Return the number of tensors that these layers save for backward."""
 
     def is_inside(name: str) -> bool:
         return any(is_of(name, layer) for layer in layers)
@@ -180,7 +180,7 @@ def num_saved(trace: Trace, layers: Sequence[str]) -> int:
 
 
 def product_of(slot: Slot) -> Operation:
-    """Return the operation that recomputes a slot of a compiled step: a matrix product or convolution."""
+    """Return the matrix product or convolution by which backward recomputes a slot of a compiled step."""
     how = slot.recomputation
     assert how is not None
     return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)

@@ -56,7 +56,7 @@ SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 @dataclass(frozen=True)
 class Saver:
-    """An operation that saved a tensor for backward, and what its backward needs of the tensor."""
+    """An operation that saved a tensor for backward: its slot name, and what its backward needs."""
 
     name: str
     op: str
@@ -67,13 +67,13 @@ class Saver:
 
     @property
     def needs(self) -> Needs:
-        """What the operation's backward needs of the tensor."""
+        """What the operation's backward needs of the tensor, from the table of operations."""
         return Needs(self.use, self.pin, self.is_centered)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The stored form of a slot for one use (`Use`) in backward, and the ticks at which it is packed, decoded and released."""
+    """The packed data of a slot for one use in backward, with the operations (ticks) at which it is packed, decoded and freed."""
 
     use: Use
     packed: Tick
@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """How backward of a compiled step could recompute a saved tensor, which it reads from tick `first` to tick `last`.
+    """How backward of a compiled step could recompute a saved tensor from others, and what that costs.
 
     `sources`: the storages of the tensors that it is computed from, which are then stored unmodified. `op`, `flops`, `nbytes`: its matrix
     product or convolution, floating point operations, and bytes read and written. `written_bytes`: of other tensors in between.
@@ -104,7 +104,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor with a role. `shape` and `dtype` are those of its first saver; `nbytes` of an activation is the size of its storage.
+    """A tensor of a training step in one role, with its bytes, and its lifetime in operations of the step (ticks).
 
     `birth` to `death` is its lifetime in the baseline. If it is packed, the original is freed after `dropped`. `stays` is the reason why
     no plan can pack it, "" where a plan can. A view that is a small part of its storage is a slot of its own; slots of one storage have
@@ -140,24 +140,24 @@ class Slot:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which operations saved the slot (`savers`); the slot's own name if there are none."""
+        """The names under which operations saved the tensor; its own name if none did."""
         return tuple(saver.name for saver in self.savers) or (self.name,)
 
     @property
     def pin(self) -> Pin | None:
-        """The strictest lower bound on precision (`Pin`) of any saver; None if no saver has one."""
+        """The strictest lower bound on the precision in which the tensor may be stored; None if it has none."""
         pins = [saver.pin for saver in self.savers if saver.pin is not None]
         return max(pins, key=lambda pin: pin.significant_bits, default=None)
 
     @property
     def uses(self) -> frozenset[Use]:
-        """Everything that backward needs of the tensor."""
+        """All that backward needs of the tensor, such as values or signs."""
         return frozenset(part.use for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Output:
-    """Memory that an operation allocated.
+    """Memory that an operation of the step allocated, with its lifetime in operations of the step (ticks).
 
     `slot`: the slot that the memory belongs to, "" for a temporary. `used`: the tick of the last operation that read it, -1 if unknown;
     a variable of the program may hold it longer.
@@ -178,7 +178,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Operation:
-    """`count` equal calls of one operation in a module and a phase; floating point operations and bytes moved are those of one call.
+    """A kind of call that runs `count` times in a module and a phase, with its flops and bytes moved.
 
     `arguments`: JSON of tensors and numbers that a call can be repeated with (predict/timeline.py), "" where it cannot. Operations that
     only make views run no kernel: those of a module and a phase are one row, whose `op` is VIEW. Allocations are left out.
@@ -196,7 +196,7 @@ class Operation:
 
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """One training step of `length` ticks: the tensors it stores (`slots`) and allocates (`outputs`); backward begins at `backward_at`.
+    """All tensors that one training step stores and allocates, with their lifetimes, and all operations of the step.
 
     `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
     `operations` are all operations of forward, loss and backward, from which step time is predicted; a compiled step has none.
@@ -231,7 +231,7 @@ class Trace:
 
     @property
     def kept_activations(self) -> tuple[Slot, ...]:
-        """The activations that exist when backward begins: not those that the second forward pass of a checkpointed layer saves."""
+        """The activations that exist when backward begins, without those that checkpointed layers save when they run again."""
         return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
 
     def of(self, role: Role) -> tuple[Slot, ...]:
@@ -239,7 +239,7 @@ class Trace:
         return tuple(slot for slot in self.slots if slot.role is role)
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
-        """Return the slot with this name. If `role` is None, only activations and weights are searched."""
+        """Return the slot with this name; without `role`, an activation or a weight."""
         roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
         matches = [slot for slot in self.slots if name in slot.names and slot.role in roles]
         if not matches:
@@ -248,7 +248,7 @@ class Trace:
 
     @cached_property
     def largest(self) -> tuple[Slot, ...]:
-        """The 10 largest activations, one for each storage."""
+        """The 10 activations of most bytes, one for each storage."""
         by_storage = {slot.storage: slot for slot in reversed(self.kept_activations)}
         return tuple(sorted(by_storage.values(), key=lambda slot: -slot.nbytes)[:LARGEST])
 
@@ -292,12 +292,12 @@ OF_OTHER_STEPS = ("without_packing", "in_4_bits", "unmodified")
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
-    """Return the dtype in which saved integers below `bound`, such as class targets, are stored; `dtype` if `bound` is None."""
+    """Return the narrowest dtype for saved integers below `bound`; `dtype` if the bound is not known."""
     return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Return the bytes of a saved integer below `bound`; `itemsize` if `bound` is None.
+    """Return how many bytes a saved integer below `bound` takes; `itemsize` if the bound is not known.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
@@ -306,7 +306,7 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
 
 
 def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
-    """Return `compute` as a function whose result is cached on the trace. Callers must not modify the result."""
+    """Return `compute` with results cached on the trace that it is called with."""
     name = f"_{compute.__name__}"
 
     @wraps(compute)
@@ -319,7 +319,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """Return the first slot of each storage, and all slots without a storage number."""
+    """Return one slot for each storage, and all slots without a storage."""
     seen: set[int] = set()
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 
@@ -328,7 +328,7 @@ def _once(slots: tuple[Slot, ...]) -> list[Slot]:
 
 
 def check_trace(trace: Trace) -> None:
-    """Raise TraceError if times, sizes or slots of a trace contradict one another."""
+    """Raise TraceError if times, sizes or slots of a trace contradict each other."""
     if trace.device not in DEVICES:
         raise TraceError(f"device of a trace is {' or '.join(DEVICES)}, not {brief(trace.device)}.")
     if trace.length > MAX_TICKS:
@@ -356,7 +356,7 @@ def check_row(row: Slot | Output | Part, length: int) -> None:
 
 
 def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
-    """Yield every lifetime in a slot, output or part, as (word, begin, word, end)."""
+    """Yield the lifetimes in a slot, output or part, each as (word, begin, word, end)."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
     if isinstance(row, Output):
@@ -371,7 +371,7 @@ def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]
 
 
 def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """Raise TraceError if a slot or output is impossible, or if two contradict one another. `length`: the number of ticks of the step."""
+    """Raise TraceError if a slot or output is impossible, or if two contradict each other."""
     for row in (*slots, *outputs):
         check_row(row, length)
     total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
@@ -391,12 +391,12 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
 
 
 def _copies(row: Slot | Output) -> int:
-    """Return an upper bound on how many copies of a row's bytes exist at once: the tensor, its packed parts and their decoded copies."""
+    """Return how many copies of a tensor can exist at once at most, which may be original, packed or decoded."""
     return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
 
 
 def _check_bytes(slot: Slot) -> None:
-    """Raise TraceError unless the bytes of a weight, a gradient or a moment follow from its shape and dtype."""
+    """Raise TraceError if the bytes of a weight, gradient or moment do not follow from its shape and dtype."""
     numel = prod(slot.shape)
     size = numel * FLOAT_BYTES.get(slot.dtype, 0)
     if (size and size != slot.nbytes) or slot.numel not in (0, numel):
@@ -404,7 +404,7 @@ def _check_bytes(slot: Slot) -> None:
 
 
 def _check_uses(slot: Slot) -> None:
-    """Raise TraceError unless every part of an activation belongs to a use that an operation saved it for."""
+    """Raise TraceError if an activation has packed data for a use that no operation has."""
     if slot.numel * FLOAT_BYTES.get(slot.dtype, 1) > slot.nbytes:
         raise _contradiction(slot, f"{slot.numel} values of {slot.dtype} in a storage of {slot.nbytes} bytes")
     packed, saved = ({row.use for row in rows} for rows in (slot.parts, slot.savers))
@@ -418,7 +418,7 @@ def _check_uses(slot: Slot) -> None:
 
 
 def _check_names(slots: tuple[Slot, ...]) -> None:
-    """Raise TraceError unless each (role, name) belongs to one slot, and each saver to one activation."""
+    """Raise TraceError if two slots of a role, or two savers, have the same name."""
     seen: set[tuple[Role, str]] = set()
     for slot in slots:
         keys = (
@@ -430,7 +430,7 @@ def _check_names(slots: tuple[Slot, ...]) -> None:
 
 
 def _check_storages(activations: Iterable[Slot]) -> None:
-    """Raise TraceError unless slots of one storage have the same bytes and birth."""
+    """Raise TraceError if slots that share a storage differ in bytes or birth."""
     first: dict[int, Slot] = {}
     for slot in activations:
         other = first.setdefault(slot.storage, slot)
@@ -440,7 +440,7 @@ def _check_storages(activations: Iterable[Slot]) -> None:
 
 
 def _check_owners(slots: tuple[Slot, ...]) -> None:
-    """Raise TraceError unless every gradient, and every cast of a weight, belongs to a weight of the trace."""
+    """Raise TraceError if a gradient or a cast of a weight belongs to no weight of the trace."""
     weights = {slot.name for slot in slots if slot.role is Role.WEIGHT}
     named = {slot.name for slot in slots if slot.role is Role.GRADIENT}
     named |= {slot.recomputed_from for slot in slots if slot.role is Role.TEMPORARY and slot.recomputed_from}

@@ -375,7 +375,7 @@ def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] 
 
 
 def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
-    """Yield the slots of `base`, with the reason for frozen weights that stay unmodified in graphs.
+    """Yield the slots of `base`, changed for frozen weights to how compiled graphs store them.
 
     The largest decoded weight has its decoded copy during the whole step, an upper bound: graphs decode one weight at a time.
     """

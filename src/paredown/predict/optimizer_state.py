@@ -158,7 +158,7 @@ def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dic
 
 
 def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterator[StateTensor]:
-    """Yield the state tensors of a parameter, given those of a tiny parameter of the same rank."""
+    """Yield the state tensors of a parameter by analogy with those of a tiny parameter of the same rank."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     seen_roles: set[Role] = set()
     for name, value in tiny_state.items():

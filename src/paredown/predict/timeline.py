@@ -52,7 +52,7 @@ OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage: its bytes, its lifetime, and the operation, module and phase that allocated it.
+    """A storage of the step: its bytes, its lifetime in operations of the step, and the operation that allocated it.
 
     `merges`: if the storage is the sum of two gradients that autograd added, these gradients. `cast_of`: the allocation that this one is a
     copy of in another dtype, as autocast makes of weights.
@@ -77,14 +77,11 @@ class Allocation:
     inputs: list[str] = field(default_factory=list[str])  # slot names as the input of modules, if those were checkpointed
 
     def tensor(self) -> Tensor | None:
-        """Return a live tensor on this storage, None if there is none."""
+        """Return a live tensor on this storage; None if there is none."""
         return next((tensor for view in self.views if (tensor := view()) is not None), None)
 
     def happens_in_place(self) -> bool:
-        """Return whether real autograd would add in place here, as it does if one of the two gradients has no other owner.
-
-        Fake tensors never add in place.
-        """
+        """Return whether real autograd would add two gradients in place here, which fake tensors never do."""
         return any(part.death == self.birth for part in self.merges)
 
 
@@ -147,7 +144,7 @@ class Timeline(TorchDispatchMode):
             allocation.views.append(weakref.ref(value))
 
     def _record_workspace(self, nbytes: int, module: str) -> None:
-        """Record memory that is allocated and freed within the current operation."""
+        """Record memory that the current operation allocates and frees."""
         if nbytes:
             self.allocations.append(
                 Allocation(nbytes, self.current_tick, self.last_op, module, self.phase, (nbytes,), "uint8", death=self.current_tick)
@@ -202,12 +199,12 @@ class Timeline(TorchDispatchMode):
         return self._modules[bisect_right(self._modules, number, key=lambda pair: pair[0]) - 1][1]
 
     def tick(self) -> int:
-        """Advance to the next tick for an event that is no operation, such as packing, and return the new tick."""
+        """Count one event that is no operation, such as packing, and return its tick."""
         self.current_tick += 1
         return self.current_tick
 
     def add(self, tensor: Tensor, *, op: str, module: str, owner: Any = None) -> Allocation:
-        """Record the storage of `tensor`, which must not be recorded yet, and return its allocation.
+        """Record the storage of a tensor that is new, and return its allocation.
 
         `op`, `module`: what allocated it. `owner`: a Role, or the stored part that is decoded into the storage.
         """
@@ -222,12 +219,12 @@ class Timeline(TorchDispatchMode):
         return allocation
 
     def find(self, tensor: Tensor) -> Allocation | None:
-        """Return the live allocation of the storage of `tensor`, None if it was not recorded."""
+        """Return the allocation of a tensor's storage; None if it was not recorded."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
     @contextmanager
     def owned_by(self, owner: Any) -> Generator[None]:
-        """Set `owner` as the owner of storages that are allocated inside of a `with` block."""
+        """Return a context in which new storages belong to `owner`."""
         before, self._owner = self._owner, owner
         try:
             yield
@@ -236,7 +233,7 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Do not record operations inside of a `with` block."""
+        """Return a context in which operations are not recorded."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -244,11 +241,11 @@ class Timeline(TorchDispatchMode):
             self._is_paused = before
 
     def live(self) -> list[Allocation]:
-        """Return the allocations that are live at the current tick."""
+        """Return the allocations that exist at the current operation."""
         return list(self._live.values())
 
     def record_free(self, cdata: int) -> None:
-        """Record that a storage was freed at the current tick."""
+        """Record that a storage was freed at the current operation."""
         self._live.pop(cdata).death = self.current_tick
 
 
@@ -259,7 +256,7 @@ def _record_free(reference: weakref.ref[Timeline], cdata: int) -> None:
 
 
 def _arguments_json(args: Any, kwargs: Any) -> str:
-    """Return the arguments of an operation as JSON.
+    """Return the arguments of an operation as JSON, with which it can be repeated; "" if that is impossible.
 
     It is "" if they hold other values than tensors, numbers, texts and dtypes, or are long.
     """

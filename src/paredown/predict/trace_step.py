@@ -83,13 +83,13 @@ def trace_step(
 
 
 def _is_of_loss(slot: Slot) -> bool:
-    """Return whether a cross entropy loss saved the slot."""
+    """Return whether the slot was saved by a cross entropy."""
     return any(saver.op.strip("_").startswith(CROSS_ENTROPY) for saver in slot.savers)
 
 
 @dataclass(frozen=True, eq=False)
 class StepTracer:
-    """Traces one step: unmodified, and as sessions run it if that differs.
+    """The tracing of one step: unmodified, and as sessions run it where that differs.
 
     `options`: the dtype of autocast, and whether the model is compiled.
     """
@@ -103,12 +103,15 @@ class StepTracer:
     options: tuple[torch.dtype | None, bool]
 
     def trace(self, head: Any = None) -> Trace:
-        """Return the trace, with `without_packing` if that differs. `head`: the output head whose loss is computed in chunks."""
+        """Return the trace of the step.
+
+        It has `without_packing` if that differs; `head` is the output head whose loss is computed in chunks.
+        """
         trace, has_hidden = self._trace(head, in_session=False)
         return replace(self._trace(head, in_session=True)[0], without_packing=trace) if has_hidden else trace
 
     def _trace(self, head: Any, *, in_session: bool) -> tuple[Trace, bool]:
-        """Return the trace, and whether in-place operations hide what they save.
+        """Return the trace, and whether operations in place hide tensors that they save.
 
         `in_session`: as sessions run the step, if that differs.
         """
@@ -125,7 +128,7 @@ class StepTracer:
 def _run(
     step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
 ) -> Callable[[Trace], Trace]:
-    """Run the step on fake tensors; return a function that turns its trace into that of a compiled step, if it is compiled."""
+    """Run the step on fake tensors, and return a function that completes its trace if the step is compiled."""
     if not compiled:
         step.run(arguments, loss, autocast)
         return lambda trace: trace
@@ -146,12 +149,12 @@ def _device(device: Any) -> str:
 
 
 def _as_dict(batch: Any) -> Any:
-    """Return a mapping of any type as a dict, which torch's pytree functions descend into; other batches unchanged."""
+    """Return a mapping of any type as a dict, and any other batch unchanged."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 class TraceBuilder:
-    """Builds the `Trace` of a fake step that has run."""
+    """Builds the `Trace` of a fake step after it has run."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step = step
@@ -216,13 +219,13 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """Return the spans of ticks in which a packed `weight` is decoded, because its modules run or other operations read it."""
+        """Return when a packed weight is decoded because its modules run, or other operations read it."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
 
     def _constants(self) -> list[Allocation]:
-        """Return tensors that the model uses and that are registered neither as parameters nor as buffers."""
+        """Return the allocations of tensors that the model uses and has not registered."""
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:
@@ -274,7 +277,7 @@ def _state_slot(state: StateTensor, end: int) -> Slot:
 
 
 def _describe(batch: Any) -> tuple[str, ...]:
-    """Return name, shape and dtype of each tensor of a batch, as text."""
+    """Return a text with name, shape and dtype for each tensor of a batch."""
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, tuple | list) else (batch,))
     return tuple(
         f"{name}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, value in items for t in tensors_in(value)
@@ -282,7 +285,7 @@ def _describe(batch: Any) -> tuple[str, ...]:
 
 
 def _main_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of most parameter values; float32 for a model without parameters."""
+    """Return the dtype of most parameters' values; float32 if there are none."""
     sizes: dict[torch.dtype, int] = {}
     for p in model.parameters():
         sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()

@@ -167,7 +167,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Round a part of a value by the rule for that part, or else as the whole value was.
+        """Return a view or copy of a value; a part of the value is rounded by its own rule, if there is one.
 
         `name`: of the part; "" if `out` is the whole value.
         """

@@ -43,7 +43,7 @@ ADVICE = "Fake tensors have shapes and no values: move that decision out of the 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A batch, split into the arguments of the model and the arguments that the loss gets after the model's output."""
+    """The parts of a batch: arguments of the model, and arguments that the loss gets after the model's output."""
 
     args: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -51,7 +51,7 @@ class Arguments:
 
     @staticmethod
     def of(batch: Any, loss: Any) -> Arguments:
-        """Return the arguments in `batch`; with a loss, the last item of a tuple is the target."""
+        """Return the parts of `batch`: with a loss, the last item of a tuple is the target, all others go to the model."""
         if isinstance(loss, type) or not (loss is None or callable(loss)):
             given = f"the class {loss.__name__}: pass an instance, {loss.__name__}()" if isinstance(loss, type) else repr(loss)
             raise TraceError(f"loss is a function of the model's output and the target, such as {LOSS_EXAMPLE}, not {given}.")
@@ -69,7 +69,7 @@ class Arguments:
 
 @final
 class Loss(nn.Module):
-    """A loss as a module, so that `Watch` records what it saves. A loss that is a module itself is not registered as a child."""
+    """A loss function as a module, so that what it saves is recorded like that of other modules."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Loss(nn.Module):
 
 
 class ModuleRunTimes:
-    """Records when modules that own parameters run, in ticks. `current_tick` returns the tick."""
+    """A record of the times, in operations of the step, at which modules that own parameters run."""
 
     def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
         self._current_tick = current_tick
@@ -95,7 +95,7 @@ class ModuleRunTimes:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Record calls inside of a `with` block; those in backward too, since a checkpoint calls its modules again."""
+        """Return a context in which module calls are recorded, also those in backward."""
         handles: list[Any] = []
         for module in self._modules:
             handles += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
@@ -106,7 +106,7 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """Return the spans of ticks, both ends included, in which a module that owns `parameter` runs."""
+        """Return the spans of time in which a module that owns `parameter` runs."""
         return merged(span for module in self._owners.get(id(parameter), ()) for span in self._spans[module])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -118,7 +118,7 @@ class ModuleRunTimes:
 
 
 class FakeStep:
-    """Runs one training step on fake tensors, and holds the records of it.
+    """One training step on fake tensors, and the records that it leaves.
 
     `initial_tensors`: (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at`: id of a parameter -> tick at which
     its gradient is complete. `held`: allocations that are live when backward begins and that autograd's graph does not hold.
@@ -189,7 +189,7 @@ class FakeStep:
 
     @contextmanager
     def _recording_gradients(self) -> Generator[None]:
-        """Record the ticks at which gradients of parameters are complete, inside of a `with` block.
+        """Return a context that records when the gradient of each parameter is complete.
 
         From then on they can be added to an accumulator, or used for an update.
         """
@@ -208,7 +208,7 @@ class FakeStep:
 
     @contextmanager
     def _square_masks_are_causal(self) -> Generator[None]:
-        """Assume inside of a `with` block that a square attention mask is causal.
+        """Return a context in which square attention masks are taken to be causal.
 
         nn.Transformer compares its values, which fake tensors do not have.
         """
@@ -227,7 +227,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record tensors that are live before backward and not in autograd's graph: inputs of checkpoints, and cached tensors."""
+        """Record tensors that live before backward outside of autograd's graph, such as inputs of checkpoints."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -254,7 +254,7 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Record the tensors that `module` saves inside of a `with` block.
+        """Return a context in which the tensors that `module` saves are recorded.
 
         Hooks stay until `backward` ends if that runs layers of reentrant checkpoints again.
         """
@@ -294,7 +294,7 @@ class FakeStep:
 
     @contextmanager
     def _explained(self, phase: str) -> Generator[None]:
-        """Add the module, the phase and the operation to errors that the model raises inside of a `with` block."""
+        """Return a context that adds module, phase and operation to errors that the model raises."""
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -336,7 +336,7 @@ class FakeStep:
 
 @contextmanager
 def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
-    """Raise TraceError instead of TypeError, inside of a `with` block, if the model's forward does not take the arguments."""
+    """Return a context that raises TraceError if the model's forward does not take the arguments."""
     try:
         yield
     except TypeError as error:
@@ -349,7 +349,7 @@ def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> G
 
 
 def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
-    """Return a sentence if the forward of the model does not take the arguments; else ""."""
+    """Return why the forward of the model does not take these arguments; "" if it does."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:  # of a function without a signature
@@ -364,7 +364,7 @@ def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
 
 
 def missing_loss(count: int, advice: str) -> str:
-    """Return a sentence on a step without a loss whose batch of `count` parts may end with the target.
+    """Return the message for a step without a loss whose batch seems to end with the target.
 
     `advice` says how to give the loss.
     """
@@ -372,7 +372,7 @@ def missing_loss(count: int, advice: str) -> str:
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Return spans in order; those that overlap or are adjacent are joined.
+    """Return spans of time in order, with those joined that overlap or touch.
 
     >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
     ((1, 5), (7, 9))
@@ -406,7 +406,7 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def _masks_by_values() -> Generator[None]:
-    """Let Hugging Face models read values of masks and positions inside of a `with` block, and drop masks that hide nothing.
+    """Return a context in which Hugging Face models can read the values of masks and positions.
 
     With fake tensors they would keep each mask, make one of positions that they count themselves, and repeat keys and values for them.
     Here the values are known (tensor_values.py). torch.compile has none either: compiled models do make these masks.
@@ -424,7 +424,7 @@ def _masks_by_values() -> Generator[None]:
 
 @contextmanager
 def _without_fake_tensor_log() -> Generator[None]:
-    """Turn off torch's log of errors of fake operations inside of a `with` block, since these errors are raised too."""
+    """Return a context in which torch does not log errors of fake operations, which are raised too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
