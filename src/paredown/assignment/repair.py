@@ -128,7 +128,7 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """The formats of all slots of a plan, in the arrays that the search for another plan works on.
+    """The current formats of all slots of a plan, as the arrays from which `repair` computes a new plan.
 
     `current` has the row of the ledger (options x ticks) that each item, slots that are stored together, has now. `bits[slot][row]`
     are the bits per value of a slot under that row.

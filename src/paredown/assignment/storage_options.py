@@ -93,7 +93,7 @@ class StorageOption:
 
     @property
     def total(self) -> int:
-        """The bytes of the option, summed over the operations of the step during which they are held."""
+        """The sum of the option's bytes over all operations of the step."""
         return sum(i.nbytes * (i.death - i.birth + 1) for i in self.held)
 
 
@@ -120,7 +120,7 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield groups of activations that are stored alike since they share memory, each with the formats to choose from.
+    """Yield groups of activations that share memory, and are therefore stored alike, each with the formats to choose from.
 
     `ladder_of`: the formats that a slot may have. `error_of`: the error of a slot in a format. `is_free`: slots of an item may have
     different formats. `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
@@ -366,7 +366,7 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes of a choice of formats, `bound_bytes` of its plan's footprint, or `peak_bytes` without margin."""
+        """Return the peak bytes of the step under a choice of formats, with or without the margin for unpredicted memory."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:

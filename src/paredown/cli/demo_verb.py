@@ -102,7 +102,7 @@ class MeasuredFit:
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
     def _row(self, name: str, plan: Plan, nbytes: int) -> EstimateRow:
-        """Return the bytes at the peak by role as a row of an estimate, with what was measured beyond the prediction."""
+        """Return a row of an estimate: the predicted bytes at the peak by role, and the rest of the measured peak as workspace."""
         from paredown.plan.footprint import footprint
 
         foot = footprint(self.subject.trace(plan), plan)

@@ -117,7 +117,7 @@ def signed(word: int) -> int:
 
 
 def high_key(index: int) -> int:
-    """Return the number that changes the second key of the random bits for indices from 2^32 on; 0 below."""
+    """Return the change of the second key of the random bits for element indices of 2^32 and more; 0 for smaller ones."""
     high = ((index >> 32) * HIGH_INDEX) & WORD
     return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 

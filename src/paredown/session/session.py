@@ -91,7 +91,7 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 
 
 class Session:
-    """A plan at work on a model in store mode, until `close`."""
+    """A plan at work on a model in store mode, from `apply` until `close`."""
 
     awaits_optimizer = False  # whether an integration will make an optimizer of paredown.optim: changes do not request one
 
@@ -104,7 +104,7 @@ class Session:
         make_guard: GuardFactory | None = None,
         chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
-        """Apply `plan` to the model inside of `given`, which may be wrapped in DistributedDataParallel or compiled."""
+        """Apply `plan` to a model, which may be wrapped in DistributedDataParallel or compiled."""
         plan.check_stored()
         self.plan = self.applied = plan  # a guard changes `plan`
         is_compiled, model = is_wrapped_by_compile(given), unwrapped(given)
@@ -167,29 +167,29 @@ class Session:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the activations that are stored packed at this moment."""
+        """The bytes of activations that are stored packed at this moment."""
         return self._activations.stored_bytes + (self._compiled.stored_bytes if self._compiled is not None else 0)
 
     @property
     def runs(self) -> MeasuredRuns:
-        """The contexts in which `verify` runs training steps of this session."""
+        """The contexts in which `verify` runs training steps of this model."""
         return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed, self._tiles)
 
     @property
     def model(self) -> nn.Module | None:
-        """The model of the session; None if it was deleted."""
+        """The model that the session belongs to; None if it was deleted."""
         return self._model()
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of codes and scales of the packed weights."""
+        """The bytes of codes and scales of the packed weights."""
         return self._weights.nbytes
 
     def compile(self, **options: Any) -> Any:
-        """Return the model compiled by torch.compile, whose arguments it takes; the graphs pack what they save for backward.
+        """Return the model compiled by torch.compile, whose graphs pack what they save for backward.
 
-        Call the returned model in place of the original one, and compile before the first step. From now on the original model saves its
-        activations unmodified when it is called directly.
+        Arguments are those of torch.compile. Call the returned model in place of the original one, and compile before the first
+        step. From now on the original model saves its activations unmodified when it is called directly.
         """
         model = self._model()
         if model is None or not self._is_open:
@@ -220,7 +220,7 @@ class Session:
         return self._compiled.compile(model, self._called() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
-        """Return a context in which all parameters are unpacked; parameters that change are encoded again when it ends."""
+        """Return a context in which all parameters are plain; those that change are encoded again when it ends."""
         return self._weights.unpacked()
 
     @property
@@ -268,7 +268,7 @@ class Session:
 
     @property
     def actions(self) -> Actions:
-        """The actions of the guard (raised, lowered and skipped), step by step; empty without a guard."""
+        """The actions of the guard (slots raised and lowered, steps skipped) in order; empty without a guard."""
         return Actions(self._guard.actions if self._guard is not None else ())
 
     @property
@@ -278,14 +278,14 @@ class Session:
 
     @property
     def sensitivities(self) -> Any:
-        """The gradient error that rounding each slot causes, as the guard uses it; None without a guard or if it has none.
+        """The gradient error that rounding each slot causes, if a guard has measured it; else None.
 
         They are those that the guard was created with, or those that it measured last.
         """
         return self._guard.sensitivities if self._guard is not None else None
 
     def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:
-        """Measure the gradient error that rounding each slot causes, and let the guard choose formats by it.
+        """Measure the gradient error that rounding each slot causes, and let the guard choose formats anew.
 
         The arguments are those of `probe`.
         """
@@ -294,7 +294,7 @@ class Session:
         return self._guard.reprobe(batch, loss)
 
     def explain(self) -> Explanation:
-        """Return for each slot the requested format, the current one, and the reason: quantized, pinned, held, raised by the guard."""
+        """Return a row for each slot: the requested format, the one in use, and the reason."""
         slots = self._guard.slots if self._guard is not None else self._activations.decisions
         changes = self.changes
         changed = {change.slot for change in changes}
@@ -327,7 +327,7 @@ class Session:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a session that had the same plan."""
+        """Restore the state of a session that had the same plan."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or not {"plan", "seed", "forwards"} <= set(state):
             raise ApplyError(
                 f"this is not the state of a session, version {VERSION}: it {describe_state(state)}. "
@@ -428,7 +428,7 @@ class Session:
         return self._compiled is None and does_nothing(self.applied, stored, has_run=has_run)
 
     def _is_unseen(self) -> bool:
-        """Return whether parameters have gradients although the session saw no forward pass."""
+        """Return whether parameters have gradients although the session has seen no forward pass."""
         return self._unseen is not None and self._compiled is None and not self._watch.was_compiled and self._unseen.check()
 
     def _model_name(self) -> str:
@@ -448,7 +448,7 @@ class Session:
         return stored_bytes(self._model(), self._activations, self._weights.weights.values())
 
     def _change(self, plan: Plan) -> None:
-        """Use the plan that the guard chose, from the next forward pass on."""
+        """Use another plan, which the guard chose, from the next forward pass on."""
         self.plan = plan
         self._activations.set_plan(plan)
         if self._compiled is not None:

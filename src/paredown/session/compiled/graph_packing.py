@@ -278,7 +278,7 @@ class PlanBackend:
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
-        """Return the path in the model of each variable through which a compiled function reaches modules."""
+        """Return, for each variable through which a compiled function reaches modules, the path of its module in the model."""
         names, found = self.names(), dict[str, str]()
         for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
             name, source = names.get(id(example), ""), getattr(node, "_dynamo_source", None)

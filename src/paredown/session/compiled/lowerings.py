@@ -58,7 +58,7 @@ _through_dispatcher = {
 
 
 def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
-    """Return whether `decode` below covers a format: integers in whole blocks, of a known size, decoded to float32 or bfloat16."""
+    """Return whether this file's lowering of `decode` handles a format: integers in whole blocks to float32 or bfloat16."""
     if format.block is None or format.scale is None or format.scale.name not in SCALES or dtype is torch.float16:
         return False
     is_integer = format.element.kind in (ElementKind.INT, ElementKind.UINT)
@@ -67,7 +67,7 @@ def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
 
 @register_lowering(torch.ops.paredown.decode.default, type_promotion_kind=None)
 def decode(parts: Sequence[Any], format: str, dtype: torch.dtype, *layout: Any) -> Any:
-    """Return the decoded values as a pointwise operation, for formats that `lowers` accepts.
+    """Return the lowering of `paredown::decode` to a pointwise operation, which Inductor fuses.
 
     `layout`: the sizes in memory order and the dimensions by which they are permuted.
     """
@@ -90,7 +90,7 @@ def decode(parts: Sequence[Any], format: str, dtype: torch.dtype, *layout: Any) 
 
 @register_lowering(torch.ops.paredown.unpack_bits.default, type_promotion_kind=None)
 def unpack_bits(bits: Any, *layout: Any) -> Any:
-    """Return the booleans of a mask that has eight in each byte."""
+    """Return the lowering of `paredown::unpack_bits`: booleans from a mask with eight in each byte."""
     load = bits.make_loader()
 
     def value(i: Any) -> Any:
@@ -103,7 +103,7 @@ def unpack_bits(bits: Any, *layout: Any) -> Any:
 
 
 def _counts_operations() -> bool:
-    """Return whether Inductor counts operations and reads of a value, to decide whether several readers compute it or read it from memory.
+    """Return whether Inductor is now counting the operations and reads of a value, rather than generating code.
 
     A decoded tensor counts as one read, as the tensor itself does in a step without packing. Reads of scales, which are small, would
     else make Inductor write normalized values to memory, in float32.
@@ -112,7 +112,7 @@ def _counts_operations() -> bool:
 
 
 def _code_loader(codes: Any, format: Format) -> Callable[[Any], Any]:
-    """Return a function from the index of a value to its code, an integer of any width."""
+    """Return a function that loads the code at the index of a value, as an integer of any width."""
     load, width, is_signed = codes.make_loader(), format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return lambda i: virtualized.ops.to_dtype(load([i]), torch.int8) if is_signed else load([i])
@@ -139,7 +139,7 @@ def _int(number: int) -> Any:
 
 
 def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], sizes: Sequence[int], dims: Sequence[int]) -> Any:
-    """Return `value(i)` for each index, as a contiguous tensor of `sizes` that is then permuted by `dims`."""
+    """Return an operation that computes `value(i)` for each index, as a tensor of `sizes` permuted by `dims`."""
     ranges: Any = [prod(sizes)]
     flat = Pointwise.create(device=source.get_device(), dtype=dtype, inner_fn=lambda index: value(index[0]), ranges=ranges)
     return permute(view(flat, sizes), dims)
@@ -189,14 +189,14 @@ def encode(x: Any, step: Any, order: Sequence[int], *options: Any) -> Any:
 
 
 def column_quantizer(*sizes: Any) -> Callable[..., None]:
-    """Return a function f(g, factors, codes, scales) that writes the last two; `sizes`: rows, columns, stride of rows, element."""
+    """Return the function that generated code calls to quantize columns, f(g, factors, codes, scales)."""
     kernels = backend.find_kernels()
     assert kernels is not None
     return kernels.column_quantizer(*sizes)
 
 
 def transposer(rows: int, columns: int) -> Callable[..., None]:
-    """Return a function f(codes, out) that writes the transpose to `out`."""
+    """Return the function that generated code calls to transpose codes, f(codes, out)."""
     kernels = backend.find_kernels()
     assert kernels is not None
     return kernels.transposer(rows, columns)
@@ -208,7 +208,7 @@ def _has_kernels(x: Any) -> bool:
 
 @register_lowering(COLUMNS, type_promotion_kind=None)
 def quantize_columns(g: Any, factors: Any, element: str) -> Any:
-    """Return the lowering of `paredown::quantize_columns`: [codes, scales]. On a CPU it is decomposed before."""
+    """Return the lowering of `paredown::quantize_columns`, the buffers [codes, scales]."""
     if not _has_kernels(g):
         return _through_dispatcher[COLUMNS](g, factors, element)
     (rows, columns), device = map(int, g.get_size()), g.get_device()
@@ -238,7 +238,7 @@ def transposed_codes(codes: Any) -> Any:
 
 
 def _is_known(sizes: Sequence[Any]) -> bool:
-    """Return whether a kernel can be called directly: sizes are numbers, and the wrapper is Python."""
+    """Return whether generated code can call a kernel directly, since all sizes are numbers."""
     return not V.graph.cpp_wrapper and all(getattr(size, "is_Integer", isinstance(size, int)) for size in sizes)
 
 
@@ -248,7 +248,7 @@ def _empty(device: Any, dtype: torch.dtype, *size: int) -> Any:
 
 @final
 class KernelCall(ExternKernel):
-    """The node of Inductor that calls `make(*arguments)`, a function of this module, on `inputs` and on `outputs`, which it writes."""
+    """A node of Inductor that calls a function made by `make(*arguments)` on inputs and on outputs, which it writes."""
 
     def __init__(self, make: str, arguments: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> None:
         self.make, self.arguments, self.device = make, arguments, outputs[0].get_device()
@@ -258,7 +258,7 @@ class KernelCall(ExternKernel):
         V.graph.register_operation(self)
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call into the code; for equal arguments, import and definition of the called function are written once."""
+        """Write the call into the generated code."""
         name = f"paredown_{self.make}_{crc32(repr(self.arguments).encode()):08x}"
         wrapper.add_import_once(f"from {__name__} import {self.make}")
         wrapper.add_import_once(f"{name} = {self.make}{self.arguments!r}")
@@ -270,13 +270,13 @@ class KernelCall(ExternKernel):
         return list(self.mutation_outputs)
 
     def get_device(self) -> torch.device | None:
-        """Return the device of all tensors."""
+        """Return the device of the tensors."""
         return self.device
 
     def should_allocate(self) -> bool:
-        """Return False: the buffers are allocated already."""
+        """Return False, since the buffers are allocated already."""
         return False
 
     def get_unbacked_symbol_defs(self) -> OrderedSet[Any]:
-        """Return the empty set: all sizes are known."""
+        """Return the empty set, since all sizes are known."""
         return OrderedSet()

@@ -86,7 +86,7 @@ class ForwardStorage:
         return entry[1] if entry is not None and entry[0] is node else None
 
     def pack_delayed(self) -> None:
-        """Pack the masks that were meant to be packed together with another tensor and are not packed yet."""
+        """Pack the masks that wait to be packed with another tensor."""
         for mask, slot in self.masks.values():
             if mask.delayed is not None:
                 slot.is_delayed = False

@@ -90,7 +90,7 @@ class StorageRef:
 
 
 def no_tensor() -> Tensor | None:
-    """Return None, in place of a weak reference whose tensor is gone."""
+    """Return None, as a weak reference does whose tensor was freed."""
 
 
 class StoredForm(ABC):

@@ -339,7 +339,7 @@ class PackedModule:
 
 
 class WeightCall:
-    """A call of a module with packed parameters that is running."""
+    """A running call of a module with packed parameters."""
 
     __slots__ = ("_saves", "first", "place", "weights")
 

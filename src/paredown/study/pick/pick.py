@@ -113,7 +113,7 @@ def pick(
 
 
 def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
-    """Return a function from plans to step times by the cost model.
+    """Return a function that predicts a plan's step time by the calibration of the device.
 
     None if the device was not calibrated, or if plans are simulated.
     """

@@ -126,7 +126,7 @@ def data_set_weights(prior_data: PriorData) -> Array:
 
 
 def predicting_weights(points: Array, new: Array, tasks: Array) -> tuple[Array, Array]:
-    """Return the weights by which errors of known plans predict those of new ones, and the covariance of the remaining error.
+    """Return the weights of known plans' errors in the prediction of new plans' errors, and the covariance of its error.
 
     `new` are the features of the new plans, `points` those of the levels. `tasks` (tasks, levels) are errors of the levels, NaN where not
     observed: each level is predicted from the others to scale the covariance.

@@ -114,7 +114,7 @@ def collect(
 
 
 def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
-    """Return the trials that count, once for each task, plan and seed, and the columns by key, in the order of their first trial."""
+    """Return the finished trials, one for each task, plan and seed, and the columns of the prior by key."""
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:

@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 2.0  # a store that is busy for longer is reported on the pag
 
 @dataclass
 class RecordSource:
-    """A source of records that can be read repeatedly: `load` reads the record, and `state` differs whenever it has changed."""
+    """A source of records that changes: `load` reads the current record, and `state` tells whether it has changed."""
 
     state: Callable[[], object]
     load: Callable[[], Record]
@@ -65,7 +65,7 @@ def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> Rec
 
 
 def _file_state(path: Path) -> object:
-    """Return time and size of a file; None if it cannot be read, which `Record.load` raises as an error."""
+    """Return modification time and size of a file; None if it cannot be read."""
     try:
         status = path.stat()
         return status.st_mtime_ns, status.st_size
@@ -74,7 +74,7 @@ def _file_state(path: Path) -> object:
 
 
 class WatchedSource:
-    """Polls a source in a thread; `number` increases with each new record, and `wait` blocks until it does."""
+    """A thread that polls a source; `number` increases with each new record, and `wait` blocks until then."""
 
     def __init__(self, source: RecordSource, *, seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._source, self._seconds, self._clock = source, seconds, clock

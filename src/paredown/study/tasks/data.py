@@ -138,7 +138,7 @@ class Examples(Data):
 
     @property
     def has_classes(self) -> bool:
-        """Whether answers are classes: one int64 number for each example."""
+        """Whether the answer to each example is one class number (int64)."""
         return self.y_train.dim() == 1 and self.y_train.dtype is torch.int64
 
     @property
@@ -171,7 +171,7 @@ class Examples(Data):
         return mean.float()[:, None, None], std.float()[:, None, None]
 
     def model_inputs(self, x: Tensor) -> Tensor:
-        """Return stored examples as the model gets them: normalized, with the channels that `look` requests."""
+        """Return stored examples in the form that the model receives: normalized, with the channels that `look` requests."""
         if self.normalization is not None:
             mean, std = (part.to(x.device, non_blocking=True) for part in self.normalization)
             x = (x.float() - mean) / std
