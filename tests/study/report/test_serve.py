@@ -100,7 +100,7 @@ def test_another_host_is_refused(server: Server, host: str) -> None:
         assert "blobs" not in body
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_its_own_names_are_answered(server: Server, host: str) -> None:
     assert ask(server, "GET", "/", Host=f"{host}:{server.port}")[0] == 200
 
@@ -136,10 +136,10 @@ def test_what_is_no_request_is_refused_without_its_words(server: Server) -> None
     assert "coffee" not in body
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.org", "::", ""])
-def test_no_other_machine_is_served(host: str) -> None:
-    with pytest.raises(ReportError, match="loopback"):
-        serve("record.json", host=host)
+def test_no_other_machine_is_served(server: Server) -> None:
+    """Another address of this machine, even one of the loopback network, finds no server."""
+    with pytest.raises(OSError):
+        http.client.HTTPConnection("127.0.0.2", server.port, timeout=10).connect()
 
 
 def test_a_port_that_is_taken_or_none_is_a_sentence(server: Server, tmp_path: Path) -> None:

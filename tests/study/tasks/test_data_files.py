@@ -71,7 +71,6 @@ def test_one_array_of_pictures_is_split_class_by_class(tmp_path: Path) -> None:
     data = read_arrays(tmp_path / "a.npz")
     assert (data.num_train, data.num_test) == (40, 10)
     assert Counter(data.y_test.tolist()) == {0: 5, 1: 5}
-    assert data.class_names == ("5", "7")
     seen = {picture.numpy().tobytes() for picture in torch.cat([data.x_train, data.x_test])}
     assert seen == {picture.tobytes() for picture in x}, "every picture is in one of the two"
 
@@ -80,10 +79,10 @@ def test_labels_may_be_texts_and_any_numbers(tmp_path: Path) -> None:
     words = np.array(["cat", "dog", "ant"])
     y, y_test = np.arange(30) % 3, np.arange(9) % 3
     data = read_arrays(write_npz(tmp_path / "a.npz", y_train=words[y], y_test=words[y_test]))
-    assert data.class_names == ("ant", "cat", "dog")
+    assert data.num_answers == 3
     assert data.y_test.tolist()[:3] == [1, 2, 0]
-    data = read_arrays(write_npz(tmp_path / "b.npz", y_train=y * 10, y_test=y_test * 10, class_names=[f"c{k}" for k in range(30)]))
-    assert data.class_names == ("c0", "c10", "c20") and data.num_answers == 3
+    data = read_arrays(write_npz(tmp_path / "b.npz", y_train=y * 10, y_test=y_test * 10))
+    assert data.num_answers == 3
 
 
 def test_floats_stay_floats(tmp_path: Path) -> None:
@@ -181,7 +180,6 @@ def test_idx_files(zipped: bool, tmp_path: Path) -> None:
     for data in (read_folder(folder), read_fashion_mnist(folder)):
         assert np.array_equal(data.x_test[:, 0].numpy(), pictures(9, 5, 4, seed=9)[0])
         assert data.y_train.tolist() == [k % 3 for k in range(30)]
-    assert read_fashion_mnist(folder).class_names[:2] == ("T-shirt/top", "Trouser")
 
 
 def test_idx_files_that_are_cut_off_or_missing(tmp_path: Path) -> None:
@@ -217,7 +215,7 @@ def test_folders_of_classes(tmp_path: Path) -> None:
     write_pictures(tmp_path / "set" / "train", "ab", 6)
     write_pictures(tmp_path / "set" / "test", "ab", 2, seed=9)
     data = read_folder(tmp_path / "set")
-    assert (data.num_train, data.num_test, data.class_names) == (12, 4, ("a", "b"))
+    assert (data.num_train, data.num_test, data.num_answers) == (12, 4, 2)
     assert np.array_equal(data.x_train[6].numpy(), pictures(6, 4, 5, 3, seed=ord("b"))[0][0].transpose(2, 0, 1))
     write_pictures(tmp_path / "set" / "test", "c", 1)
     with pytest.raises(TaskError, match="set/test has class 'c', which train does not have"):

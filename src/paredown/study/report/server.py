@@ -13,7 +13,6 @@ A `RecordSource` is polled for records. Reading one runs no code and unpickles n
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 import threading
@@ -140,6 +139,7 @@ class WatchedSource:
 
 # --- the HTTP server -------------------------------------------------------------------------------------------------
 
+HOST = "127.0.0.1"  # loopback alone: a page has no log-in
 MOST_STREAMS = 32  # open event streams
 ALIVE_SECONDS = 10.0  # between comments that keep an idle stream open
 REFUSED_METHODS = ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE")
@@ -149,19 +149,19 @@ TEXT, PAGE, JSON, EVENTS = "text/plain", "text/html", "application/json", "text/
 class Server:
     """Serves a page at `url` on loopback, from `start` to `close`; usable as a context manager."""
 
-    def __init__(self, source: RecordSource, *, host: str = "127.0.0.1", port: int = 0, seconds: float = 1.0) -> None:
-        _check(host, port)
+    def __init__(self, source: RecordSource, *, port: int = 0, seconds: float = 1.0) -> None:
+        _check(port)
         try:
             self.watched = WatchedSource(source, seconds=seconds)
-            self._http = _Http((host, port), self.watched)
+            self._http = _Http((HOST, port), self.watched)
         except BaseException as error:
             source.close()
             if not isinstance(error, OSError):
                 raise
             advice = "Give another port, or 0 for a free one."
-            raise ReportError(f"port {port} of {host} cannot be used: {error.strerror}. {advice}") from None
+            raise ReportError(f"port {port} of {HOST} cannot be used: {error.strerror}. {advice}") from None
         self.port = self._http.server_port
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
+        self.url = f"http://{HOST}:{self.port}/"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="paredown-serve", daemon=True)
 
     def __enter__(self) -> Server:
@@ -193,16 +193,15 @@ class Server:
 def serve(
     source: str | PathLike[str] | RecordSource,
     *,
-    host: str = "127.0.0.1",
     port: int = 0,
     seconds: float = 1.0,
     sweep: str | None = None,
     say: Callable[[str], object] = print,
 ) -> None:
     """Serve a store or a record file until Ctrl-C; `say` is called with the address."""
-    _check(host, port)
+    _check(port)
     opened = source if isinstance(source, RecordSource) else open_source(source, sweep=sweep)
-    with Server(opened, host=host, port=port, seconds=seconds) as server:
+    with Server(opened, port=port, seconds=seconds) as server:
         say(f"{server.url} shows it until Ctrl-C")
         try:
             server.wait()
@@ -210,16 +209,7 @@ def serve(
             say("stopped")
 
 
-def _check(host: str, port: int) -> None:
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ReportError(
-            f"host {host!r} is not a loopback address, and the page is served on no other. From another machine: "
-            "ssh -L 8000:127.0.0.1:PORT this-machine, then open http://127.0.0.1:8000/."
-        )
+def _check(port: int) -> None:
     if type(port) is not int or not 0 <= port < 65536:
         raise ReportError(f"port {port!r} is invalid; it is a whole number from 0 (any free port) to 65535.")
 
@@ -231,11 +221,10 @@ class _Http(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(self, address: tuple[str, int], watched: WatchedSource) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.watched = watched
         self.streams = threading.Semaphore(MOST_STREAMS)
         super().__init__(address, _Handler)
-        names = {"127.0.0.1", "localhost", "[::1]", f"[{address[0]}]" if ":" in address[0] else address[0]}
+        names = {HOST, "localhost"}
         self.names = {f"{name}:{self.server_port}" for name in names} | (names if self.server_port == 80 else set())
 
     def server_bind(self) -> None:

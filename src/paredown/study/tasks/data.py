@@ -103,7 +103,6 @@ class Examples(Data):
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
-    class_names: tuple[str, ...] = ()
     look: PictureTransform = NO_TRANSFORM
 
     def __post_init__(self) -> None:

@@ -61,10 +61,9 @@ def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
             f"{path.name} has no {', no '.join(missing)}; it has {present}. It needs x_train, y_train, x_test and y_test, or one array of "
             "pictures and one of labels."
         )
-    names = tuple(map(str, arrays["class_names"])) if "class_names" in arrays else ()
     if superclass is not None:
         splits = _of_superclass(splits, arrays, superclass, path.name)
-    return examples_of(splits, names, path.name)
+    return examples_of(splits, path.name)
 
 
 def _loaded(path: Path) -> dict[str, Array]:
@@ -134,18 +133,17 @@ def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, fil
     return {(name, kind): array[arrays[f"coarse_{name}"] == number] for (name, kind), array in splits.items()}
 
 
-def examples_of(splits: Mapping[tuple[str, str], Array], class_names: Sequence[str], file: str) -> Examples:
+def examples_of(splits: Mapping[tuple[str, str], Array], file: str) -> Examples:
     """Return arrays of pictures and labels as examples, with classes numbered from 0 in the order of their labels."""
     labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)
     if len(unknown):
         raise TaskError(f"{file}: the test split has class {unknown[0]!s}, of which there is no training example.")
-    names = [class_names[k] if known.dtype.kind == "i" and 0 <= k < len(class_names) else k for k in known]
     x = {name: _channels_first(splits[name, "x"], f"x_{name} of {file}") for name in ("train", "test")}
     y = {name: torch.from_numpy(np.searchsorted(known, labels[name]).astype(np.int64)) for name in ("train", "test")}
     try:
-        return Examples(x["train"], y["train"], x["test"], y["test"], tuple(map(str, names)))
+        return Examples(x["train"], y["train"], x["test"], y["test"])
     except TaskError as error:
         raise TaskError(f"{file}: {error}") from None
 
@@ -183,13 +181,12 @@ def scaled(data: Examples, side: int) -> Examples:
         else interpolate(x, (side, side), mode="bilinear", antialias=True)
         for x in (data.x_train, data.x_test)
     ]
-    return Examples(x[0], data.y_train, x[1], data.y_test, data.class_names, data.look)
+    return Examples(x[0], data.y_train, x[1], data.y_test, data.look)
 
 
 # --- Pictures and texts from files ---
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 CHUNK_BYTES = 1 << 26  # unpacked at a time
 MAX_GREY, NUM_TRAIN_DIGITS = 16, 1437  # of scikit-learn's digits: the value of white; training examples
 IDX = {
@@ -205,7 +202,7 @@ def read_digits() -> Examples:
     with (resources.files("paredown") / "data" / "digits.npz").open("rb") as file, np.load(file) as arrays:
         x, y = np.rint(arrays["x"] * (255 / MAX_GREY)).astype(np.uint8), arrays["y"].astype(np.int64)
     parts = {"train": slice(None, NUM_TRAIN_DIGITS), "test": slice(NUM_TRAIN_DIGITS, None)}
-    return examples_of({(name, kind): {"x": x, "y": y}[kind][parts[name]] for name, kind in NEEDED}, (), "digits.npz")
+    return examples_of({(name, kind): {"x": x, "y": y}[kind][parts[name]] for name, kind in NEEDED}, "digits.npz")
 
 
 def read_fashion_mnist(folder: Path | None = None) -> Examples:
@@ -216,7 +213,7 @@ def read_fashion_mnist(folder: Path | None = None) -> Examples:
             f"Fashion-MNIST is not in {folder}, where Debian's package dataset-fashion-mnist installs it (apt install "
             "dataset-fashion-mnist). For a file of yours, use images:FILE.npz."
         )
-    return read_idx(folder, FASHION)
+    return read_idx(folder)
 
 
 def read_text(path: Path, length: int) -> Text:
@@ -243,9 +240,9 @@ def _unzipped(path: Path) -> bytes:
 # --- idx and folders --------------------------------------------------------------------------------------------------
 
 
-def read_idx(folder: Path, class_names: Sequence[str] = ()) -> Examples:
+def read_idx(folder: Path) -> Examples:
     """Return the examples in four idx files (`.gz` or not), as MNIST and data sets like it have them."""
-    return examples_of({kind: _idx_array(folder, IDX[kind]) for kind in NEEDED}, class_names, folder.name)
+    return examples_of({kind: _idx_array(folder, IDX[kind]) for kind in NEEDED}, folder.name)
 
 
 def is_idx(folder: Path) -> bool:
@@ -291,12 +288,12 @@ def read_folder(folder: Path, *, side: int | None = None) -> Examples:
             f"{folder.name} has {len(names)} class folders; it needs one folder of pictures for each class, and at least two classes."
         )
     if not halves:
-        return examples_of(split(*_pictures(folder, names, side)), names, folder.name)
+        return examples_of(split(*_pictures(folder, names, side)), folder.name)
     unknown = [name for name in _folders(halves["test"]) if name not in names]
     if unknown:
         raise TaskError(f"{folder.name}/test has class {unknown[0]!r}, which train does not have.")
     read = {name: _pictures(half, names, side) for name, half in halves.items()}
-    return examples_of({(name, kind): read[name][kind == "y"] for name, kind in NEEDED}, names, folder.name)
+    return examples_of({(name, kind): read[name][kind == "y"] for name, kind in NEEDED}, folder.name)
 
 
 def _folders(folder: Path) -> list[str]:
