@@ -49,12 +49,12 @@ from paredown.study.report.studies import (
     study_of_trials,
     thin,
 )
-from paredown.study.sweeps.plan_labels import Labels, distinct
-from paredown.study.tasks.trial import Trial
+from paredown.study.sweeps.plan_labels import Labels, distinct, distinct_labels
+from paredown.study.tasks.trial import Status, Trial
 
 if TYPE_CHECKING:
     from paredown.session.session import Session
-    from paredown.study.sweeps.store import RunTimes, Store
+    from paredown.study.sweeps.store import Store
 
 
 QUOTED = re.compile(r"(?P<quote>['\"])(?:file://)?(?:/|~|[A-Za-z]:[\\/]|\\\\)[^'\"\n]*[\\/](?P<last>[^'\"\n\\/]*)(?P=quote)")
@@ -171,11 +171,15 @@ class Record:
 
     @staticmethod
     def of_trials(
-        title: str, trials: Iterable[Trial], *, labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[RunTimes] = ()
+        title: str,
+        trials: Iterable[Trial],
+        *,
+        labels: Labels | Mapping[str, Plan] | None = None,
+        times: Sequence[tuple[str, str]] = (),
     ) -> Record:
         """Return the record that shows measured trials, with a study for each task.
 
-        `labels` names plans, `times` has the time and host of each trial.
+        `labels` names plans, `times` has the time of the end and the host of each trial.
         """
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
@@ -186,13 +190,35 @@ class Record:
 
     @staticmethod
     def of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
-        """Return the record of a store: its finished trials, and the progress of its sweeps."""
-        from paredown.study.report.store_record import record_of_store
+        """Return the record of a store: its finished trials by task and plan, and the progress of its sweeps."""
+        from paredown.study.sweeps.database import readable  # SQLAlchemy is an extra
+        from paredown.study.sweeps.export import rows
+        from paredown.study.sweeps.status import count
 
-        return record_of_store(store, sweep=sweep, title=title)
+        sweeps = count(store)
+        shown = [counts for counts in sweeps if sweep is None or counts.sweep == sweep]
+        if sweep is not None and not shown:
+            raise ReportError(
+                f"the store has no sweep {sweep!r}. It has: {', '.join(counts.sweep for counts in sweeps) or 'none'}."
+            )
+        names = ", ".join(counts.sweep for counts in shown)
+        with readable("a trial"):
+            ended = [(row, Trial.from_json(row["trial"])) for row in rows(store, sweep) if row["trial"] is not None]
+        finished = [(row, trial) for row, trial in ended if trial.status is not Status.INFEASIBLE]
+        labels = Labels(of_tasks=distinct_labels((trial.task, trial.plan, row["label"]) for row, trial in finished))
+        record = Record.of_trials(
+            title or (f"Sweep {names}" if names else "An empty store"),
+            [trial for _, trial in finished],
+            labels=labels,
+            times=_times([row for row, _ in finished]),
+        )
+        progress = tuple(ReportedProgress(counts.sweep, counts.waiting, counts.running, dict(counts.by_status)) for counts in shown)
+        # listed, but in no study: they have no plan, and their label is that of a template
+        infeasible = [run_of(trial, row["label"]) for row, trial in ended if trial.status is Status.INFEASIBLE]
+        return replace(record, progress=progress, runs=(*record.runs, *infeasible))
 
     def with_trials(
-        self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[RunTimes] = ()
+        self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[tuple[str, str]] = ()
     ) -> Record:
         """Return this record with further trials: rows, curves, versions and commit.
 
@@ -206,8 +232,7 @@ class Record:
         )
         runs = _runs([rows[i] for i in last], names)
         if times:
-            ends = [(times[i].finished_at or "", times[i].host or "") for i in last]
-            runs = [replace(run, finished_at=at, host=host) for run, (at, host) in zip(runs, ends, strict=True)]
+            runs = [replace(run, finished_at=times[i][0], host=times[i][1]) for run, i in zip(runs, last, strict=True)]
         return replace(
             self,
             runs=(*self.runs, *runs),
@@ -254,6 +279,19 @@ class Record:
         """Return the record that `save` wrote; ReportError if the file holds none."""
         hint = "Records are written by record.save(path)."
         return load_json(path, "record", ReportError, Record.from_json, hint=hint, name=Path(path).name)
+
+
+def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return when trials were finished, and their hosts as numbers in the order of their first trials; "" where unknown.
+
+    A page can be shared, and has no names of machines.
+    """
+    first: dict[str, str] = {}
+    for row in finished:
+        if row["host"]:
+            first[row["host"]] = min(first.get(row["host"], row["started_at"] or ""), row["started_at"] or "")
+    names = {host: f"host {i}" for i, host in enumerate(sorted(first, key=lambda host: (first[host], host)), 1)}
+    return [(row["finished_at"] or "", names.get(row["host"], "")) for row in finished]
 
 
 def _last(trials: list[Trial]) -> list[int]:
