@@ -23,7 +23,7 @@ from tests.support.trials import act
 
 ROOT = Path(__file__).parent.parent.parent
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-BEAT_SECONDS, PATIENCE_SECONDS = 0.2, 2.0
+PATIENCE_SECONDS = 2.0
 
 
 def told(claim: Claim, trial: Trial) -> None:
@@ -43,9 +43,7 @@ def main(address: str, kind: str = "inline", slots: str = "1", processes: str = 
     if jump := os.environ.get("CLOCK_JUMPS"):
         clock = time.time
         time.time = lambda: clock() + float(jump) * (int(clock() * 5) % 2)  # back and forth, five times a second
-    options = WorkerOptions(
-        on_result=told, say=lambda text: print(text, file=sys.stderr), beat_seconds=BEAT_SECONDS, patience_seconds=PATIENCE_SECONDS
-    )
+    options = WorkerOptions(on_result=told, say=lambda text: print(text, file=sys.stderr), patience_seconds=PATIENCE_SECONDS)
     with Store(address, patience_seconds=30) as store:
         work(store, make_engine(kind, int(slots)), options)
     assert all(os.waitpid(child, 0)[1] == 0 for child in children)

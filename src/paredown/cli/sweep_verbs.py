@@ -150,10 +150,9 @@ class WorkRequest:
 
     def worker_options(self, sweep: str | None, folder: TaskFolder, *, stays: bool = False) -> WorkerOptions:
         """Return the options of a worker: which trials it claims, and how often it reports that it is alive."""
-        from paredown.study.sweeps.worker import WorkerOptions, beat_every
+        from paredown.study.sweeps.worker import WorkerOptions
 
-        beat = beat_every(self.patience)
-        return WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat, patience_seconds=self.patience)
+        return WorkerOptions(sweep, folder.refuses, stays=stays, patience_seconds=self.patience)
 
 
 @verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")

@@ -176,14 +176,14 @@ def test_a_worker_waits_for_the_trials_of_a_dead_one(store: Store) -> None:
     store.add("s", draw("noop", seeds=range(3)))
     store.claim("dead", 2)
     said: list[str] = []
-    assert work(store, InlineEngine(act), WorkerOptions(beat_seconds=0.1, patience_seconds=0.6, say=said.append)) == 3
+    assert work(store, InlineEngine(act), WorkerOptions(patience_seconds=0.6, say=said.append)) == 3
     assert said == ["a worker has stopped counting heartbeats: 2 of its trials will run again."]
 
 
 def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
     """Another worker is slow and beats; this one does not release its trials, which would need ten readings without a heartbeat."""
     store.add("s", draw("nap:3"))
-    quick = WorkerOptions(beat_seconds=0.1, patience_seconds=2.0)
+    quick = WorkerOptions(patience_seconds=2.0)
     slow = threading.Thread(target=work, args=(store, InlineEngine(act), quick))
     slow.start()
     while not count(store)[0].running:

@@ -42,11 +42,6 @@ BEAT_SECONDS = 2.0
 PATIENCE_SECONDS = 20.0
 
 
-def beat_every(patience_seconds: float) -> float:
-    """Return the seconds between heartbeats: a tenth of the patience, and at most what workers with the default patience expect."""
-    return min(BEAT_SECONDS, patience_seconds / 10)
-
-
 @dataclass
 class WorkerPulse:
     """Finds workers that died: those whose heartbeat counter stands still."""
@@ -71,18 +66,9 @@ class WorkerPulse:
 class Heartbeat:
     """A thread that counts heartbeats of one worker and releases the trials of dead ones, from `start` to `stop`."""
 
-    def __init__(
-        self,
-        store: Store,
-        worker: str,
-        *,
-        beat_seconds: float = BEAT_SECONDS,
-        patience_seconds: float = PATIENCE_SECONDS,
-        say: Callable[[str], object] | None = None,
-    ) -> None:
-        self._store, self._worker, self._seconds = store, worker, beat_seconds
-        self._pulse = WorkerPulse(patience_seconds, beat_seconds)
-        self._say = say
+    def __init__(self, store: Store, worker: str, options: WorkerOptions) -> None:
+        self._store, self._worker, self._seconds, self._say = store, worker, options.beat_seconds, options.say
+        self._pulse = WorkerPulse(options.patience_seconds, options.beat_seconds)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paredown-heart", daemon=True)
 
@@ -107,7 +93,7 @@ class Heartbeat:
         beats = self._store.beats()
         for worker in self._pulse.look({w: n for w, n in beats.items() if w != self._worker}, time.monotonic()):
             freed = self._store.free(worker, beats[worker])
-            if freed and self._say:
+            if freed:
                 self._say(f"a worker has stopped counting heartbeats: {freed} of its trial{'s' * (freed > 1)} will run again.")
 
 
@@ -172,12 +158,7 @@ IDLE_SECONDS = 0.5  # between attempts to claim trials
 
 
 def ignore(*_: object) -> None:
-    """Do nothing; this function is the default of callbacks."""
-
-
-def refuse_nothing(task: str) -> str | None:
-    """Return None for every task; this function is the default of `refuses`."""
-    return None
+    """Do nothing; this function is the default of callbacks, and of `refuses`, which then refuses no task."""
 
 
 @dataclass(frozen=True)
@@ -190,13 +171,17 @@ class WorkerOptions:
     """
 
     sweep: str | None = None
-    refuses: Callable[[str], str | None] = refuse_nothing
+    refuses: Callable[[str], str | None] = ignore
     on_result: Callable[[Claim, Trial], object] = ignore
     idle: Callable[[], object] = ignore
     say: Callable[[str], object] = ignore
     stays: bool = False
-    beat_seconds: float = BEAT_SECONDS
     patience_seconds: float = PATIENCE_SECONDS
+
+    @property
+    def beat_seconds(self) -> float:
+        """The seconds between heartbeats: a tenth of the patience, and at most what workers with the default patience expect."""
+        return min(BEAT_SECONDS, self.patience_seconds / 10)
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
@@ -218,10 +203,7 @@ class Worker:
     def run(self) -> int:
         """Run trials until all are finished, as `work` describes, and return how many this worker finished."""
         self._store.beat(self._id)
-        options = self._options
-        heart = Heartbeat(
-            self._store, self._id, beat_seconds=options.beat_seconds, patience_seconds=options.patience_seconds, say=options.say
-        )
+        heart = Heartbeat(self._store, self._id, self._options)
         heart.start()
         try:
             while self._turn():
