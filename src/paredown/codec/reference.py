@@ -49,8 +49,13 @@ from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULT
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
     """Return int64 codes (rows, cols) packed as uint8 (rows, row_bytes)."""
-    if width == 8:
-        return codes.to(torch.uint8)
+    if 8 % width == 0:
+        per_byte = 8 // width
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_byte))
+        words = codes[:, ::per_byte]
+        for place in range(1, per_byte):
+            words = words | codes[:, place::per_byte] << (place * width)
+        return words.to(torch.uint8)
     bits = torch.stack([(codes >> bit).to(torch.uint8) & 1 for bit in range(width)], 2).flatten(1)  # (rows, cols * width)
     bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8))
     bits = bits.view(len(codes), bits.shape[1] // 8, 8)
@@ -61,6 +66,9 @@ def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
     """Return packed codes, uint8 (rows, row_bytes), as int64 codes (rows, cols)."""
     if width == 8:
         return packed.long()
+    if 8 % width == 0:
+        first = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)  # the lowest bit of each
+        return ((packed[:, :, None] >> first) & ((1 << width) - 1)).flatten(1)[:, :cols].long()
     bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     bits = bits.flatten(1)[:, : cols * width].unflatten(1, (cols, width))
     codes = torch.zeros((len(packed), cols), dtype=torch.int64, device=packed.device)
