@@ -143,7 +143,7 @@ class Watch(SavedReports):
         self.follow_submodules()
 
     def follow_submodules(self) -> None:
-        """Also follow forward passes that call a part of the model alone, such as model.encoder(x)."""
+        """From now on, follow forward passes that call only a part of the model too, such as model.encoder(x)."""
         self.follows_submodules = True
 
     @contextmanager

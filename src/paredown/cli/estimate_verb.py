@@ -226,8 +226,7 @@ class PlannedStep:
     def allowed(self, budget: Budget) -> int:
         """Return the bytes of a budget.
 
-        A percentage is of the baseline's peak, which is checkpointed if the plans are. A percentage is of the baseline's peak,
-        which is checkpointed if the plans are.
+        A percentage is of the baseline's peak, which is checkpointed if the plans are.
         """
         from paredown.plan.plan import Plan
 

@@ -301,7 +301,10 @@ def _table(element: Element | None) -> Any:
 
 
 def table_thresholds(element: Element, rounding: Rounding) -> Any:
-    """Return the smallest float32 that gets each code of a table from 1 on, as an array; for stochastic rounding, that always gets it."""
+    """Return the thresholds of a table of values: the smallest float32 that rounds to each code from 1 on.
+
+    With stochastic rounding, the smallest float32 that always gets the code.
+    """
     values, up = np.array(element.table, np.float32), np.float32(np.inf)
     below, above = values[:-1], values[1:]
     if rounding is Rounding.STOCHASTIC:
@@ -334,7 +337,7 @@ def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
 
 @contextmanager
 def one_thread(x: Tensor) -> Generator[None]:
-    """Return a context in which torch uses one thread for operations on pieces of `x`; for small tensors nothing changes.
+    """Return a context in which torch uses one thread for operations on pieces of `x`.
 
     For small tensors and on a GPU, nothing changes.
     """

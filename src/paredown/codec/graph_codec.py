@@ -123,7 +123,7 @@ def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int
 def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: torch.dtype) -> Tensor:
     """Return the `numel` values of an encoded tensor, 1-D, from the tensors `parts` that `paredown::encode` returned.
 
-    Finite values above float16's largest value stay finite. Finite values above float16's largest value stay finite.
+    Finite values above float16's largest value stay finite.
     """
     element = format.element
     y = parts[0].view(CASTS[element]).float() if element in CASTS else _unpacked(parts[0], format, numel).float()

@@ -109,7 +109,7 @@ class PackedParts:
         return PackedParts(*(t if t is None else function(t) for t in self.all()))
 
     def copy_(self, other: PackedParts) -> None:
-        """Copy into these tensors those of `other`; a tensor that either of them lacks is left out."""
+        """Overwrite these tensors by those of `other`, except for parts that one of the two lacks."""
         for mine, new in zip(self.all(), other.all(), strict=True):
             if mine is not None and new is not None:
                 mine.copy_(new)

@@ -123,10 +123,7 @@ def _state_bytes(state: dict[str, Any]) -> int:
 
 
 def _arrivals(optimizer: Any) -> dict[str, float]:
-    """Return the shares of updates lost to rounding and of weights that changed, as means over all packed weights.
-
-    They are the shares of updates that were lost to rounding, and of values that changed.
-    """
+    """Return the shares of updates lost to rounding and of weights that changed, as means over all packed weights."""
     rows = optimizer.diagnostics() if isinstance(optimizer, Optimizer) else ()
     counted = [(row, row.num_values) for row in rows if row.num_values]
     if not counted:

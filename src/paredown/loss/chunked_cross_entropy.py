@@ -449,8 +449,7 @@ def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, 
 def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
     """Compute the losses of all rows chunk by chunk; return them and the sum of their class weights.
 
-    Unless `scale` is None, gradients are added to `linear`. Unless `scale` is None, gradients are added to `linear`. `scale`: a
-    factor of the gradients, a number or (num_rows, 1).
+    Unless `scale` is None, gradients are added to `linear`. `scale`: a factor of the gradients, a number or (num_rows, 1).
     """
     dtype = accumulation_dtype(_dtype_after(problem.settings.transform, linear.dtype))
     rows, losses, is_fused = Rows(problem, linear.num_classes, dtype), list[Tensor](), problem.is_fused

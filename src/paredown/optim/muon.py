@@ -198,8 +198,8 @@ class Muon(Optimizer):
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:
     """Return the weights of a model's embeddings and output layer, which `adamw_params` of Muon takes.
 
-    These are the weights of embeddings and of the output layer. The output layer is `model.get_output_embeddings()`, as in Hugging Face's
-    models; if the model has no such method, it is the last nn.Linear.
+    The output layer is `model.get_output_embeddings()`, as in Hugging Face's models; if the model has no such method, it is the last
+    nn.Linear.
     """
     modules = list(model.modules())
     found = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

@@ -296,7 +296,7 @@ class GradientTensor(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Return whether `other` shows all of this gradient's codes; if so, deferred bounds are applied."""
+        """Return whether `other` reads exactly the codes of this gradient; if it does, apply a bound that was deferred."""
         if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()

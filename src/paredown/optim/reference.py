@@ -192,10 +192,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """Return the matrix that Muon orthogonalizes, bfloat16 (rows, cols), computed from momentum and gradient.
-
-    It is computed from momentum and gradient, some rows at a time.
-    """
+    """Return the matrix that Muon orthogonalizes, bfloat16 (rows, cols), computed from momentum and gradient."""
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
     for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))

@@ -418,9 +418,9 @@ def workspace_margin(trace: Trace) -> int:
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Return the bytes of a convolution's input and of both gradients, which cuDNN may copy in float32; 0 otherwise.
+    """Return the bytes of a convolution's input and of both gradients, which cuDNN may copy in backward.
 
-    cuDNN may copy them in backward. The result is 0 if they are not float32.
+    The result is 0 for other dtypes than float32.
     """
     (_, grad, _), (dtype, x, _) = (value["t"] for value in json.loads(arguments)[0][:2])
     return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0

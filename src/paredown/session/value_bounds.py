@@ -173,8 +173,7 @@ def check_is_warm(what: str) -> None:
 def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
     """Return why operands of attention must stay unmodified; "" if they may be packed.
 
-    `numbers`: the result of `join_attention_parts`. `numbers`: the result of `join_attention_parts`. No logit exceeds scale *
-    max|q| * max|k| (Cauchy-Schwarz).
+    `numbers`: the result of `join_attention_parts`. No logit exceeds scale * max|q| * max|k| (Cauchy-Schwarz).
     """
     query, key, of_output, of_value = numbers
     bound = abs(scale * query) * key if abs(query) * key < inf else inf

@@ -260,7 +260,7 @@ class SimulatedSession:
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Determine the names of all slots by a forward pass on fake tensors.
 
-        If it fails, slots have only the names of outputs. If it fails, slots have only the names of outputs.
+        If it fails, slots have only the names of outputs.
         """
         try:
             self._outline = of_call(model, args, kwargs)

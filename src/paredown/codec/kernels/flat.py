@@ -242,7 +242,7 @@ class FlatEncoder:
 
 
 def _as_integers(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and minimums (scales where there are none) in the dtypes of the kernels."""
+    """Return codes, scales and minimums as integers for kernels; without minimums, the scales stand in their place."""
     codes, scales, lowest = (part.view(AS_INTEGERS[part.dtype]) for part in (parts[0], parts[1], parts[-1]))
     return codes, scales, lowest
 

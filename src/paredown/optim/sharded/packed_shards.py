@@ -188,10 +188,7 @@ def forget_gathered(managed: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole parameters that modules under fully_shard may still hold after a forward pass without backward.
-
-    After a forward pass without backward they may still hold the whole parameters.
-    """
+    """Free the whole parameters that modules under fully_shard may still hold after a forward pass without backward."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             module.reshard()  # type: ignore[operator]

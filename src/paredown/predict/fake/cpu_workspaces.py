@@ -107,8 +107,7 @@ def _input_in_blocks(x: Tensor) -> int:
 def _weight_in_blocks(weight: Tensor) -> int:
     """Return the bytes of a weight in a layout with blocks of both channels.
 
-    Those of few inputs, as for groups, have no blocks. Those of few inputs, as for groups, have no blocks. Those of few inputs, as
-    for groups, have no blocks. Those of few inputs, as for groups, have no blocks.
+    Those of few inputs, as for groups, have no blocks.
     """
     num_out, num_in = weight.shape[:2]
     blocked = round_up(num_out, BLOCK) * round_up(num_in, BLOCK)
@@ -118,8 +117,7 @@ def _weight_in_blocks(weight: Tensor) -> int:
 def _column_bytes(weight: Tensor, out: Tensor) -> int:
     """Return the bytes of the columns (im2col) that torch multiplies with the weight.
 
-    They have, for each result, the inputs under the kernel. They have, for each result, the inputs under the kernel. They have, for
-    each result, the inputs under the kernel. They have, for each result, the inputs under the kernel.
+    They have, for each result, the inputs under the kernel.
     """
     window = prod(weight.shape[2:])
     return out.nbytes // out.shape[1] * weight.shape[1] * window if window > 1 and out.numel() else 0

@@ -79,7 +79,7 @@ class GraphCodec:
 
 
 class GraphEditor:
-    """Edits a forward and a backward graph together, so that what forward saves stays what backward reads."""
+    """Edits a forward graph and its backward graph together, so that the tensors saved by one stay the inputs of the other."""
 
     def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
         self.forward, self.backward = forward, backward

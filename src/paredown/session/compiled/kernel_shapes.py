@@ -23,7 +23,7 @@ MAX_ROW = 4096  # values
 
 @final
 class RowsInRegisters(InductorChoices):
-    """Inductor's choices of kernels, with another limit for the longest row that a kernel holds in registers."""
+    """A replacement for Inductor's choices of kernels that lets kernels hold longer rows in registers."""
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:

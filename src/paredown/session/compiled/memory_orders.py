@@ -103,7 +103,7 @@ class MemoryOrders:
 def voted_order(reads: Sequence[Strides], sizes: Sequence[int]) -> list[int]:
     """Return the order of dimensions, outermost first, in which Inductor's kernel with these inputs writes its result.
 
-    Dimensions of one element are left out. Dimensions of one element are left out. The rule is Inductor's `pick_loop_order`.
+    Dimensions of one element are left out. The rule is Inductor's `pick_loop_order`.
 
     >>> voted_order([(196608, 1, 256), (0, 768, 1)], (64, 256, 768)), voted_order([(196608, 1, 256), (0, 1, 0)], (64, 256, 768))
     ([0, 1, 2], [0, 2, 1])

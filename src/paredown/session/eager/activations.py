@@ -163,8 +163,7 @@ class Activations:
     def restored_after(self) -> Generator[Callable[[], None]]:
         """Return a context that undoes changes of decisions and counts at its end.
 
-        It yields a function that sets the number of forward passes back. It yields a function that sets the number of forward
-        passes back.
+        It yields a function that sets the number of forward passes back.
         """
         forwards, restored = self.forwards, self.restored
         decisions, not_packed = dict(self.decisions), dict(self.not_packed)

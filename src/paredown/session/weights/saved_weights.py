@@ -201,7 +201,7 @@ Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the Accumu
 
 
 def gradient_node(weight: Weight, known: Accumulators) -> Any:
-    """Return the autograd node that accumulates the gradient of a weight; None for frozen weights.
+    """Return the autograd node that accumulates the gradient of a weight.
 
     It is None for frozen weights, and in inference mode.
     """

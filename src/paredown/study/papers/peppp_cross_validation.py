@@ -229,8 +229,7 @@ def hypervolume(memory: Array, errors: Array, top: float) -> float:
 def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
     """Return the area of a Pareto front as PEPPP's released code computes it, which differs from the paper's definition.
 
-    Errors are sorted, while memories keep the order of the columns. Errors are sorted, while memories keep the order of the
-    columns.
+    Errors are sorted, while memories keep the order of the columns.
     """
     return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
 
@@ -238,7 +237,7 @@ def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
 def released_front(memory: Array, errors: Array) -> NDArray[np.bool_]:
     """Return the Pareto front as PEPPP's released code computes it.
 
-    Plans that are equal in memory and error remove each other. Plans that are equal in memory and error remove each other.
+    Plans that are equal in memory and error remove each other.
     """
     is_equal = (memory[:, None] == memory) & (errors[:, None] == errors)
     return undominated(memory, errors) & (is_equal.sum(axis=0) == 1)

@@ -201,7 +201,7 @@ def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> Task
 
 
 def is_peppp(plan: Plan) -> bool:
-    """Return whether a plan is one of PEPPP's configurations in form: one format for all weights and one for all master weights."""
+    """Return whether a plan has the form of PEPPP's configurations: one format for all weights and one for all master weights."""
     return all(plan.find(("*",), role).format is not None for role in (Role.WEIGHT, Role.MASTER))
 
 

@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LevelSums:
-    """The counts, sums and sums of squares of observed errors, by task and level (a group of plans that differ by noise alone).
+    """The counts, sums and sums of squares of observed errors, by task and level.
 
     A level is a group of plans that are known to differ by noise alone. `weights`: how much each task counts in a fit.
     """
@@ -308,10 +308,7 @@ class Estimate:
         return at_least_exact(cautious(means, self.deviations[plans], is_tried) if is_cautious else means, means, is_exact)
 
     def best(self, budget: float, *, is_cautious: bool = True) -> BudgetChoice:
-        """Return the plan of least error within the budget; if several are equally accurate, the quickest of them.
-
-        The quickest of the plans that are equally accurate is taken.
-        """
+        """Return the plan of least error within the budget; if several are equally accurate, the quickest of them."""
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
             least = int(self.memory.argmin())

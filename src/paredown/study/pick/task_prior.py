@@ -117,7 +117,7 @@ def scaled(prior_data: PriorData) -> Array:
 
 
 def data_set_weights(prior_data: PriorData) -> Array:
-    """Return how much each task counts, (tasks,); tasks on parts of one data set count as one together.
+    """Return how much each task counts, (tasks,).
 
     Tasks on parts (superclasses) of one data set, `data/1`, `data/2` and so on, count as one task together.
     """

@@ -44,7 +44,7 @@ PATIENCE_SECONDS = 20.0
 
 @dataclass
 class WorkerPulse:
-    """Finds workers that died: those whose heartbeat counter stands still."""
+    """Detects dead workers: those whose heartbeat counter stops increasing."""
 
     patience_seconds: float
     look_seconds: float
@@ -64,7 +64,7 @@ class WorkerPulse:
 
 
 class Heartbeat:
-    """A thread that counts heartbeats of one worker and releases the trials of dead ones, from `start` to `stop`."""
+    """A thread that counts a worker's heartbeats and releases the trials of dead workers, between `start` and `stop`."""
 
     def __init__(self, store: Store, worker: str, options: WorkerOptions) -> None:
         self._store, self._worker, self._seconds, self._say = store, worker, options.beat_seconds, options.say
@@ -146,7 +146,7 @@ def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable
 
 
 def _why_empty(store: Store, sweep: str | None) -> str | None:
-    """Return a sentence if a store has no trials of a sweep (None: of any), finished or not; otherwise None."""
+    """Return a sentence if the store has no trials of a sweep (None: of any sweep); otherwise None."""
     if any(sweep in (None, counts.sweep) for counts in count(store)):
         return None
     return f"the store {store.database.name} has no trials{'' if sweep is None else f' of sweep {sweep!r}'}"
