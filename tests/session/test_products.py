@@ -308,6 +308,21 @@ def test_a_compiled_step_without_rules_for_activations_saves_codes_or_their_sour
         assert 0.002 < relative_error(found, plain) < NEAR and len(session.products.multiplied) == 15
 
 
+@pytest.mark.parametrize("rows", [33, 40, 48])
+def test_compiled_products_of_any_number_of_rows_are_those_of_eager_mode(rows: int, quick: None) -> None:
+    """Rows that are no multiple of 16 are padded; forward may save their codes in the middle of that."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(SIZE, 32, bias=False)), torch.randn(rows, SIZE)
+    found: list[list[Tensor]] = []
+    for compiles in (False, True):
+        net.zero_grad()
+        with apply(ONLY.set("product=0", "e4m3fn"), net) as session:
+            model = session.compile() if compiles else net
+            model(x).square().sum().backward()
+            found.append([p.grad for p in net.parameters() if p.grad is not None])
+    assert_same(*found)
+
+
 def test_layers_outside_of_the_compiled_graphs_have_a_reason(quick: None) -> None:
     net = Words()
     with apply(ONLY, net, chunked_loss=False) as session:

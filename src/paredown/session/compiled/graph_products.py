@@ -23,6 +23,7 @@ from paredown.session.compiled.graph_slots import aten_name
 from paredown.session.eager.product_layers import ProductLayers
 
 DEVICES = ("cuda", "cpu")  # where an operation transposes
+ORDER, AS_DTYPE = torch.ops.aten.permute.default, torch.ops.aten.view.dtype
 
 
 def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductLayers, names: Mapping[int, str]) -> None:
@@ -58,6 +59,24 @@ def _devices() -> tuple[str, ...]:
     return DEVICES if backend.find_kernels() is not None else tuple(device for device in DEVICES if device != "cuda")
 
 
+def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
+    """Return the call that stands for a chain of operations, the last one first.
+
+    What forward has saved may be a view of the codes in the middle of the chain, in another order and dtype.
+    """
+    source, last = chain[-1].args[0], chain[0].meta["val"]
+    assert isinstance(source, fx.Node)
+    if not any(node.target is ORDER for node in chain):
+        codes, source = source.meta["val"], graph.call_function(ORDER, (source, [1, 0]))
+        source.meta["val"] = codes.t()
+    if source.meta["val"].dtype is not last.dtype:
+        codes, source = source.meta["val"], graph.call_function(AS_DTYPE, (source, last.dtype))
+        source.meta["val"] = codes.view(last.dtype)
+    call = graph.call_function(torch.ops.paredown.transposed_codes.default, (source,))
+    call.meta = dict(chain[0].meta)
+    return call
+
+
 def call_transposes(backward: fx.GraphModule) -> None:
     """Insert one operation for each transpose of codes in a backward graph, so that Inductor does not fuse it.
 
@@ -74,8 +93,7 @@ def call_transposes(backward: fx.GraphModule) -> None:
         while is_transpose(chain[-1].args[0]):
             chain.append(chain[-1].args[0])
         with graph.inserting_before(node):
-            call = graph.call_function(torch.ops.paredown.transposed_codes.default, (chain[-1].args[0],))
-        call.meta = dict(node.meta)
+            call = _transpose(graph, chain)
         node.replace_all_uses_with(call)
         for one in chain:
             if not one.users:
