@@ -94,6 +94,19 @@ def test_backward_needs_the_result_of_a_module_first() -> None:
     assert result.death < trace.slot("layer2.0.conv1:input").death  # the ReLU has a second one
 
 
+def test_inputs_without_a_gradient_are_stored_although_a_variable_holds_them_too() -> None:
+    """The output of a frozen embedding: nn.Sequential holds it longer than the first layer runs, and the checkpoint until backward."""
+    parts = ((nn.LayerNorm(32, elementwise_affine=False), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in range(3))
+    layers = nn.Sequential(*(nn.Sequential(*part) for part in parts))
+    model = nn.Sequential(nn.Embedding(8, 32).requires_grad_(False), layers)
+    ids = torch.zeros(256, dtype=torch.int64)
+    trace = trace_step(model, (ids, torch.zeros(256, 32)), loss=nn.functional.mse_loss, device="cpu")
+    again = checkpointed_trace(trace, ("1.*",))
+    (embedded,) = (output for output in again.outputs if output.op == "embedding")
+    first = max(slot.birth for slot in again.slots if slot.role is Role.GRADIENT and slot.module.startswith("1.0."))
+    assert embedded.death >= first > again.backward_at
+
+
 def test_outputs_that_the_caller_holds_live_to_the_end() -> None:
     """Hidden states that a model returns live until the step ends, checkpointed or not."""
 

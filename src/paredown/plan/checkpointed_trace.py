@@ -322,8 +322,8 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
     """Return `output` with a later death if it is an input of the checkpointed module: it is stored until the module's backward is done."""
-    is_input = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death <= span.end + 1
-    is_input = is_input and (output.used < 0 or output.used >= span.start)
+    is_before = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death
+    is_input = is_before and (span.start <= output.used <= span.end or (output.used < 0 and output.death <= span.end + 1))
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
