@@ -74,6 +74,7 @@ PERIODIC = ("sin", "cos")  # operations in which a rounding error is relative to
 STATISTIC, STATE, PARAMETER = "it is a statistic", "it is state of the library", "it is a parameter"
 CODES = "it is an operand of a product in 8 bits already"
 SCALE = "it scales other tensors, and their operations may save it too"
+TILE_INPUT = "the module runs again from it, piece by piece"
 
 MIN_PACKED_NUMEL = 4096  # values; smaller tensors are stored unmodified
 # Share of the bytes that could be packed which the smallest tensors together have at most: on a GPU they are stored unmodified, since the
@@ -258,7 +259,7 @@ ROWS: dict[str, OperationRow] = {
     ),
     "CudnnRnn": OperationRow("rnn", RNN),
     "CheckpointFunction": OperationRow("checkpoint", others=_exact("input", "a checkpointed layer runs again from it")),
-    "TileInput": OperationRow("tiles", others=_exact("input", "the module runs again from it, piece by piece")),
+    "TileInput": OperationRow("tiles", others=_exact("input", TILE_INPUT)),
     "CompiledFunction": OperationRow(
         "compiled", others=_exact("saved", "torch.compile saved it: how backward uses it is not known")
     ),

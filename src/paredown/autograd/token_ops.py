@@ -63,6 +63,7 @@ MIXING = _names("""
 """)
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_softmax", "_safe_softmax")  # how names begin
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "linear": 0, "addbmm": 1}  # where the first operand is among the arguments
+DEVICE = torch.ops.prim.device.default  # fake tensors ask for it
 PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
 MANY = -2  # place of the tokens in a tensor that has them in several dimensions, or merged with another
 
@@ -94,6 +95,10 @@ def reason_to_run_whole(module: nn.Module, example: Tensor, call: Callable[[Tens
     return BY_COUNT.format(differing or runs[0][0][0]) if differing or len(runs[0]) != len(runs[1]) else ""
 
 
+class MixesTokens(Exception):
+    """Ends the run of a module that does not act on tokens one by one."""
+
+
 @final
 class TokenOps(TorchDispatchMode):
     """A dispatch mode that looks for an operation that reads across tokens, of which there are `count`, a prime; the first is in `reason`.
@@ -109,12 +114,16 @@ class TokenOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at it."""
+        if func is DEVICE:
+            return func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
         places = [self.place(value) for value in tree_leaves(arguments) if isinstance(value, Tensor)]
         out = func(*args, **(kwargs or {}))
         results = [self.place(value) for value in tree_leaves(out) if isinstance(value, Tensor)]
         if not self.reason and any(place is not None for place in (*places, *results)):
             self.reason = self._reason(func, arguments, places, (out, results))
+            if self.reason:
+                raise MixesTokens(self.reason)  # the rest of the module need not run
         return out
 
     def place(self, tensor: Tensor) -> int | None:

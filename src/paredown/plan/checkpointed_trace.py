@@ -28,6 +28,7 @@ from paredown.autograd.operations import (
     COMPARES,
     MIN_PACKED_NUMEL,
     RECOMPUTES,
+    TILE_INPUT,
     Use,
     is_large_in_second_pass,
     is_stored_in_second_pass,
@@ -42,6 +43,7 @@ from paredown.sizes import FLOAT_BYTES
 
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
 INPUT = "it is the input of a checkpointed module"
+TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
@@ -191,9 +193,11 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
     outputs = [_extended(output, span) for output in trace.outputs]
     reason = _reason_exact(trace, span)
     second = _SecondPass.of(trace, span)
+    tiled = [output.module for output in outputs if output.op == TILES and is_inside(output.module, span.module)]
     for slot in trace.slots:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
-            slots.append(_weight_used_twice(slot, span, complete.get(slot.name, span.backward_end)))
+            is_of_tile = any(is_inside(slot.module, module) for module in tiled)  # pieces decode it themselves
+            slots.append(slot if is_of_tile else _weight_used_twice(slot, span, complete.get(slot.name, span.backward_end)))
         elif slot.role is Role.TEMPORARY and slot.recomputed_from and is_inside(slot.module, span.module):
             slots.append(_cast_used_twice(trace, slot, span, is_trained=slot.recomputed_from in complete))
         elif slot.role is Role.ACTIVATION and slot.birth < span.start and _input_name(slot, span):
@@ -253,8 +257,9 @@ def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
 
     `reason`: why the input is not quantized, "" if it may be.
     """
-    name, stays = _input_name(slot, span), slot.stays or reason
-    others = tuple(saver for saver in slot.savers if not span.has(saver.name))
+    name, others = _input_name(slot, span), tuple(saver for saver in slot.savers if not span.has(saver.name))
+    is_of_tile = slot.stays == TILE_INPUT and not any(saver.use is Use.EXACT for saver in others)  # of one inside
+    stays = reason if is_of_tile else slot.stays or reason
     is_saved = len(others) < len(slot.savers)
     parts = [part for part in slot.parts if any(saver.use is part.use for saver in others)]
     if not stays:

@@ -7,6 +7,7 @@ The column `what` has these values:
     exact           bits of a mask, or integers of the smallest width, without loss
     recomputed      recomputed from another stored slot; takes no bytes
     checkpointed    inside of a module under activation checkpointing; takes no bytes
+    tiled           inside of a module that runs over pieces of the sequence; takes no bytes
     unmodified      the plan does not change it
     fixed           no plan can change it
 """
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.byte_intervals import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
+from paredown.plan.checkpointed_trace import is_of
 from paredown.plan.footprint import slot_bytes
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.tiled_trace import tiled_modules
 from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES, say_bytes
@@ -31,6 +34,7 @@ HEAD = ("slot", "role", "baseline", "stored as", "what", "why")
 SMALL = "it is small: biases, norms and small layers are stored unmodified"
 NOT_SMALLER = "its format would take no fewer bytes"
 CHECKPOINTED = "checkpointed", "its module runs again in backward"
+TILED = "tiled", "its module runs again in backward, piece by piece"
 NO_RULE = "the plan assigns it no format"
 
 
@@ -96,11 +100,13 @@ def _has_rule(row: PlannedSlot, plan: Plan) -> bool:
 def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
     checkpointed = planned_step(trace, plan)
     storages, planned = slot_storages(checkpointed, plan), {slot.name: slot for slot in checkpointed.kept_activations}
+    tiled = [module.path for module, _ in tiled_modules(trace, plan.tiles)] if plan.tiles else []
     new = [slot for slot in checkpointed.kept_activations if slot.name not in {slot.name for slot in trace.activations}]
     for slot in (*trace.activations, *new):
         after = planned.get(slot.name)
         if after is None:
             again = ("recomputed", "its operations run again in backward") if trace.is_compiled else CHECKPOINTED
+            again = TILED if any(is_of(slot.name, path) for path in tiled) else again
             yield PlannedSlot(slot.name, slot.role, slot.nbytes, 0, "", *again)
         else:
             storage = storages[slot.name]

@@ -62,6 +62,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.recomputed_slots import planned_step, unhonoured_recomputation
 from paredown.plan.step_time import StepTime, predict_step
+from paredown.plan.tiled_trace import say_tiles
 from paredown.plan.trace import Slot, Trace, cached_on_trace
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
@@ -287,6 +288,7 @@ class Footprint:
         head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  stored: {', '.join(roles)}"]
         head += self._shared()
         head += [f"  activation checkpointing: {', '.join(self.recomputed)}"] if self.recomputed else []
+        head += [f"  {text}" for text in say_tiles(self.plan.tiles)]
         head += [f"  in host memory: packed inputs of checkpointed layers, {say_bytes(self.host_bytes)}"] if self.host_bytes else []
         head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
         head.append(f"  step time: {'' if isinstance(self.step_time, StepTime) else 'not predicted, '}{self.step_time}")

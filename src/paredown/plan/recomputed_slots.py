@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.plan import Plan
+from paredown.plan.tiled_trace import tiled_trace
 from paredown.plan.trace import Output, Slot, Trace
 from paredown.roles import Role
 
@@ -21,7 +22,8 @@ SOURCE = "backward recomputes another tensor from it"
 
 
 def planned_step(step: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step under the plan's `recompute`: layers of an eager step, single tensors of a compiled one."""
+    """Return the trace of the step under the plan's `tiles` and `recompute`: layers of an eager step, single tensors of a compiled one."""
+    step = tiled_trace(step, plan.tiles)
     return recomputed_trace(step, plan) if step.is_compiled else checkpointed_trace(step, plan.checkpointed)
 
 

@@ -4,7 +4,7 @@ The host issues operations while the device works through those issued before: a
 little longer where both are near, since each of them is the limit of a part of the step.
 
     seconds = (device^6 + host^6)^(1/6)
-    device  = operations + second forward pass of checkpointed layers + encode and decode of packed tensors + optimizer
+    device  = operations + second forward pass of checkpointed layers and modules in tiles + encode and decode of packed tensors + optimizer
     host    = calls of operations, by the host time of their names; views, module calls, gradients, packed tensors, parameters, and
               tensors that checkpointed layers save, by their number
 
@@ -33,6 +33,7 @@ from paredown.plan.calibration import ELEMENTWISE, Calibration
 from paredown.plan.checkpointed_trace import is_of, modules_of, outermost, step_under, with_parents
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step, recomputed_slots
+from paredown.plan.tiled_trace import tiled_modules
 from paredown.plan.trace import Operation, Slot, Trace, cached_on_trace
 from paredown.roles import Role
 
@@ -107,8 +108,8 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
     """Return the time that packing and activation checkpointing add to a step, without its optimizer."""
     checkpointed = planned_step(step, plan)
-    parts = (_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), _checkpointing(step, plan, calibration))
-    return sum(parts, StepTime(0.0, 0.0))
+    again = _checkpointing(step, plan, calibration) + _tiling(step, plan, calibration)
+    return sum((_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), again), StepTime(0.0, 0.0))
 
 
 def _operations(operations: Iterable[Operation], calibration: Calibration) -> StepTime:
@@ -164,6 +165,25 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
         _operations((product_of(slot) for slot in recomputed_slots(trace, plan)), calibration) if trace.is_compiled else NO_TIME
     )
     return again + StepTime(0.0, calibration.host.checkpointed_tensor * num_saved(trace, layers))
+
+
+def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
+    """Return what pieces add: the second pass of modules in tiles, and the host's time for the operations of all pieces but one.
+
+    The second pass of a module that is last in a checkpointed layer is that of the layer.
+    """
+    total, layers = NO_TIME, _checkpointed_layers(trace, plan)
+    for module, length in tiled_modules(trace, plan.tiles) if plan.tiles else ():
+        num_pieces = -(-module.tokens // length)
+        if num_pieces > 1:
+            again = _second_pass(trace, module.path, calibration)
+            backward = (one for one in trace.operations if one.phase == "backward" and is_of(one.module, module.path))
+            issued = 2 * again.host_seconds + _operations(backward, calibration).host_seconds
+            around = next((layer for layer in layers if is_of(module.path, layer)), "")
+            is_last = around and not any(s.birth > module.forward[1] and is_of(s.name, around) for s in trace.activations)
+            total += StepTime(0.0 if is_last else again.device_seconds, 0.0 if is_last else again.host_seconds)
+            total += StepTime(0.0, issued * (num_pieces - 1))
+    return total
 
 
 def num_saved(trace: Trace, layers: Sequence[str]) -> int:

@@ -6,6 +6,7 @@
     Recomputation  how backward of a compiled step could recompute a slot instead
     Output    memory that an operation allocated, whether or not a slot came of it
     Operation an operation that ran, with its floating point operations and the bytes that it reads and writes
+    TokenModule a module that was called once, and the memory of a piece of the sequence if it can run over pieces
 
 Times are ticks: every operation of the step is one (predict/timeline.py). A lifetime includes both of its ends.
 
@@ -36,7 +37,7 @@ from typing import Annotated, Any, TypeVar
 from paredown.autograd.operations import Needs, Pin, Use
 from paredown.errors import TraceError
 from paredown.roles import Role
-from paredown.serial import WHOLE, Check, brief, dump_dataclass, load_json, object_parts, read_dataclass, save_json
+from paredown.serial import COUNT, WHOLE, Check, brief, dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.sizes import FLOAT_BYTES, say_bytes
 
 INDEX_DTYPES = ((1 << 8, "uint8", 1), (1 << 15, "int16", 2), (1 << 31, "int32", 4))  # (exclusive bound, dtype, bytes of a value)
@@ -50,6 +51,9 @@ PHASES = ("forward", "loss", "backward", "step")
 Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
 StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
 Span = tuple[Tick, Tick]
+PieceBytes = tuple[
+    tuple[Annotated[int, COUNT], Annotated[int, COUNT]], ...
+]  # (bytes, bytes a token); a piece needs the largest sum
 Result = TypeVar("Result")
 SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
@@ -194,12 +198,31 @@ class Operation:
     count: int = 1
 
 
+@dataclass(frozen=True)
+class TokenModule:
+    """A module that a step called once, with gradients, and what it allocates if it runs over pieces of the sequence (session/tiles.py).
+
+    `whole`: why it cannot, "" if it can. `tokens`: the length of the sequence. `forward`, `backward`: ticks of forward and backward.
+    `in_forward`, `in_backward`: bytes beside its input, output and their gradients while pieces run; in backward with sums over pieces.
+    """
+
+    path: str
+    is_linear: bool = False  # a linear layer by itself, which is not tiled unless a rule names it
+    whole: str = ""
+    tokens: Annotated[int, COUNT] = 0
+    forward: Span = (0, 0)
+    backward: Span = (0, 0)
+    in_forward: PieceBytes = ()
+    in_backward: PieceBytes = ()
+
+
 @dataclass(frozen=True, repr=False)
 class Trace:
     """All tensors that one training step stores and allocates, with their lifetimes, and all operations of the step.
 
     `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
-    `operations` are all operations of forward, loss and backward, from which step time is predicted; a compiled step has none.
+    `operations` are all operations of forward, loss and backward, from which step time is predicted; a compiled step has none, and no
+    `token_modules`.
 
     The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
     activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`. The trace of an
@@ -219,6 +242,7 @@ class Trace:
     returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
     notes: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()
+    token_modules: tuple[TokenModule, ...] = ()
     is_compiled: bool = False  # by torch.compile
     without_packing: Trace | None = None  # the step under a plan that packs no activations, where that is another one
     in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
@@ -264,7 +288,7 @@ class Trace:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value."""
-        rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ("slots", "outputs", "operations")}
+        rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ROWS}
         return {"version": VERSION, **{name: dump_dataclass(getattr(self, name)) for name in FIELDS if name not in rows}, **rows}
 
     @staticmethod
@@ -289,6 +313,7 @@ class Trace:
 
 FIELDS = tuple(field.name for field in fields(Trace))
 OF_OTHER_STEPS = ("without_packing", "in_4_bits", "unmodified")
+ROWS = ("slots", "outputs", "operations", "token_modules")  # fields that are written without their defaults
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
@@ -336,9 +361,21 @@ def check_trace(trace: Trace) -> None:
     if trace.backward_at > trace.length:
         raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
     check_rows(trace.slots, trace.outputs, trace.length)
+    check_token_modules(trace.token_modules, trace.backward_at, trace.length)
     for other in (getattr(trace, name) for name in OF_OTHER_STEPS):
         if other is not None:
             check_trace(other)
+
+
+def check_token_modules(modules: tuple[TokenModule, ...], backward_at: int, length: int) -> None:
+    """Raise TraceError if a module's ticks are not those of a forward pass and its backward, or if its pieces are too large."""
+    for module in modules:
+        (start, end), (first, last) = module.forward, module.backward
+        if not module.whole and not (0 <= start <= end <= backward_at <= first <= last <= length):
+            times = f"forward {start} to {end}, backward {first} to {last}"
+            raise TraceError(f"the module {brief(module.path)} contradicts itself: {times}. Trace the step again.")
+        if any(fixed + more * module.tokens >= MAX_TOTAL_BYTES for fixed, more in (*module.in_forward, *module.in_backward)):
+            raise TraceError(f"pieces of the module {brief(module.path)} have too many bytes; fewer than 2^58 are supported.")
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:

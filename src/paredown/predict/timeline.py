@@ -103,6 +103,9 @@ class Timeline(TorchDispatchMode):
         self._owner: Any = None
         self._is_paused = False
         self._modules: list[tuple[int, str]] = [(-1, "")]  # (first sequence number of autograd nodes, module that made them)
+        self.node_ticks: dict[
+            int, tuple[int, int]
+        ] = {}  # sequence number of an autograd node -> ticks of its operations in backward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # function modes see calls of the model alone: an 8B LoRA step is traced in 15 % less time
@@ -196,6 +199,7 @@ class Timeline(TorchDispatchMode):
             return path
         node: Any = torch._C._current_autograd_node()  # None while no node runs
         number = -1 if node is None else node._sequence_nr()
+        self.node_ticks[number] = self.node_ticks.get(number, (self.current_tick, 0))[0], self.current_tick
         return self._modules[bisect_right(self._modules, number, key=lambda pair: pair[0]) - 1][1]
 
     def tick(self) -> int:

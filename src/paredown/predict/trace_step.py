@@ -11,7 +11,7 @@ fake tensors (predict/fake/fake_step.py) records the lifetime of each; `footprin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from paredown.predict.fake.fake_tensors import FakeTensors, check_model, with_fa
 from paredown.predict.optimizer_state import OptimizerState, StateTensor, state_of_optimizer
 from paredown.predict.saved_lifetimes import OUTSIDE, held_slots, slots_of
 from paredown.predict.timeline import Allocation
+from paredown.predict.token_modules import token_modules
 from paredown.roles import Role
 from paredown.session.view_outputs import ViewOutputs
 from paredown.session.weights.graph_linears import GraphLinears
@@ -101,6 +102,7 @@ class StepTracer:
     batch: Any
     loss: Callable[..., Tensor] | None
     options: tuple[torch.dtype | None, bool]
+    known_modules: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def trace(self, head: Any = None) -> Trace:
         """Return the trace of the step.
@@ -122,7 +124,8 @@ class StepTracer:
             step.view_outputs = ViewOutputs(self.model, FakeTensor) if in_session else None
             arguments = Arguments.of(fakes.batch(_as_dict(self.batch)), self.loss)
             finish = _run(step, arguments, self.loss, *self.options)
-            return finish(TraceBuilder(step).trace(self.state, self.batch, self.options[0])), bool(step.in_place_on_views)
+            traced = TraceBuilder(step).trace(self.state, self.batch, self.options[0], self.known_modules)
+            return finish(traced), bool(step.in_place_on_views)
 
 
 def _run(
@@ -160,8 +163,8 @@ class TraceBuilder:
         self.step = step
         self._parameter_ids = {id(p) for p in step.model.parameters()}
 
-    def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None) -> Trace:
-        """Return the trace of the step that ran."""
+    def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None, known_modules: dict[Any, Any]) -> Trace:
+        """Return the trace of the step that ran. `known_modules`: as in `token_modules`."""
         end = self.step.timeline.tick()
         slots = [self._persistent_slot(name, role, tensor, end) for name, role, tensor in self.step.initial_tensors]
         slots += [self._gradient_slot(name, p, end, is_released=name in state.released) for name, p in self.step.trained()]
@@ -192,6 +195,7 @@ class TraceBuilder:
             returned_bytes=self.step.returned_bytes,
             notes=(*state.notes, *self._notes()),
             operations=self.step.timeline.operations(),
+            token_modules=token_modules(self.step, known_modules),
         )
 
     def _persistent_slot(self, name: str, role: Role, tensor: Tensor, end: int) -> Slot:

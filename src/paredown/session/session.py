@@ -34,6 +34,7 @@ from paredown.loss.output_head import CHUNKED_LOSS, LOSS_SLOTS, OutputHead, find
 from paredown.optim.parameter_state import request_formats, withdraw_requests
 from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
+from paredown.plan.tiled_trace import IN_GRAPHS
 from paredown.plan.trace import Trace
 from paredown.roles import FORMATTED, Role
 from paredown.session.changes import (
@@ -63,7 +64,7 @@ from paredown.session.eager.product_layers import ProductLayers
 from paredown.session.measured_runs import MeasuredRuns
 from paredown.session.open_sessions import any_session_of, check_has_none, forget, register
 from paredown.session.signals import GuardFactory
-from paredown.session.tiles import IN_GRAPHS, TiledModules
+from paredown.session.tiles import TiledModules
 from paredown.session.unused_plans import (
     NOTHING,
     NOTHING_SAVED,

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
@@ -47,6 +47,7 @@ from paredown.autograd.token_ops import OperationNames, mixes, reason_to_run_who
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_inside, outermost
 from paredown.plan.plan import TILED, Plan
+from paredown.plan.tiled_trace import NONE_INSIDE
 from paredown.session.changes import Change, SlotExplanation
 from paredown.session.checkpointing import CheckpointedModules, callable_paths, frozen_statistics
 
@@ -63,10 +64,6 @@ TWICE = (
     "module {!r} runs in tiles, whose gradients cannot be differentiated again (create_graph=True). Close the session, or leave the module "
     "out of plan.tiles."
 )
-NONE_INSIDE = (
-    "tiles of {!r}: {}. Name modules that act on tokens one by one, such as MLPs and norms, or the layers that contain them."
-)
-IN_GRAPHS = "compiled sessions run no tiles: leave them out (replace(plan, tiles=())), or do not compile."
 
 
 class Reason(NamedTuple):
@@ -263,15 +260,8 @@ class TiledCall:
     def _tiled(self, module: nn.Module, x: Tensor, trained: list[nn.Parameter], rest: tuple[Any, Any]) -> Tensor:
         kept: Any = TileInput.apply(x, *trained)  # first: here a second forward pass that needs no output ends
         run = TileRun(self, module, rest, kept.grad_fn, x.requires_grad, autocast_of(x))
-        out: Any = None
-        with torch.no_grad(), self.tiles.pieces(), run.autocast():
-            for start, piece in run.pieces_of(x):
-                part: Any = module._call_impl(piece, *rest[0], **rest[1])
-                if out is None:
-                    out = part.new_empty((*part.shape[:-2], x.shape[-2], part.shape[-1]))
-                out.narrow(-2, start, part.shape[-2]).copy_(part)
-                del part
-        run.out = out
+        with self.tiles.pieces(), run.autocast():
+            run.out = output_of_pieces(run.of_piece, x, self.length)
         return Tiles.apply(run, kept, x, *trained)  # type: ignore[return-value]
 
 
@@ -295,32 +285,58 @@ class TileRun:
         """Return the autocast context of forward."""
         return uncached_autocast(*self._autocast)
 
-    def pieces_of(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the position of each piece of a tensor's tokens, and the piece."""
-        for start in range(0, x.shape[-2], self.call.length):
-            yield start, x.narrow(-2, start, min(self.call.length, x.shape[-2] - start)).contiguous()
+    def of_piece(self, piece: Tensor) -> Any:
+        """Return the output of the module for a piece."""
+        return self.module._call_impl(piece, *self.rest[0], **self.rest[1])
 
     def gradients(self, x: Tensor, gradient: Tensor, trained: list[Tensor]) -> list[Tensor | None]:
         """Return the gradients of the input and of the parameters `trained`, from that of the output."""
-        of_input = torch.empty_like(x) if self.needs_input else None
-        sums = GradientSums(trained, gradient)
-        with self.call.tiles.pieces(), self.autocast(), torch.enable_grad():
-            for start, piece in self.pieces_of(x.detach()):
-                inputs = [piece.requires_grad_(), *trained] if self.needs_input else trained
-                out: Any = self.module._call_impl(piece, *self.rest[0], **self.rest[1])
-                of_piece = gradient.narrow(-2, start, piece.shape[-2])
-                found: list[Tensor | None] = [None] * len(inputs)
-                if out.requires_grad:
-                    found[:] = torch.autograd.grad(out, inputs, of_piece, allow_unused=True)
-                del out
-                if of_input is not None:
-                    part = found.pop(0)
-                    with torch.no_grad():
-                        into = of_input.narrow(-2, start, piece.shape[-2])
-                        _ = into.zero_() if part is None else into.copy_(part)
-                    del part
-                sums.add(found)
-        return [of_input, *sums.results()]
+        with self.call.tiles.pieces(), self.autocast():
+            return gradients_of_pieces(self.of_piece, x, gradient, trained, length=self.call.length, needs_input=self.needs_input)
+
+
+def pieces_of(x: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the position of each piece of `length` tokens of a tensor, and the piece."""
+    for start in range(0, x.shape[-2], length):
+        yield start, x.narrow(-2, start, min(length, x.shape[-2] - start)).contiguous()
+
+
+@torch.no_grad()
+def output_of_pieces(call: Callable[[Tensor], Any], x: Tensor, length: int) -> Tensor:
+    """Return the output of a module that runs over pieces of `length` tokens of `x`; `call` returns that of a piece."""
+    out: Any = None
+    for start, piece in pieces_of(x, length):
+        part = call(piece)
+        if out is None:
+            out = part.new_empty((*part.shape[:-2], x.shape[-2], part.shape[-1]))
+        out.narrow(-2, start, part.shape[-2]).copy_(part)
+        del part
+    return out
+
+
+@torch.enable_grad()
+def gradients_of_pieces(
+    call: Callable[[Tensor], Any], x: Tensor, gradient: Tensor, trained: list[Tensor], *, length: int, needs_input: bool
+) -> list[Tensor | None]:
+    """Return the gradients of `x` and of the parameters `trained`, from that of the output; `call` returns the output of a piece."""
+    of_input = torch.empty_like(x) if needs_input else None
+    sums = GradientSums(trained, gradient)
+    for start, piece in pieces_of(x.detach(), length):
+        inputs = [piece.requires_grad_(), *trained] if needs_input else trained
+        out: Any = call(piece)
+        of_piece = gradient.narrow(-2, start, piece.shape[-2])
+        found: list[Tensor | None] = [None] * len(inputs)
+        if out.requires_grad:
+            found[:] = torch.autograd.grad(out, inputs, of_piece, allow_unused=True)
+        del out
+        if of_input is not None:
+            part = found.pop(0)
+            with torch.no_grad():
+                into = of_input.narrow(-2, start, piece.shape[-2])
+                _ = into.zero_() if part is None else into.copy_(part)
+            del part
+        sums.add(found)
+    return [of_input, *sums.results()]
 
 
 class GradientSums:

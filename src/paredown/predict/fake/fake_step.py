@@ -31,6 +31,7 @@ from paredown.errors import TraceError
 from paredown.predict.fake.fake_tensors import DeviceForms, FakeTensors, inner_tensors
 from paredown.predict.saved_lifetimes import Recorder
 from paredown.predict.timeline import Allocation, Timeline
+from paredown.predict.token_modules import TracedCalls
 from paredown.roles import Role
 
 Span = tuple[int, int]
@@ -130,6 +131,7 @@ class FakeStep:
         self.timeline = Timeline(self._where, device=device)
         self.recorder = Recorder(self.timeline)
         self.module_runs = ModuleRunTimes(model.modules(), lambda: self.timeline.current_tick)
+        self.traced_calls = TracedCalls(model, self.timeline, device)
         # from here on new fakes are made for tensors that the model uses and no module registers
         fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
         fakes.mode.place = lambda: self.timeline.module()
@@ -172,6 +174,7 @@ class FakeStep:
                     stack.enter_context(context)
                 if compiled is None:
                     with self._watched(self.model, "", backward=stack):
+                        stack.enter_context(self.traced_calls.recording())
                         stack.enter_context(self.module_runs.recording())  # after the watch: what a module saved is packed first
                         with signature_errors(self.model, arguments, "trace_step"):
                             output = self.model(*arguments.args, **arguments.keywords)

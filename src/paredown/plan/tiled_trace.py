@@ -1,0 +1,244 @@
+"""`tiled_trace`: the trace of a step in which modules run over pieces of the sequence, predicted from the trace without tiles.
+
+What a module allocates inside is replaced by what its pieces need (`TokenModule`, which `trace_step` measures): in forward, and in backward
+with sums of the gradients of its parameters. Its input is stored until its backward is done. Its output, and the gradients of input and
+output, exist as a whole while pieces run.
+
+    baseline    inside  |##############################|            output            |######
+    tiles       piece   |####|                  |######|            output   |###############
+                input   |##############################|            gradient of the input        |#######
+
+Tiles come before activation checkpointing: of a checkpointed layer, the input of a tiled module is saved in the second forward pass, which
+ends there if nothing after it is saved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import prod
+
+from paredown.autograd.operations import TILE_INPUT, Use
+from paredown.errors import PlanError
+from paredown.plan.checkpointed_trace import CALL, TILES, is_inside, is_of, modules_of, outermost
+from paredown.plan.plan import TILED
+from paredown.plan.trace import Output, Part, Saver, Slot, TokenModule, Trace
+from paredown.roles import Role
+
+Tiles = tuple[tuple[str, int], ...]
+NONE_INSIDE = (
+    "tiles of {!r}: {}. Name modules that act on tokens one by one, such as MLPs and norms, or the layers that contain them."
+)
+IN_GRAPHS = "compiled sessions run no tiles: leave them out (replace(plan, tiles=())), or do not compile."
+NOT_RECORDED = "the trace has no modules that run in tiles, since an earlier paredown made it: trace the step again."
+SHORT = "tiles of {!r}: its sequences have {} tokens, no more than a piece, and it runs whole"
+
+
+def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
+    """Return the modules that run in tiles under `rules`, with the tokens of a piece; raise PlanError for a rule that has none."""
+    if trace.is_compiled:
+        raise PlanError(IN_GRAPHS)
+    if not trace.token_modules:
+        raise PlanError(NOT_RECORDED)
+    paths, lengths = {module.path: module for module in trace.token_modules}, dict[str, int]()
+    for text, length in rules:
+        for match in outermost([*modules_of(trace), *paths], (text,), what="tile"):
+            inside = [module for module in trace.token_modules if is_inside(module.path, match)]
+            found = [module.path for module in inside if not module.whole and (not module.is_linear or module.path == match)]
+            if not found:
+                reason = next((module.whole for module in inside if module.whole), "it was not called once")
+                raise PlanError(NONE_INSIDE.format(text, f"{match} has none, since {reason}"))
+            lengths |= dict.fromkeys(found, length)
+    chosen = (path for path in lengths if not any(path != other and is_inside(path, other) for other in lengths))
+    return [(paths[path], lengths[path]) for path in chosen]
+
+
+def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
+    """Return the trace of the same step with the modules in tiles that `rules` name. The last result is cached on the trace."""
+    if not rules:
+        return trace
+    cached: tuple[Tiles, Trace] | None = vars(trace).get("_tiled_trace")
+    if cached is None or cached[0] != rules:
+        found = tiled_modules(trace, rules)
+        notes = [SHORT.format(module.path, module.tokens) for module, length in found if module.tokens <= length]
+        step = _TiledStep(trace, [(module, length) for module, length in found if module.tokens > length]).trace()
+        cached = vars(trace)["_tiled_trace"] = rules, replace(step, notes=(*trace.notes, *notes))
+    return cached[1]
+
+
+def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
+    """Return the bytes of a piece of `length` tokens.
+
+    >>> piece_bytes(((100, 2), (10, 4)), 20), piece_bytes(((100, 2), (10, 4)), 100)
+    (140, 410)
+    """
+    return max((fixed + by_token * length for fixed, by_token in pairs), default=0)
+
+
+class _TiledStep:
+    """The rows of a trace as they are with `tiled` modules, each with the tokens of a piece."""
+
+    def __init__(self, trace: Trace, tiled: list[tuple[TokenModule, int]]) -> None:
+        self._before, self._tiled = trace, sorted(tiled, key=lambda pair: -pair[0].forward[0])  # as backward runs them
+        self._places = {module.path: place for place, (module, _) in enumerate(self._tiled)}
+        self._forward = sorted((module.forward, place) for place, (module, _) in enumerate(self._tiled))
+        self._backward = sorted((module.backward, place) for place, (module, _) in enumerate(self._tiled))
+
+    def trace(self) -> Trace:
+        """Return the trace with tiles."""
+        slots, outputs = list[Slot](), list[Output]()
+        for row in (*self._before.outputs, *self._before.slots):
+            kept: Slot | Output | None = row
+            for place in self._near(row):
+                module = self._tiled[place][0]
+                if isinstance(kept, Slot):
+                    kept = _slot(kept, module, self._before.length)
+                elif kept is not None:
+                    kept = _output(kept, module)
+            slots += [kept] if isinstance(kept, Slot) else []
+            outputs += [kept] if isinstance(kept, Output) else []
+        slots += self._unsaved_inputs(slots, outputs)
+        outputs += [output for module, length in self._tiled for output in _pieces(module, length)]
+        return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
+
+    def _near(self, row: Slot | Output) -> list[int]:
+        """Return the places of the tiled modules that may change a row, in the order of backward."""
+        found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
+        found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
+        found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
+        return sorted(found - {-1})
+
+    @staticmethod
+    def _at(spans: list[tuple[tuple[int, int], int]], tick: int) -> int:
+        """Return the place of the module whose span has a tick, -1 if none has it."""
+        before = bisect_right(spans, tick, key=lambda pair: pair[0][0]) - 1
+        return spans[before][1] if before >= 0 and tick <= spans[before][0][1] else -1
+
+    def _around(self, name: str) -> int:
+        """Return the place of the module that a path, or the name of a slot, is inside of; -1 if there is none."""
+        parts = CALL.sub("", name.partition(":")[0]).split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return next((self._places[path] for path in paths if path in self._places), -1)
+
+    def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
+        """Return slots for inputs of modules that nothing saves without tiles; the rows of `outputs` get their names."""
+        number = max((slot.storage for slot in slots), default=-1)
+        missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
+        found: list[Slot] = []
+        for place, output in enumerate(outputs):
+            path = next((name.partition(":")[0] for name in output.inputs if name.partition(":")[0] in missing), None)
+            if path is not None and not output.slot:
+                found.append(_input_of(output, self._tiled[self._places[path]][0], number + 1 + len(found)))
+                outputs[place] = replace(output, slot=found[-1].name)
+                missing.discard(path)
+        return found
+
+    def _with_weights(self, slots: list[Slot]) -> Iterator[Slot]:
+        """Yield `slots`, where pieces in backward decode the weights of a module one at a time: the largest as long as pieces run."""
+        places = {slot.name: self._around(slot.module) for slot in slots if slot.role is Role.WEIGHT}
+        weights = sorted((slot for slot in slots if slot.role is Role.WEIGHT), key=lambda slot: slot.nbytes)
+        largest = {places[slot.name]: slot.name for slot in weights}
+        for slot in slots:
+            place = places[slot.name] if slot.role is Role.WEIGHT else -1
+            if place < 0:
+                yield slot
+            else:
+                span = (_second_pass(self._tiled[place][0]),) if largest[place] == slot.name else ()
+                yield replace(slot, running=(*slot.running, *span), parts=())
+
+
+def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
+    """Yield what pieces of the module allocate in forward and in backward."""
+    for (first, last), phase, pairs in (
+        (module.forward, "forward", module.in_forward),
+        (_second_pass(module), "backward", module.in_backward),
+    ):
+        nbytes = piece_bytes(pairs, length)
+        yield Output(TILES, module.path, phase, (nbytes,), "uint8", nbytes, first, last)
+
+
+def _second_pass(module: TokenModule) -> tuple[int, int]:
+    """Return the ticks at which pieces run in backward: not the first, at which the layer around the module may run again."""
+    first, last = module.backward
+    return min(first + 1, last), last
+
+
+def _output(output: Output, module: TokenModule) -> Output | None:
+    """Return an allocation as it is with tiles, None if it is inside of the module."""
+    (start, end), (first, last) = module.forward, module.backward
+    if output.phase == "forward" and start <= output.birth <= end:
+        return replace(output, birth=start) if output.death > end else None  # the module's output
+    if output.phase == "backward" and output.slot != "gradient" and first <= output.birth - (output.op == "add") <= last:
+        # the gradient of the module's input; a sum in place is born a tick after its operation
+        return replace(output, birth=_second_pass(module)[0]) if output.death > last else None
+    if output.phase != "forward" and output.birth < first <= output.used <= last:  # the gradient of the module's output
+        return replace(output, death=max(output.death, last))
+    return output
+
+
+def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
+    """Return a slot as it is with tiles; the allocation that it becomes if nothing saves it; None if it is inside of the module."""
+    start, end = module.forward
+    if slot.role is Role.GRADIENT and module.backward[0] <= slot.birth <= module.backward[1]:
+        birth = min(module.backward[1] + 1, length)
+        is_released = slot.death < length
+        dropped = max(slot.dropped, birth)
+        return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else slot.death)
+    is_made_inside = start <= slot.birth <= end
+    if slot.role is Role.TEMPORARY and is_made_inside:  # the cast of a weight
+        return None
+    is_saved = any(is_of(saver.name, module.path) for saver in slot.savers)
+    if slot.role is not Role.ACTIVATION or not (is_made_inside or is_saved):
+        return slot
+    return _made_inside(slot, module) if is_made_inside else _saved_input(slot, module)
+
+
+def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
+    """Return a tensor of the module's forward as it is with tiles: its output, which later operations may save, or None."""
+    start, end = module.forward
+    savers = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
+    if savers:
+        parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in savers))
+        return replace(slot, name=savers[0].name, savers=savers, parts=parts, birth=start, recomputed_from="")
+    if slot.stays or slot.dropped <= end:
+        return None
+    return Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, start, slot.dropped, inputs=slot.inputs)
+
+
+def _saved_input(slot: Slot, module: TokenModule) -> Slot:
+    """Return the slot of a tensor that the module saves and that was there before: its input, which is stored unmodified."""
+    others = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
+    parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in others))
+    saver, part = _saver(module), _part(module)
+    death = max(slot.death, module.backward[1])
+    parts = (*(kept for kept in parts if kept.use is not Use.EXACT), part)
+    name = slot.name if any(other.name == slot.name for other in others) else (*others, saver)[0].name
+    stays = slot.stays or TILE_INPUT
+    return replace(slot, name=name, savers=(*others, saver), parts=parts, stays=stays, death=death, recomputed_from="")
+
+
+def _input_of(output: Output, module: TokenModule, storage: int) -> Slot:
+    """Return the slot of the module's input, if no operation saved that. `storage`: the number of its storage."""
+    of_output = output.shape, output.dtype, output.nbytes, output.birth, max(output.death, module.backward[1])
+    saver, dropped = _saver(module), max(output.death, module.forward[1])
+    rest = prod(output.shape), storage, dropped, (saver,), (_part(module),)
+    return Slot(saver.name, Role.ACTIVATION, module.path, *of_output, *rest, stays=TILE_INPUT, inputs=output.inputs)
+
+
+def _saver(module: TokenModule) -> Saver:
+    return Saver(f"{module.path}:{TILES}.input", TILES, "input", Use.EXACT)
+
+
+def _part(module: TokenModule) -> Part:
+    return Part(Use.EXACT, module.forward[0], module.backward[1], (module.backward,))
+
+
+def say_tiles(rules: Tiles) -> list[str]:
+    """Return a text for each number of tokens.
+
+    >>> say_tiles((("layers.*", 64), ("head", 64)))
+    ['in tiles of 64 tokens: layers.*, head']
+    """
+    lengths = dict.fromkeys(length for _, length in rules)
+    return [f"{TILED.format(length)}: {', '.join(text for text, of in rules if of == length)}" for length in lengths]
