@@ -79,10 +79,10 @@ def commits(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def activations() -> str:
-    """Peaks and times of training steps whose activations are packed; of each job the rows of its last commit with a packed step."""
+    """Peaks and times of training steps whose activations are packed; of each job the rows of its last commit with times of kernels."""
     found = newest("session", ("job", "way", "size", "commit"))
     rows = [row for row in found.values() if "largest" not in row["job"] and not row["error"]]
-    last = {row["job"]: row["commit"] for row in rows if row["way"] == "int8/64@bf16"}
+    last = {row["job"]: row["commit"] for row in rows if row["way"] == "int8/64@bf16" and row.get("kernel_ratio")}
     cells: list[tuple[str, ...]] = []
     for job, commit in sorted(last.items()):
         ways = {row["way"]: row for row in rows if (row["job"], row["commit"]) == (job, commit)}
