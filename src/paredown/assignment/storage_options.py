@@ -440,7 +440,7 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return the fewest (np.minimum) or most (np.maximum) bytes in memory at each operation, summed over all slots."""
+    """Return a bound of the bytes in memory at each operation, summed over slots: the fewest (np.minimum) or the most (np.maximum)."""
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row
     reduce.at(bytes_of, stretch_of, cells)

@@ -126,7 +126,7 @@ def key_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
-    """Return the description of input `number` of a checkpoint, as of any other saved tensor.
+    """Return the description of input `number` of a checkpoint, in the same form as that of other saved tensors.
 
     `place` is the slot's name up to the operand. `raw` is autograd's handle of the tensor. `reason` says why it is not quantized.
     """

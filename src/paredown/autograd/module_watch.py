@@ -133,7 +133,7 @@ class Watch(SavedReports):
         passed_over: frozenset[nn.Module],
         on_recomputation: Callable[[], Store],
     ) -> None:
-        """Follow passes that enter through any module.
+        """Follow forward passes that begin at any module, and report them to these functions.
 
         `passed_over`: modules that a session checkpoints. `on_recomputation` begins the second pass of layers that the model checkpoints
         itself.

@@ -69,7 +69,7 @@ MANY = -2  # place of the tokens in a tensor that has them in several dimensions
 
 
 def reason_to_run_whole(module: nn.Module, example: Tensor, call: Callable[[Tensor], Any] | None = None) -> str:
-    """Return why `module` cannot run over pieces of the tokens of an input like `example`, naming the operation; "" if it can.
+    """Return the reason why `module` cannot run over pieces of a sequence, naming the operation; "" if it can.
 
     `call`: a function that calls the module.
     """
@@ -101,10 +101,11 @@ class MixesTokens(Exception):
 
 @final
 class TokenOps(TorchDispatchMode):
-    """A dispatch mode that looks for an operation that reads across tokens, of which there are `count`, a prime; the first is in `reason`.
+    """A dispatch mode that finds the first operation that reads across tokens; `reason` describes it.
 
-    `calls`: the operations on tensors with tokens, and their arguments. `empty`: the one that allocated memory with tokens and left it
-    empty, "" if none did. `probe`: the input of the module.
+    The module runs on `count` tokens, a prime, by which dimensions of tokens are recognized. `calls`: the operations on tensors
+    with tokens, and their arguments. `empty`: the one that allocated memory with tokens and left it empty, "" if none did. `probe`:
+    the input of the module.
     """
 
     def __init__(self, count: int, probe: Tensor) -> None:
@@ -113,7 +114,7 @@ class TokenOps(TorchDispatchMode):
         self._count, self._input = count, probe.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at it."""
+        """Run the operation, and check whether it reads across tokens."""
         if func is DEVICE:
             return func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
@@ -127,7 +128,7 @@ class TokenOps(TorchDispatchMode):
         return out
 
     def place(self, tensor: Tensor) -> int | None:
-        """Return the dimension that has the tokens; None if none has them, MANY if several have them or one has more than them."""
+        """Return which dimension of a tensor runs over tokens; None if none does, MANY if it is not exactly one."""
         found = [place for place, size in enumerate(tensor.shape) if size and size % self._count == 0]
         return None if not found else found[0] if len(found) == 1 and tensor.shape[found[0]] == self._count else MANY
 
@@ -172,14 +173,17 @@ def mixes(reason: str) -> bool:
 
 @final
 class OperationNames(TorchDispatchMode):
-    """A dispatch mode that finds the first operation that is known to read across tokens, as attention: `mixing`, "" if there is none."""
+    """A dispatch mode that finds the first operation known to read across tokens, such as attention.
+
+    `mixing` is its name, "" if there is none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.mixing = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at its name."""
+        """Run the operation, and check whether its name is one that reads across tokens."""
         name = func._schema.name.rpartition("::")[2]
         if not self.mixing and (name in MIXING or name.startswith(ATTENTION)):
             self.mixing = name
@@ -187,7 +191,10 @@ class OperationNames(TorchDispatchMode):
 
 
 def _keeps_tokens(func: Any, name: str, named: dict[str, Any], returned: tuple[Any, Callable[[Tensor], int | None]]) -> bool:
-    """Return whether an operation of the tables reads no other token. `named`: its arguments. `returned`: its result, and `place`."""
+    """Return whether an operation of the tables computes each token from that token alone.
+
+    `named`: its arguments. `returned`: its result, and `place`.
+    """
     out, place = returned
     tensors = [value for value in tree_leaves(named) if isinstance(value, Tensor)]
     first = tensors[0]

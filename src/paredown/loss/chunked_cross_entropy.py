@@ -237,7 +237,7 @@ class Problem:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors around each tanh in the transform of logits; None if no kernel can compute the transform."""
+        """The factors before and after each tanh in the transform of logits; None if no kernel supports the transform."""
         transform = self.settings.transform
         if transform is None:
             return (1.0,)

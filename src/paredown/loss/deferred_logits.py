@@ -371,7 +371,7 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, other: DeferredLogits, make: Any) -> Tensor:
-        """Return the deferred sum, which `make` makes."""
+        """Return the deferred sum of both terms, created by `make`."""
         ctx.dtypes = logits.dtype, other.dtype
         return make()
 
@@ -423,7 +423,7 @@ class Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, family: LogitsFamily, make: Any) -> Tensor:
-        """Return the deferred logits of a call of the head, which `make` makes."""
+        """Return the deferred logits of one call of the head, created by `make`."""
         ctx.family, ctx.bias_dtype = family, bias.dtype if bias is not None else None
         return make()
 

@@ -286,7 +286,7 @@ class HeadGraph:
         )
 
     def _replace_output(self, logits: Followed, output: fx.Node) -> list[DeferredOutput]:
-        """Put the hidden states in place of logits among the graph's outputs, and return what restores each."""
+        """Replace the logits among the graph's outputs by the hidden states; return how to restore each output."""
         values = list(output.args[0])  # type: ignore[arg-type]
         places = [index for index, value in enumerate(values) if value is logits.node]
         output.args = (tuple(self.hidden if value is logits.node else value for value in values),)

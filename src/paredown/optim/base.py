@@ -219,7 +219,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self.rule
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """Return `numbers` in the order of the rule's `hyper_names`."""
+        """Return the hyperparameters of a step in the order of the rule's `hyper_names`."""
         numbers = self.numbers(group, step, factor)
         return tuple(numbers[name] for name in self.rule_for(group).hyper_names)
 

@@ -47,7 +47,7 @@ TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step as it runs under `plan`, with the layers checkpointed or the tensors recomputed that the plan names.
+    """Return the variant of the trace that holds under `plan`: `unmodified`, `without_packing`, `in_4_bits`, or the trace itself.
 
     Without a session, without packed activations, or compiled with activations in 4 bits or fewer, a step may save other tensors than
     those of `trace`.
@@ -61,7 +61,7 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
-    """Return the paths of modules that match a pattern, without those inside of another match. `what`: the argument that errors name.
+    """Return the paths of modules that match a pattern and are not inside of another match; `what` names the argument in errors.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
@@ -111,7 +111,7 @@ def with_parents(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The ticks of a checkpointed module: start and end of its forward, and when backward first and last needs what the module saved.
+    """The operations (ticks) at which a checkpointed module begins and ends in forward and is needed in backward.
 
     A tick is a position in the step's list of operations.
     """
@@ -151,7 +151,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return the ticks at which a module runs and backward needs it. If it cannot be checkpointed, return a sentence with the reason."""
+    """Return when a module runs and when backward needs it; a sentence with the reason if it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -168,7 +168,7 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads tensors that were saved by the checkpointed module and by no other."""
+    """Return the ticks at which backward reads tensors that only the checkpointed module saved."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
@@ -248,12 +248,12 @@ def _reason_exact(trace: Trace, span: CheckpointSpan) -> str:
 
 
 def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
-    """Return the slot name of a tensor as an input of the checkpointed module, or "" if it is not an input."""
+    """Return the slot name of a tensor as an input of the checkpointed module; "" if the tensor is not an input."""
     return next((name for name in row.inputs if name.partition(":")[0] == span.module), "")
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor as an input of the checkpointed module: backward needs the input to run the module again.
+    """Return the slot of a saved tensor, changed to an input of the checkpointed module, which is kept until the module runs again.
 
     `reason`: why the input is not quantized, "" if it may be.
     """
@@ -283,7 +283,7 @@ def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
 
 
 def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
-    """Return a slot for an input of the module if no operation saves that input; None if `output` is no such input, or is small.
+    """Return a slot for a module input that no operation saves; None if `output` is not an input of the module, or is small.
 
     `reason`: why the input is not quantized. `storage`: the number of the slot's storage.
     """
@@ -299,7 +299,7 @@ def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: i
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """Return the two lifetimes of a tensor that the checkpointed module saves: until its last use in forward, and again in backward."""
+    """Return the two lifetimes of a tensor that the checkpointed module saves, one in each forward pass."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)
@@ -312,7 +312,7 @@ def _last_read(slot: Slot) -> int:
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return two records of a module's result, if later operations save it too: its slot, and its copy in the second forward pass."""
+    """Return two records of a module's result if later operations save it: its slot, and its copy in the second forward pass."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -341,7 +341,7 @@ def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slo
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's cast, which exists twice: in forward, and again in backward.
+    """Return the slot of a weight's autocast copy, which is made in both forward passes.
 
     Autocast caches casts of trained weights until its context ends, and no others.
     """
@@ -354,7 +354,7 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The memory of a checkpointed module's second forward pass at its largest moment, without the tensors that it saves.
+    """The memory that a checkpointed module's second forward pass takes at its largest moment, beside the tensors that it saves.
 
     `extra`: bytes if nothing is packed. `packed`: tensors that a session may store packed, and when the first pass reads them last. If they
     are packed, in 8 bits, the largest moment is at the tick `moment`, with `beside` bytes of temporaries.
@@ -368,7 +368,7 @@ class _SecondPass:
 
     @staticmethod
     def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
-        """Compute the memory of the second forward pass of the module of `span`."""
+        """Return the memory of the second forward pass of the module of `span`."""
         inner = [slot for slot in trace.activations if _is_inner(slot, span)]
         end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
         ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
@@ -403,7 +403,7 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return the times at which a slot is packed and decoded if the second forward pass saves it."""
+        """Return when a slot is packed and decoded if the second forward pass saves it."""
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
         decoded = tuple((max(start, at + 1), max(end, at + 1)) for start, end in part.decoded)
@@ -418,7 +418,7 @@ def _is_packed_again(slot: Slot) -> bool:
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return the changes of memory, as (tick, bytes), by a tensor if it is packed in 8 bits when it is saved.
+    """Return the changes of memory, as (tick, bytes), by a tensor that would be packed in 8 bits when it is saved.
 
     `read`: the tick at which the first pass reads it last.
     """
@@ -428,7 +428,9 @@ def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tick at which the sum of all changes (tick, bytes) so far is largest, and this sum. Changes of one tick count together.
+    """Return the tick at which the sum of all changes (tick, bytes) so far is largest, and this sum.
+
+    Changes of one tick count together.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

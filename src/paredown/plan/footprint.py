@@ -107,7 +107,7 @@ class Allocator:
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
-        """Return how many bytes the device allocates at most for `nbytes`, as `assign` plans with.
+        """Return an upper bound of the bytes that the device allocates for `nbytes`; `assign` keeps budgets by it.
 
         `comes_and_goes`: the tensor is allocated anew in each step. `is_compiled`: the step is compiled.
         """

@@ -230,7 +230,7 @@ class Plan:
         return find_product(self.products, path)
 
     def recomputing(self, *modules: str) -> Plan:
-        """Return this plan with activation checkpointing of these modules too, which are paths or patterns.
+        """Return this plan with activation checkpointing of further modules, given as paths or patterns.
 
         Names of slots are tensors that a compiled step recomputes one by one.
 
@@ -381,7 +381,7 @@ class Plan:
         return Differences(rows)
 
     def _effects(self) -> list[dict[str, Assignment | str]]:
-        """Return the rules of each kind by key, in words where they are no assignments."""
+        """Return the rules by kind and key; rules that have no assignment are given as text."""
         words = {text: ("slot", "recomputed") if ":" in text else ("module", "checkpointed") for text in self.recompute}
         return [
             dict(self.rules),

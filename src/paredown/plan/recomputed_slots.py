@@ -60,7 +60,7 @@ def _source(slot: Slot, needed: dict[int, int]) -> Slot:
 
 
 def _outputs(slot: Slot) -> list[Output]:
-    """Return the allocations of a recomputed tensor in forward and in backward, and of the other tensors that recomputing it writes."""
+    """Return the allocations of a recomputed tensor in forward and in backward, and those of intermediate results."""
     how = slot.recomputation
     assert how is not None
     of_slot = slot.shape, slot.dtype, slot.nbytes

@@ -220,7 +220,7 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """Return the host's seconds for a step of the first network, of which SHARES are fractions.
+        """Return the host's seconds for a step of the first network, in units of which SHARES are given.
 
         On the CPU the computation of its operations is left out. `empty`: the seconds of an empty operation.
         """

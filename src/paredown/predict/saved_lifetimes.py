@@ -81,7 +81,7 @@ class SavedStorage:
 
 
 class SavedHandle:
-    """What autograd holds in place of a saved tensor while a step is traced."""
+    """The object that autograd holds in place of a saved tensor while a step is traced."""
 
     def __init__(self, recorder: Recorder, unit: SavedStorage, part: StoredPart, tensor: Tensor) -> None:
         self._recorder, self.unit, self._part = recorder, unit, part

@@ -67,7 +67,10 @@ TWICE = (
 
 
 class Reason(NamedTuple):
-    """Why a module runs whole. `is_expected`: its class was not meant by a rule for the layer around it, as attention."""
+    """The reason why a module runs whole, rather than over pieces of the sequence.
+
+    `is_expected`: a rule for the layer around it did not mean modules of its class, such as attention.
+    """
 
     text: str
     is_expected: bool = False
@@ -100,20 +103,20 @@ class TiledModules:
     # --- calls ---
 
     def attach(self) -> None:
-        """Let the modules run in pieces from now on."""
+        """Replace the forward of these modules, so that they run in pieces."""
         self._is_attached = True
         for call in self._calls.values():
             call.attach()
 
     def detach(self) -> None:
-        """Let the modules run whole again; backward of existing graphs still runs pieces."""
+        """Restore the forward of these modules; backward of existing graphs still runs pieces."""
         self._is_attached = False
         for call in self._calls.values():
             call.detach()
 
     @contextmanager
     def attached(self) -> Generator[None]:
-        """Return a context in which modules run in pieces, also if they were detached: a second forward pass repeats the first."""
+        """Return a context in which modules run in pieces even after `detach`, as a second forward pass must repeat the first."""
         added = [call for call in self._calls.values() if call.attach()]
         try:
             yield
@@ -134,12 +137,12 @@ class TiledModules:
 
     @contextmanager
     def pieces(self) -> Generator[None]:
-        """Return a context in which a piece runs: no part of it is tiled, followed or checkpointed by itself."""
+        """Return a context for running a piece, in which nothing inside is tiled, followed or checkpointed by itself."""
         with self.paused(), self._watch.passing_over(), self._checkpointed.paused():
             yield
 
     def check(self, asked: TiledCall) -> None:
-        """Raise ApplyError if a module that a rule names has run, and neither it nor a module inside of it is ever tiled."""
+        """Raise ApplyError if a rule names a module that has run and that can never run in pieces."""
         inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
         if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
             why = next((call.whole.text for call in inside if call.whole is not None), "")
@@ -176,7 +179,10 @@ class TiledModules:
 
 @final
 class TiledCall:
-    """The call of one module, over pieces of its input. `whole`: why it runs whole, None if it need not or was not called yet."""
+    """One tiled module, and how its calls run.
+
+    `whole`: the reason why it runs whole; None if it need not, or was not called yet.
+    """
 
     def __init__(self, tiles: TiledModules, module: nn.Module, path: str, length: int) -> None:
         self.tiles, self.path, self.length, self.module = tiles, path, length, weakref.ref(module)
@@ -185,7 +191,7 @@ class TiledCall:
         self._reasons: dict[Any, Reason | None] = {}  # by what the operations of a call can depend on
 
     def attach(self) -> bool:
-        """Let the module run in pieces; return whether it ran whole before."""
+        """Make the module run in pieces, and return whether it ran whole before."""
         module = self.module()
         if module is None or module._compiled_call_impl is self:
             return False
@@ -196,7 +202,7 @@ class TiledCall:
         return True
 
     def detach(self) -> None:
-        """Let the module run whole."""
+        """Make the module run whole."""
         module = self.module()
         if module is not None and module._compiled_call_impl is self:
             module._compiled_call_impl = None
@@ -238,7 +244,7 @@ class TiledCall:
         return out
 
     def _reason(self, module: nn.Module, tensors: list[Tensor], args: tuple[Any, ...]) -> Reason | None:
-        """Return why a call with these tensors runs the module whole; None if it can run over pieces."""
+        """Return why this call runs the module whole; None if it can run in pieces."""
         if len(tensors) != 1 or not args or args[0] is not tensors[0]:
             return Reason(ARGUMENTS.format(len(tensors)), is_expected=True)
         x = tensors[0]
@@ -266,7 +272,10 @@ class TiledCall:
 
 
 class TileRun:
-    """One call of a tiled module: what its backward needs beside the saved input. `out`: its output, until autograd has it."""
+    """One call of a tiled module, with the data that its backward needs beside the saved input.
+
+    `out`: its output, until autograd has it.
+    """
 
     def __init__(
         self,
@@ -340,7 +349,7 @@ def gradients_of_pieces(
 
 
 class GradientSums:
-    """Sums of the gradients of parameters over pieces: in float32 for 16-bit parameters, else in the dtype of the parameter."""
+    """Sums of the gradients of parameters over pieces, in float32 for 16-bit parameters, else in the parameter's dtype."""
 
     def __init__(self, trained: list[Tensor], gradient: Tensor) -> None:
         self._trained, self._borrowed = trained, gradient.untyped_storage()._cdata
@@ -360,7 +369,7 @@ class GradientSums:
                 self._sums[place] = wide if is_own else wide.clone(memory_format=torch.contiguous_format)
 
     def results(self) -> Iterable[Tensor | None]:
-        """Yield the sums in the dtypes of the parameters."""
+        """Yield the sums, converted to the dtypes of the parameters."""
         for place, parameter in enumerate(self._trained):
             held, self._sums[place] = self._sums[place], None
             yield None if held is None else held.to(parameter.dtype)
@@ -368,7 +377,7 @@ class GradientSums:
 
 @final
 class TileInput(Function):
-    """Saves the input of a tiled module, and returns an empty tensor whose node has it."""
+    """An autograd function that saves the input of a tiled module, and returns an empty tensor whose node holds the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *trained: Tensor) -> Tensor:
@@ -379,17 +388,17 @@ class TileInput(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return no gradients: those of the input are the results of `Tiles`."""
+        """Return no gradients, since `Tiles` returns those of the input."""
         return (None,) * len(ctx.needs_input_grad)
 
 
 @final
 class Tiles(Function):
-    """The output of a tiled module, whose backward runs it again over pieces."""
+    """The autograd function for the output of a tiled module, whose backward runs the module again in pieces."""
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:
-        """Return the output that was computed before."""
+        """Return the module's output, which is computed already."""
         ctx.run, ctx.trained = run, trained
         out, run.out = run.out, None
         assert out is not None
@@ -406,11 +415,14 @@ class Tiles(Function):
 
 
 def autocast_of(x: Tensor) -> tuple[str, bool, Any]:
-    """Return the device type of `x`, whether autocast is on for it, and the dtype of autocast."""
+    """Return the device type of `x`, and whether and in which dtype autocast is on for it."""
     kind = x.device.type
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def uncached_autocast(kind: str, is_enabled: bool, dtype: Any) -> AbstractContextManager[Any]:
-    """Return an autocast context without torch's cache of casts: other modules would find casts in it that were made without gradients."""
+    """Return an autocast context without torch's cache of casts.
+
+    Other modules would find casts in it that were made without gradients.
+    """
     return torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=False)

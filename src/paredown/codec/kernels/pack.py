@@ -141,7 +141,7 @@ def packed_codes(codes, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def unpacked_codes(packed, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Return the int32 codes (TILE,) that `packed_codes` has joined."""
+    """Return the int32 codes (TILE,) in bytes that `packed_codes` returned."""
     if WIDTH == 1:
         packed = tl.join(packed & 15, packed >> 4).reshape(TILE // 4)
     if WIDTH == 1 or WIDTH == 2 or WIDTH == 6:

@@ -61,7 +61,7 @@ def shifted_bytes(packed, FLIP: tl.constexpr):
 
 @triton.jit
 def shifted_halves(packed, FLIP: tl.constexpr):
-    """Return what `shifted_bytes` does for the lower and the upper 4 bits of each byte."""
+    """Return the lower and the upper 4 bits of each byte as float32, in the form in which `shifted_bytes` returns bytes."""
     if USES_PTX:
         low, high = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 s, t; xor.b32 t, $8, {FLIP * 0x11111111}; shr.b32 s, t, 4; and.b32 t, t, 0x0F0F0F0F; and.b32 s, s, 0x0F0F0F0F;
@@ -301,7 +301,7 @@ def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decoded_plain(x, bits, STORAGE: tl.constexpr):
-    """Return the float32 values of what `rounded_plain` returned."""
+    """Return the float32 values of the bits that `rounded_plain` returned."""
     if STORAGE == PLAIN_FP32:
         return x
     elif STORAGE == PLAIN_BF16:

@@ -99,7 +99,7 @@ def _in_blocks(x: Tensor) -> int:
 
 
 def _input_in_blocks(x: Tensor) -> int:
-    """Return the bytes of the copy of the input that backward makes."""
+    """Return the bytes of the copy of a convolution's input that oneDNN makes in backward."""
     channels = x.shape[1]
     return 0 if channels <= PLAIN else x.nbytes // channels * round_up(channels, HALF if channels <= HALF else BLOCK)
 

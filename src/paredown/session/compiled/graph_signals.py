@@ -59,7 +59,7 @@ class SlotMeasure:
 
     @staticmethod
     def of(decision: Any, seed: int) -> SlotMeasure:
-        """Return the function for a tensor that is packed as `decision` says."""
+        """Return the measure of a tensor that is packed by the decision `decision`."""
         return SlotMeasure(decision.slot, decision.format, decision.rounding, seed)
 
     def __call__(self, flat: Tensor, step: Tensor, *parts: Tensor) -> Tensor:

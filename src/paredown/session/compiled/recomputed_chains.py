@@ -82,7 +82,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Return whether a kernel could compute these nodes for other users, too, before `first` is known."""
+        """Return whether a kernel might compute these nodes early, for other users, before the node `first` is computed."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)

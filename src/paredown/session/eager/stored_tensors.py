@@ -133,7 +133,7 @@ class StoredForm(ABC):
         return self._packed_bytes() if self.plain_values is None else 0
 
     def values(self) -> Tensor:
-        """Return the unpacked values of the piece, shape (numel,)."""
+        """Return the unpacked values of the stored piece of memory, shape (numel,)."""
         if self.plain_values is None:
             return self._unpacked()
         if self.plain_values._version != self.version:

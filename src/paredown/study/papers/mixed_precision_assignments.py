@@ -149,7 +149,7 @@ def decreasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
 
 
 def increasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups by rising size."""
+    """Return the groups of tensors in ascending order of their size."""
     return sorted(groups, key=lambda group: (group.numel, group.number))
 
 

@@ -198,7 +198,7 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
-    """Return the matrix `name` of `part`, or its runs with `depth` seeds, with its columns moved to `columns` of `num_columns` columns.
+    """Return a matrix of `part` (by `name`) with its columns moved to the positions `columns` of a wider matrix.
 
     Other entries are empty.
     """

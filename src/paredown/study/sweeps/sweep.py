@@ -97,7 +97,7 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial that was drawn for a sweep, with the probability of that and the label of its plan.
+    """A trial that was drawn for a sweep, with the probability that it was drawn and the label of its plan.
 
     `infeasible`: why no plan fits the budget; the trial does not run, and its plan has no rules.
     """

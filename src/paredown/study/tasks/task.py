@@ -90,7 +90,7 @@ METRICS: Mapping[str, Loss | None] = MappingProxyType({"error": share_wrong, "lo
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Task:
-    """What plans are compared on: a model, data, a loss, and a number of training steps.
+    """A training on which plans are compared: a model, data, a loss, and a number of training steps.
 
     `make_model(seed)` returns a new model on the CPU; torch is seeded before the call. `loss(output, answers)` is the mean over a batch;
     cross entropy by default. `metric`: "error" is the share of wrong answers, "loss" the loss; a function is called like the loss and
