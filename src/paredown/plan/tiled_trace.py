@@ -36,7 +36,10 @@ SHORT = "tiles of {!r}: its sequences have {} tokens, no more than a piece, and 
 
 
 def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
-    """Return the modules that run in tiles under `rules`, with the tokens of a piece; raise PlanError for a rule that has none."""
+    """Return the modules that run in tiles under `rules`, each with the number of tokens of a piece.
+
+    Raise PlanError for a rule without such a module.
+    """
     if trace.is_compiled:
         raise PlanError(IN_GRAPHS)
     if not trace.token_modules:
@@ -55,7 +58,10 @@ def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
 
 
 def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
-    """Return the trace of the same step with the modules in tiles that `rules` name. The last result is cached on the trace."""
+    """Return the trace of the same step with the modules that `rules` name in tiles.
+
+    The last result is cached on the trace.
+    """
     if not rules:
         return trace
     cached: tuple[Tiles, Trace] | None = vars(trace).get("_tiled_trace")
@@ -68,7 +74,7 @@ def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
 
 
 def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
-    """Return the bytes of a piece of `length` tokens.
+    """Return the bytes of a piece of `length` tokens, the largest of the linear functions `pairs` (fixed bytes, bytes per token).
 
     >>> piece_bytes(((100, 2), (10, 4)), 20), piece_bytes(((100, 2), (10, 4)), 100)
     (140, 410)
@@ -77,7 +83,7 @@ def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
 
 
 class _TiledStep:
-    """The rows of a trace as they are with `tiled` modules, each with the tokens of a piece."""
+    """The conversion of a trace to one in which the modules `tiled` run in pieces of the given numbers of tokens."""
 
     def __init__(self, trace: Trace, tiled: list[tuple[TokenModule, int]]) -> None:
         self._before, self._tiled = trace, sorted(tiled, key=lambda pair: -pair[0].forward[0])  # as backward runs them
@@ -86,7 +92,7 @@ class _TiledStep:
         self._backward = sorted((module.backward, place) for place, (module, _) in enumerate(self._tiled))
 
     def trace(self) -> Trace:
-        """Return the trace with tiles."""
+        """Return the trace of the step with tiles."""
         slots, outputs = list[Slot](), list[Output]()
         for row in (*self._before.outputs, *self._before.slots):
             kept: Slot | Output | None = row
@@ -103,7 +109,7 @@ class _TiledStep:
         return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
 
     def _near(self, row: Slot | Output) -> list[int]:
-        """Return the places of the tiled modules that may change a row, in the order of backward."""
+        """Return the indices of the tiled modules that may change a row of the trace, in the order of backward."""
         found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
         found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
         found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
@@ -111,18 +117,18 @@ class _TiledStep:
 
     @staticmethod
     def _at(spans: list[tuple[tuple[int, int], int]], tick: int) -> int:
-        """Return the place of the module whose span has a tick, -1 if none has it."""
+        """Return the index of the module in whose span a tick lies; -1 if there is none."""
         before = bisect_right(spans, tick, key=lambda pair: pair[0][0]) - 1
         return spans[before][1] if before >= 0 and tick <= spans[before][0][1] else -1
 
     def _around(self, name: str) -> int:
-        """Return the place of the module that a path, or the name of a slot, is inside of; -1 if there is none."""
+        """Return the index of the tiled module that contains a module or slot, by its name; -1 if there is none."""
         parts = CALL.sub("", name.partition(":")[0]).split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((self._places[path] for path in paths if path in self._places), -1)
 
     def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
-        """Return slots for inputs of modules that nothing saves without tiles; the rows of `outputs` get their names."""
+        """Return slots for inputs of tiled modules that no operation saves without tiles, and name them in `outputs`."""
         number = max((slot.storage for slot in slots), default=-1)
         missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
         found: list[Slot] = []
@@ -135,7 +141,10 @@ class _TiledStep:
         return found
 
     def _with_weights(self, slots: list[Slot]) -> Iterator[Slot]:
-        """Yield `slots`, where pieces in backward decode the weights of a module one at a time: the largest as long as pieces run."""
+        """Yield `slots`, with weights of tiled modules decoded one at a time in backward.
+
+        The largest weight counts as long as pieces run.
+        """
         places = {slot.name: self._around(slot.module) for slot in slots if slot.role is Role.WEIGHT}
         weights = sorted((slot for slot in slots if slot.role is Role.WEIGHT), key=lambda slot: slot.nbytes)
         largest = {places[slot.name]: slot.name for slot in weights}
@@ -149,7 +158,7 @@ class _TiledStep:
 
 
 def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
-    """Yield what pieces of the module allocate in forward and in backward."""
+    """Yield the allocations of a module's pieces, one for forward and one for backward."""
     for (first, last), phase, pairs in (
         (module.forward, "forward", module.in_forward),
         (_second_pass(module), "backward", module.in_backward),
@@ -159,13 +168,16 @@ def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
 
 
 def _second_pass(module: TokenModule) -> tuple[int, int]:
-    """Return the ticks at which pieces run in backward: not the first, at which the layer around the module may run again."""
+    """Return the ticks of backward at which pieces run.
+
+    The first tick is left out, since the layer around the module may run again in it.
+    """
     first, last = module.backward
     return min(first + 1, last), last
 
 
 def _output(output: Output, module: TokenModule) -> Output | None:
-    """Return an allocation as it is with tiles, None if it is inside of the module."""
+    """Return an allocation as it is with tiles; None if the module allocates it inside."""
     (start, end), (first, last) = module.forward, module.backward
     if output.phase == "forward" and start <= output.birth <= end:
         return replace(output, birth=start) if output.death > end else None  # the module's output
@@ -178,7 +190,10 @@ def _output(output: Output, module: TokenModule) -> Output | None:
 
 
 def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
-    """Return a slot as it is with tiles; the allocation that it becomes if nothing saves it; None if it is inside of the module."""
+    """Return a slot as it is with tiles.
+
+    Return an allocation if nothing saves the tensor with tiles, and None for a tensor inside of the module.
+    """
     start, end = module.forward
     if slot.role is Role.GRADIENT and module.backward[0] <= slot.birth <= module.backward[1]:
         birth = min(module.backward[1] + 1, length)
@@ -195,7 +210,7 @@ def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
 
 
 def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
-    """Return a tensor of the module's forward as it is with tiles: its output, which later operations may save, or None."""
+    """Return the module's output as it is with tiles; None for other tensors that the module creates."""
     start, end = module.forward
     savers = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     if savers:
@@ -207,7 +222,7 @@ def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
 
 
 def _saved_input(slot: Slot, module: TokenModule) -> Slot:
-    """Return the slot of a tensor that the module saves and that was there before: its input, which is stored unmodified."""
+    """Return the slot of a tensor that the module saves but does not create: its input, which is stored unmodified."""
     others = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in others))
     saver, part = _saver(module), _part(module)
@@ -219,7 +234,7 @@ def _saved_input(slot: Slot, module: TokenModule) -> Slot:
 
 
 def _input_of(output: Output, module: TokenModule, storage: int) -> Slot:
-    """Return the slot of the module's input, if no operation saved that. `storage`: the number of its storage."""
+    """Return the slot of the module's input, which no operation saves without tiles; `storage` is its storage number."""
     of_output = output.shape, output.dtype, output.nbytes, output.birth, max(output.death, module.backward[1])
     saver, dropped = _saver(module), max(output.death, module.forward[1])
     rest = prod(output.shape), storage, dropped, (saver,), (_part(module),)
@@ -235,7 +250,7 @@ def _part(module: TokenModule) -> Part:
 
 
 def say_tiles(rules: Tiles) -> list[str]:
-    """Return a text for each number of tokens.
+    """Return a text for each length of tiles, with the modules that have it.
 
     >>> say_tiles((("layers.*", 64), ("head", 64)))
     ['in tiles of 64 tokens: layers.*, head']

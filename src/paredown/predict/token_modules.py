@@ -43,7 +43,10 @@ class InputShape(NamedTuple):
 
 @dataclass
 class TracedCall:
-    """One call of a module, in ticks and in numbers of autograd nodes. `x`: its input, None if that is not one tensor."""
+    """A record of one call of a module: its operations (ticks) and autograd nodes by number, and its arguments.
+
+    `x`: its input, None if that is not a single tensor.
+    """
 
     module: nn.Module
     start: int
@@ -57,7 +60,10 @@ class TracedCall:
 
 
 class TracedCalls:
-    """Records the calls of modules with parameters in the forward pass of a step. `device`: that of the step."""
+    """Records the calls of modules with parameters in the forward pass of a traced step.
+
+    `device`: the device for which the step is traced.
+    """
 
     def __init__(self, model: nn.Module, timeline: Timeline, device: str) -> None:
         self._paths = {module: path for path, module in model.named_modules() if path}
@@ -67,7 +73,7 @@ class TracedCalls:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Record calls inside of a `with` block."""
+        """Return a context in which calls are recorded."""
         handles: list[Any] = []
         for module in self._paths:
             if next(module.parameters(), None) is not None and not isinstance(module, torch.jit.ScriptModule):
@@ -101,9 +107,9 @@ class TracedCalls:
 
 
 def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes]]) -> tuple[TokenModule, ...]:
-    """Return a row for each module that a step of fake tensors, a `FakeStep` that has run, called once with gradients.
+    """Return a row for each module that a traced step called once with gradients: whether it can run in pieces, with which memory.
 
-    `known`: what other steps of the same model found, to which this one adds.
+    `step`: a `FakeStep` that has run. `known`: what other steps of the same model found, to which this one adds.
     """
     calls = {path: made[0] for path, made in step.traced_calls.calls.items() if len(made) == 1 and made[0].end >= 0}
     again = step.traced_calls.called_again
@@ -127,14 +133,14 @@ def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes
 
 
 def _key(call: TracedCall) -> Any:
-    """Return a value that is equal for calls whose memory is the same."""
+    """Return a key that is equal for calls that allocate the same memory."""
     parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in call.module.named_parameters())
     training = tuple(part.training for part in call.module.modules())
     return type(call.module), repr(call.module), parameters, call.x, call.num_tensors, repr(call.rest), call.autocast, training
 
 
 def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
-    """Return the bytes of a piece in forward and in the second pass; or a sentence with the reason why the module runs whole."""
+    """Return the bytes of a piece in forward and in the second pass, or a sentence on why the module must run whole."""
     if call.x is None:
         return OTHER_ARGUMENTS if call.num_tensors < 0 else ARGUMENTS.format(call.num_tensors)
     if len(call.x.shape) < 2 or not call.x.dtype.is_floating_point:
@@ -159,7 +165,10 @@ def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
 
 
 def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: int) -> tuple[list[int], list[int]]:
-    """Return the bytes at each tick of forward and of the second pass of two pieces, without whole inputs, outputs and gradients."""
+    """Return the bytes at each tick of the forward pass of two pieces, and of their second pass.
+
+    Whole inputs, outputs and gradients are left out.
+    """
     assert call.x is not None
     shape = (*call.x.shape[:-2], 2 * length, call.x.shape[-1])
     x, trained = torch.empty(shape, dtype=call.x.dtype), list[Tensor](p for p in call.module.parameters() if p.requires_grad)
@@ -176,9 +185,9 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 
 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
-    """Return the bytes that `run` has allocated at each tick, without the first tensor that it returns, and its results.
+    """Return the bytes that `run` has allocated at each tick, and its results.
 
-    `there`: tensors that exist before.
+    The first tensor that it returns is left out. `there`: tensors that exist before.
     """
     timeline = Timeline(str, device=step.device)
     for tensor in there:
@@ -198,7 +207,7 @@ def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]])
 
 
 def _piece_bytes(held: list[int], more: list[int]) -> PieceBytes:
-    """Return (bytes, bytes a token) of the ticks at which some length of a piece may have its peak."""
+    """Return (fixed bytes, bytes per token) of the ticks that may be the peak of a piece for some length."""
     pairs: set[tuple[int, int]] = set()
     for few, many in zip(held, more, strict=True):
         by_token = max(0, -(-(many - few) // (LENGTHS[1] - LENGTHS[0])))
