@@ -111,6 +111,20 @@ def test_inputs_in_host_memory(config: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_tiles() -> None:
+    """Plans but the baseline have tiles, and tiles alone are a plan; with a frozen format all plans have them."""
+    step = ("estimate", "gpt", "--lora", "4", "--checkpointing", "--length", "256", "--device", "cpu", "--plan", "baseline")
+    whole, tiled = (asked_json(*step, *more) for more in ((), ("--tile", "64")))
+    rows = {row["plan"]: row for row in tiled["plans"]}
+    assert list(rows) == ["baseline", "tiles of 64"] and tiled["tile"] == 64 and "tile" not in whole
+    assert rows["baseline"]["peak_bytes"] == whole["plans"][0]["peak_bytes"]
+    assert rows["tiles of 64"]["at_peak"]["temporary"] < whole["plans"][0]["at_peak"]["temporary"]
+    frozen, both = (asked_json(*step, "--frozen", "nf4/64@bf16", *more)["plans"] for more in ((), ("--tile", "64")))
+    assert [row["plan"] for row in both] == ["frozen=nf4/64@bf16"] and both[0]["peak_bytes"] < frozen[0]["peak_bytes"]
+    assert "pieces of 64 tokens" in ask(*step, "--tile", "64")[1]
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -180,7 +180,7 @@ def test_what_is_refused_and_noted() -> None:
     with pytest.raises(PlanError, match="compiled sessions run no tiles"):
         footprint(trace_of(model, compiled=True), Plan().tiling("layers.*", length=8))
     foot = footprint(trace, Plan().tiling("layers.*", length=TOKENS))
-    assert foot.peak_bytes == footprint(trace).peak_bytes and any("no more than a piece" in note for note in foot.notes)
+    assert foot.peak_bytes == footprint(trace).peak_bytes and any("no more tokens than a piece" in note for note in foot.notes)
 
 
 @pytest.mark.parametrize("is_reentrant", [True, False])

@@ -134,6 +134,7 @@ class EstimatedStep:
     assumed: tuple[str, ...]
     lora: Adapters | None
     checkpointed: tuple[str, ...]
+    tile: int | None
     budget_bytes: int | None
     plans: tuple[EstimateRow, ...]
     notes: tuple[str, ...]
@@ -141,7 +142,7 @@ class EstimatedStep:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value."""
         value = {**asdict(self), "plans": [row.to_json() for row in self.plans]}
-        return {name: part for name, part in value.items() if part or name not in ("lora", "checkpointed")}
+        return {name: part for name, part in value.items() if part or name not in ("lora", "checkpointed", "tile")}
 
     @property
     def _device(self) -> str:
@@ -164,6 +165,10 @@ class EstimatedStep:
             lines.append(f"LoRA adapters on {self.lora.layers} weights, in the dtype of the base: {share}.")
         if layers := self.checkpointed:
             lines.append(f"Activation checkpointing: {len(layers)} layers, {layers[0]} to {layers[-1]}.")
+        if self.tile is not None:
+            lines.append(
+                f"MLPs, norms and projections with adapters run over pieces of {self.tile} tokens; the baseline runs them whole."
+            )
         return [*lines, *([f"Assumed: {', '.join(self.assumed)}."] if self.assumed else [])]
 
     def lines(self, budget: Budget | None, *, requested: bool) -> list[str]:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from paredown.plan.plan import Plan
 
 AUTO = "auto"
+TILES = "tiles of {}"  # a plan of tiles alone
 BatchOption = Annotated[str | None, option("Batch size, or auto: the largest within --budget.")]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_FOR_LORA = ("baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8")
@@ -74,6 +75,10 @@ class EstimateRequest:
         ),
     ] = None
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")] = False
+    tile: Annotated[
+        int | None,
+        option("MLPs, norms and adapted projections of every layer run over pieces of so many tokens.", min=1, metavar="TOKENS"),
+    ] = None
     offload: Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")] = False
     frozen: Annotated[str | None, option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
     world_size: Annotated[
@@ -158,14 +163,18 @@ class EstimateRequest:
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
         """Return the plans to show by name, with the changes that options request.
 
-        They get a format for frozen weights, checkpointed layers, and packed inputs of these in host memory.
+        They get a format for frozen weights, checkpointed layers with packed inputs in host memory, and tiles. Tiles alone are a plan too.
         """
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
 
-        layers = repeated_layers_of(subject.model) if self.checkpointing else ()
-        plans = {name_of(text): read_plan(text).recomputing(*layers) for text in self.shown_plans}
+        layers = repeated_layers_of(subject.model) if self.checkpointing or self.tile else ()
+        plans = {name_of(text): read_plan(text).recomputing(*(layers if self.checkpointing else ())) for text in self.shown_plans}
         plans = {name: plan.offloading() if self.offload and name != BASELINE else plan for name, plan in plans.items()}
+        if self.tile is not None:
+            alone = {TILES.format(self.tile): plan for name, plan in plans.items() if name == BASELINE and self.frozen is None}
+            unmodified = {BASELINE: plans.pop(BASELINE)} if alone else {}
+            plans = unmodified | {name: plan.tiling(*layers, length=self.tile) for name, plan in (alone | plans).items()}
         if (format := self.frozen) is None:
             return plans
         named = {name: f"frozen={format}" if name == BASELINE else f"{name}, frozen" for name in plans}
@@ -298,6 +307,7 @@ def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int 
         assumed=subject.assumed,
         lora=_adapters(subject),
         checkpointed=next(iter(step.plans.values())).checkpointed,
+        tile=step.request.tile,
         budget_bytes=allowed,
         plans=tuple(rows),
         notes=tuple(_notes(feet)),

@@ -32,7 +32,7 @@ NONE_INSIDE = (
 )
 IN_GRAPHS = "compiled sessions run no tiles: leave them out (replace(plan, tiles=())), or do not compile."
 NOT_RECORDED = "the trace has no modules that run in tiles, since an earlier paredown made it: trace the step again."
-SHORT = "tiles of {!r}: its sequences have {} tokens, no more than a piece, and it runs whole"
+SHORT = "{} runs whole, and so do {} other modules in tiles, where sequences have no more tokens than a piece"
 
 
 def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
@@ -67,7 +67,8 @@ def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
     cached: tuple[Tiles, Trace] | None = vars(trace).get("_tiled_trace")
     if cached is None or cached[0] != rules:
         found = tiled_modules(trace, rules)
-        notes = [SHORT.format(module.path, module.tokens) for module, length in found if module.tokens <= length]
+        short = [module.path for module, length in found if module.tokens <= length]
+        notes = [SHORT.format(short[0], len(short) - 1)] if short else []
         step = _TiledStep(trace, [(module, length) for module, length in found if module.tokens > length]).trace()
         cached = vars(trace)["_tiled_trace"] = rules, replace(step, notes=(*trace.notes, *notes))
     return cached[1]
