@@ -277,10 +277,10 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two slots of a choice of formats that could join the front, with their peaks and errors.
+    """Return changes of one or two slots that turn a choice of formats into one that could join the front.
 
-    A change is a pair of rows of the ledger, which are equal if one item changes. The last result is the number of additions that computing
-    all changes takes.
+    The result has their peaks and errors too. A change is a pair of rows of the ledger, which are equal if one item changes. The last
+    result is the number of additions that computing all changes takes.
     """
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))

@@ -96,7 +96,7 @@ def reason_to_run_whole(module: nn.Module, example: Tensor, call: Callable[[Tens
 
 
 class MixesTokens(Exception):
-    """Ends the run of a module that does not act on tokens one by one."""
+    """Raised to end the run of a module that reads across tokens."""
 
 
 @final

@@ -175,7 +175,7 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """What to compute from decoded values: a norm, then an activation function, or a ReLU with its mask in `bits`.
+    """The operations to apply to decoded values: a norm, then an activation function, or a ReLU with its mask in `bits`.
 
     The function is "", "gelu", "gelu_tanh", "silu" or "relu".
     """

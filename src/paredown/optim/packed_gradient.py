@@ -284,7 +284,7 @@ class GradientTensor(Tensor):
         self.total.store(values)
 
     def lend(self, dtype: torch.dtype) -> Self:
-        """Return a new tensor over the same codes, for `p.grad`, before the optimizer overwrites them.
+        """Return a new tensor over the same codes, to be assigned to `p.grad`; the optimizer is about to overwrite the codes.
 
         If a tensor that an earlier call returned is still referenced, it gets a copy of the buffers, and keeps its values.
         """

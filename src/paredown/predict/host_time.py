@@ -178,7 +178,7 @@ class HostMeasurement:
         self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
-        """Return the measured costs of the host, and its seconds for one tensor packed in the format `text`.
+        """Return the measured costs of the host, and the host's seconds for packing one tensor in the format `text`.
 
         If `is_late()` is true, packed weights, whose optimizer has kernels to compile, are not measured: two packed tensors stand for a
         weight.

@@ -390,7 +390,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """The arguments in the form that functions of `device_ops` take: positional and keyword."""
+        """The positional and the keyword arguments with which functions of `device_ops` are called for this attention."""
         return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 

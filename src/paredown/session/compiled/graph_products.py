@@ -60,7 +60,7 @@ def _devices() -> tuple[str, ...]:
 
 
 def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
-    """Return the call that stands for a chain of operations, the last one first.
+    """Insert one transpose that replaces a chain of operations (the last one first) into the graph, and return its node.
 
     What forward has saved may be a view of the codes in the middle of the chain, in another order and dtype.
     """

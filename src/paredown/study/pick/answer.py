@@ -72,7 +72,7 @@ class Point:
 
     @property
     def needs(self) -> int:
-        """The bytes that a budget must have at least for this plan."""
+        """The smallest budget in bytes within which this plan can be trained."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
 

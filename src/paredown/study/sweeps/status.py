@@ -261,7 +261,7 @@ class SweepProgress:
 
 
 class SweepWatcher:
-    """Reads the progress of a sweep of a store, or of all sweeps (None), at most every `seconds`."""
+    """A reader of the progress of one sweep in a store (None: of all sweeps), at most once in `seconds`."""
 
     def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
         self._store, self._sweep, self._seconds = store, sweep, seconds
