@@ -35,6 +35,7 @@ import paredown as pare
 PRESETS = {"int8": "activations8", "int4": "activations4"}
 CYCLES_PER_SECOND = 2e9  # of an H200, at most
 ROUNDS, STEPS = 3, 4
+LATE = "not ready at the deadline (--within less --reserve)"
 
 
 @dataclass(eq=False)
@@ -229,12 +230,19 @@ def take_turns(variants: Sequence[Variant], device: str) -> None:
         variant.columns["gpu_seconds"] = gpu_seconds(variant) if device == "cuda" else None
 
 
+def first_cause(error: BaseException) -> Exception:
+    """The error that others were raised from: compilers wrap it in theirs, whose text begins with all of their settings."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+
 @contextmanager
 def interrupted(deadline: float) -> Generator[None]:
     """Raise TimeoutError at the deadline, in the block itself or, where it waits for compiled code, right after that."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError("not ready at the deadline (--within less --reserve)")
+        raise TimeoutError(LATE)
 
     left = deadline - time.perf_counter()
     if left <= 0:
@@ -261,8 +269,9 @@ def measured(worker: Worker, ways: Sequence[str], ready: Callable[[], None]) -> 
             with interrupted(worker.deadline):
                 variants.append(prepared(worker, Way.parse(name)))
         except Exception as error:
-            print(f"{name}: {failure(error)}", file=sys.stderr, flush=True)
-            rows[name]["failure"] = failure(error)
+            is_late = time.perf_counter() > worker.deadline
+            rows[name]["failure"] = LATE if is_late else failure(first_cause(error))
+            print(f"{name}: {rows[name]['failure']}", file=sys.stderr, flush=True)
     worker.reference.clear()
     worker.unmodified.clear()
     release(worker.device)
