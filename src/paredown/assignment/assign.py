@@ -62,12 +62,14 @@ from paredown.assignment.sensitivity import Sensitivities
 from paredown.assignment.speed import Preference, exact_solutions, quickest_solution
 from paredown.assignment.storage_options import LADDER, Item, KnownItems, Ladder
 from paredown.assignment.strategies import METHODS, AssignmentPoint, AssignMethod
+from paredown.assignment.tiled_layers import say_tiled, tiled_steps
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.byte_intervals import Interval, fixed_intervals
 from paredown.plan.calibration import Calibration
 from paredown.plan.footprint import Footprint, bound_of, footprint, peak_of
 from paredown.plan.plan import Plan
+from paredown.plan.tiled_trace import Tiles
 from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_above, say_bytes_twice
@@ -106,7 +108,8 @@ def assign(
     parameters are unmodified. `seed`: of method "random". `recompute`: whether repeated layers may be checkpointed (activation
     checkpointing), or single tensors of a compiled step recomputed, which costs time: None where formats would be slower or their errors
     large, True where their errors would be large, False never (assignment/checkpointed_layers.py). With `levels`, and for methods that only
-    serve comparisons, None means: only if nothing else fits.
+    serve comparisons, None means: only if nothing else fits. Where no plan fits, layers run in tiles too (assignment/tiled_layers.py), but
+    not with `recompute` False, with `prefer`, or in these comparisons.
 
     `prefer`: "accuracy" for the least error, with checkpointed layers only if nothing else fits; "speed" for the least predicted step
     time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"), by `calibration` (None: that
@@ -129,18 +132,28 @@ def assign(
         reason = f"The baseline's peak is {say_bytes(baseline.peak_bytes)}, within {say_bytes(budget_bytes)}{margin}."
         return Plan((), reason, made_for)
 
-    def planned(how: Planning) -> Plan:
+    def planned(step: Trace, tiles: Tiles, how: Planning) -> Plan:
         problem_of = _problems(strategy, sensitivities, ladder, seed, keeps_margin=how.keeps_margin)
-        return _planned(
-            trace, how, problem_of, partial(_checked_plan, trace, how=how, made_for=made_for), preference, recompute, ladder
-        )
+        plan_of = partial(_checked_plan, trace, how=how, made_for=made_for, tiles=tiles)
+        return _planned(step, how, problem_of, plan_of, preference, recompute, ladder)
 
-    try:
-        return planned(planning)
-    except BudgetError:
-        if not planning.has_margin:
-            raise
-        return planned(Planning(budget_bytes, budget_bytes, keeps_margin=False))
+    failed: BudgetError | None = None
+    for attempt in _attempts(trace, planning, may_tile=not (recompute is False or ladder or preference or strategy.order)):
+        try:
+            return planned(*attempt)
+        except BudgetError as error:
+            failed = error
+    assert failed is not None
+    raise failed
+
+
+def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[tuple[Trace, Tiles, Planning]]:
+    """Yield what is tried until a plan fits: with a margin, without, and with layers in tiles."""
+    yield trace, (), planning
+    if planning.has_margin:
+        yield trace, (), Planning(planning.budget_bytes, planning.budget_bytes, keeps_margin=False)
+    if may_tile and not trace.is_compiled:
+        yield from ((step, rules, planning) for step, rules in tiled_steps(trace))
 
 
 @dataclass(frozen=True)
@@ -277,7 +290,7 @@ def _solve(
     raise error
 
 
-def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any]) -> Plan:
+def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any], tiles: Tiles) -> Plan:
     """Return the plan that follows from a solution of the search; raise BudgetError if its footprint exceeds the budget.
 
     It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py).
@@ -285,9 +298,9 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED
     for rules in _rule_variants(problem, point, needs_activations=problem.trace.is_compiled and bool(layers)):
-        planned = footprint(trace, Plan(rules, "", made_for, layers))
+        planned = footprint(trace, Plan(rules, "", made_for, layers, tiles=tiles))
         if planned.peak_bytes <= how.budget_bytes if is_exact else how.has(planned):
-            return replace(planned.plan, reason=_reason(*solution, how.budget_bytes, planned))
+            return replace(planned.plan, reason=_reason(*solution, how.budget_bytes, planned) + say_tiled(tiles))
     raise PlanError(
         f"the rules for this trace of {trace.model} do not lower its peak to the planned {point.peak_bytes} bytes, within a budget of "
         f"{how.budget_bytes}: slots of the trace contradict one another. Trace the step again with trace_step."
