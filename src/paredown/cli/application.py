@@ -114,10 +114,10 @@ def about(
 def verb(
     to: typer.Typer, name: str, *examples: str, panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that registers a function as the subcommand `name`; `examples` end its help.
+    """Return a decorator that registers a function as the subcommand `name` of the application `to`.
 
-    Exceptions of the function become a message and an exit status. A parameter whose type is a dataclass stands for the options that are
-    fields of that class (`options_of`).
+    `examples` are commands that its help ends with, `panel` the heading under which `--help` lists it. Exceptions of the function become
+    a message and an exit status. A parameter whose type is a dataclass stands for the options that are fields of that class.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -153,7 +153,7 @@ def options_of(function: Callable[..., Any]) -> list[Parameter]:
 
 
 def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """Return the result of a subcommand's function, called with the values of all options."""
+    """Return the result of a subcommand's function, called with `values`, which maps the names of all options to their values."""
     arguments: dict[str, Any] = {}
     for parameter, kind in _typed(function):
         if is_dataclass(kind):
@@ -164,7 +164,7 @@ def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
 
 
 def _typed(function: Callable[..., Any]) -> Iterator[tuple[Parameter, Any]]:
-    """Yield the parameters of a function with their types."""
+    """Yield each parameter of a function with its annotation, `Annotated` included."""
     kinds = get_type_hints(function, include_extras=True)
     return ((parameter, kinds[name]) for name, parameter in signature(function).parameters.items())
 
@@ -215,13 +215,13 @@ def describe_error(error: BaseException) -> tuple[str, Exit]:
 
 
 def say_missing(package: str) -> str:
-    """Return a message that names the pip command for a missing package."""
+    """Return a message with the pip command that installs `package`, which could not be imported."""
     wanted = f"'paredown[{EXTRAS[package]}]'" if package in EXTRAS else ALONE.get(package, package)
     return f"this needs {package}: pip install {wanted}."
 
 
 def end(sentence: str, status: int) -> NoReturn:
-    """Print a message and exit the process with this status."""
+    """Print the message `sentence` to stderr, shortened if it is long, and exit the process with this status."""
     say(sentence if len(sentence) <= LONG else f"{sentence[: LONG - 4]} ...")
     raise typer.Exit(status) from None
 
@@ -230,9 +230,9 @@ def end(sentence: str, status: int) -> NoReturn:
 
 
 def option(text: str, *names: str, **settings: Any) -> Any:
-    """Return `typer.Option` with a help text, to which the default is added.
+    """Return `typer.Option` with the help `text` and the flags `names`; typer adds no default to the help.
 
-    The text says the default if there is one: None is not shown.
+    The text itself says what a default of None means.
     """
     return typer.Option(*names, help=text, show_default=False, **settings)
 
@@ -248,9 +248,9 @@ def check_size(text: str | None) -> str | None:
 
 
 def starting(names: Sequence[str] | Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
-    """Return a function for shell completion that maps a beginning to the names that begin with it; `names` may be a function.
+    """Return a function for shell completion that maps the typed text to the names that begin with it; `names` may be a function.
 
-    Without any, the shell completes file names.
+    If no name does, the shell completes file names.
 
     >>> starting(["lpmm", "lpmm4", "safe"])("lp")
     ['lpmm', 'lpmm4']
@@ -267,7 +267,7 @@ TASK_NAMES = ("digits", "fashion_mnist", "images:", "text:")
 
 
 def plan_names() -> list[str]:
-    """Return the names of plans."""
+    """Return the names of plans that need no file: "baseline" and all presets."""
     from paredown.plan.presets import PRESETS
 
     return [BASELINE, *PRESETS]
@@ -319,7 +319,7 @@ ModeOption = Annotated[
 class SubjectOptions:
     """The options that change the training step that an argument names; None keeps the step's own value.
 
-    The last three have options of their own in some subcommands.
+    `batch`, `lora` and `lora_targets` come from options that only some subcommands have.
     """
 
     input: Annotated[
@@ -337,11 +337,11 @@ class SubjectOptions:
     lora_targets: tuple[str, ...] = ()
 
     def with_length(self, length: int) -> SubjectOptions:
-        """Return these options with a text of `length` tokens."""
+        """Return these options with texts of `length` tokens as examples."""
         return replace(self, input=f"tokens:{length}")
 
     def on_device_of(self, gpu: str | None) -> SubjectOptions:
-        """Return these options for CUDA, if --gpu names a card and no --device is given."""
+        """Return these options with CUDA as the device if --device is not given and `gpu`, the value of --gpu, names a card."""
         return replace(self, device=self.device or ("cuda" if gpu else None))
 
 
@@ -356,7 +356,7 @@ def command_text(model: str, **options: object) -> str:
 
 
 def step_text(model: str, options: SubjectOptions) -> str:
-    """Return the arguments that name `model` and the options that `paredown plan` and `explain` take."""
+    """Return the arguments of `paredown plan` and `paredown explain` that name `model` and these options, for a command in a hint."""
     fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
     is_chunked = options.chunked_loss
     return command_text(model, **fields, **({} if is_chunked is None else {f"{'' if is_chunked else 'no-'}chunked-loss": True}))

@@ -85,7 +85,7 @@ class Budget:
     origin: str = ""
 
     def say(self, nbytes: int) -> str:
-        """Return the budget of `nbytes` bytes in GiB and GB, with its origin or the cards it may mean."""
+        """Return `nbytes`, the bytes of this budget, as text in GiB and GB, with its origin or the cards that are sold with this size."""
         why = self.origin or _cards_of(self.size)
         return f"{say_bytes_twice(nbytes)}{f': {why}' if why else ''}"
 
@@ -101,14 +101,14 @@ class Budget:
 
 
 def read_budget(budget: str | None, gpu: str | None) -> Budget | None:
-    """Return the budget that --budget or --gpu gives, or None; raise BadParameter if both are given."""
+    """Return the budget that --budget or --gpu gives, None without either; raise BadParameter if both are given."""
     if budget is not None and gpu is not None:
         raise typer.BadParameter(f"give a budget or a GPU, not both: --gpu {gpu} is a budget.", param_hint="--gpu")
     return gpu_budget(gpu) if gpu is not None else None if budget is None else Budget(budget, f"--budget {budget}")
 
 
 def needed_budget(budget: str | None, gpu: str | None, *, default: str | None = None) -> Budget:
-    """Return the budget that --budget or --gpu gives, or else `default`; raise BadParameter without any."""
+    """Return the budget that --budget or --gpu gives, or else the size `default`; raise BadParameter if all three are None."""
     found = read_budget(budget, gpu)
     if found is None and default is None:
         raise typer.BadParameter("missing: give a size such as 8GiB or 60%, or the card with --gpu.", param_hint="--budget")
@@ -182,7 +182,7 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
         return known[num] <= budget_bytes
 
     def interpolated(low: int, high: int) -> int:
-        """Return the largest size within the budget on the line through two known sizes."""
+        """Return the batch size at which the line through the known peaks of `low` and `high` reaches the budget."""
         slope = max(known[high] - known[low], 1) / (high - low)
         return int(low + (budget_bytes - known[low]) / slope)
 
@@ -209,8 +209,8 @@ def shorter(
 ) -> tuple[int, int] | None:
     """Return a shorter text length whose predicted peak is within the budget, with that peak; None if three tries fail.
 
-    `peak_bytes`: of `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first guess is on the line through
-    both, the next one on the line through the last two.
+    `peak_bytes` is the peak at `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first try is on the line
+    from `fixed_bytes` at length 0 to `peak_bytes` at `length`, each further one on the line through the last two tries.
 
     >>> shorter(lambda num: 100 + num, 4096, 4196, fixed_bytes=50, budget_bytes=1000)
     (896, 996)

@@ -102,7 +102,7 @@ class MeasuredFit:
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
     def _row(self, name: str, plan: Plan, nbytes: int) -> EstimateRow:
-        """Return a row of an estimate: the predicted bytes at the peak by role, and the rest of the measured peak as workspace."""
+        """Return a plan's row of an estimate: predicted bytes at the peak by role, and what `nbytes`, its peak, has more as workspace."""
         from paredown.plan.footprint import footprint
 
         foot = footprint(self.subject.trace(plan), plan)
@@ -158,7 +158,7 @@ def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Measur
 def _trained(
     screen: LiveScreen, task: Task, fit: MeasuredFit, seed: int, first: int, sessions: ExitStack
 ) -> tuple[Training, Training]:
-    """Return two trainings from one seed, one without and one with the plan, which took their steps alternately."""
+    """Return two finished trainings from one seed, without and with the plan, whose steps alternated; `first` is the demo's first seed."""
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
 
@@ -173,7 +173,7 @@ def _trained(
 
 
 def _written(subject: Subject, result: DemoResult, session: Any, out: Path) -> dict[str, str]:
-    """Write the plan and the report of the demo, and return the paths of the files by name."""
+    """Write plan.json and report.html of the demo into the folder `out`, and return their paths by name ("plan", "page")."""
     from paredown.cli.report_verbs import with_memory
     from paredown.plan.plan import Plan
     from paredown.study.report.page import write
@@ -250,7 +250,7 @@ class DemoResult:
         }
 
     def in_words(self, files: dict[str, str]) -> list[str]:
-        """Return the last screen: benefit and cost of the plan in a sentence, the bars, the evidence, and what to do next."""
+        """Return the last screen: benefit and cost of the plan in a sentence, bars of memory, accuracy, time, and what to do next."""
         before, after = (1000 * seconds for seconds in self.step_seconds)
         rows = {
             "Plan": self.fit.in_words(),

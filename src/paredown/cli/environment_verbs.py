@@ -1,5 +1,5 @@
 """`paredown env` prints versions, devices and missing packages, `paredown formats` number formats and their bytes; `paredown calibrate`
-measures what this device takes, so that step time can be predicted.
+measures how long operations take on this device, so that step time can be predicted.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _memory() -> int | None:
 
 
 def _data() -> dict[str, Any]:
-    """Return whether PAREDOWN_DATA is set and names a folder.
+    """Return whether the environment variable PAREDOWN_DATA is set and names a folder.
 
     The path itself is not printed, since it can name a user.
     """
@@ -136,7 +136,7 @@ def _data() -> dict[str, Any]:
 
 
 def _advice(value: dict[str, Any]) -> list[str]:
-    """Return the commands that the user should run, such as installations, the most important first."""
+    """Return sentences with what the user should run, such as installations, the most important first; `value` is the JSON of `env`."""
     missing = [p["name"] for p in value["packages"] if p["version"] is None]
     torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
     advice = ["torch is missing: pip install torch"] if torch is None else []

@@ -149,9 +149,9 @@ class EstimatedStep:
         return f"{self.device} {COMPILED}" if self.compiled else self.device
 
     def verdict(self, *, requested: bool) -> str:
-        """Return a sentence on whether the plan in question fits the budget, and if not, which other plan does.
+        """Return a sentence on whether the step under one plan fits the budget, and if not, under which other plan it does.
 
-        The baseline is judged, or of requested plans the first that fits.
+        That plan is the baseline, or, if the user `requested` plans, the first of these that fits.
         """
         return verdict(self.plans, self.budget_bytes, requested=requested, device=self._device)
 
@@ -182,7 +182,7 @@ class EstimatedStep:
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
     def _rows_with_bars(self, *, requested: bool) -> Sequence[EstimateRow]:
-        """Return the plans for which bars are shown: the requested ones, otherwise the baseline and one that fits."""
+        """Return the plans for which bars are shown: those that the user requested, otherwise the baseline and one that fits."""
         if requested or self.budget_bytes is None:
             return self.plans[:SHOWN_BARS]
         first = self.plans[0]
@@ -194,7 +194,10 @@ class EstimatedStep:
 
 
 def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool, device: str) -> str:
-    """Return a sentence on whether the plan in question fits the budget, and if not, which other plan does."""
+    """Return a sentence on whether the step fits `allowed` bytes under the first plan, or, of `requested` plans, under any.
+
+    It names another plan that fits if the first does not; without a budget (None), it says what the step needs.
+    """
     if allowed is None:
         return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
     if rows[0].largest_batch is not None:
@@ -219,7 +222,7 @@ def _begin(row: EstimateRow, words: str) -> str:
 
 
 def _share(nbytes: int, allowed: int) -> str:
-    """Return two sizes in one unit as text, such as "13.20 of 11.20 GiB"."""
+    """Return a peak and a budget as text, such as "13.20 of 11.20 GiB"."""
     (number, unit), (other, other_unit) = say_bytes(nbytes).split(), say_bytes(allowed).split()
     return f"{number} of {other} {unit}" if unit == other_unit else f"{number} {unit} of {other} {other_unit}"
 
@@ -233,7 +236,7 @@ def _span(row: EstimateRow) -> str:
 
 
 def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
-    """Return a sentence on the plan with the smallest peak; "" if it is the first in the table."""
+    """Return a sentence on the plan with the smallest peak; "" if that is the plan of the first row."""
     least = smallest(rows)
     return "" if least.peak_bytes >= rows[0].peak_bytes else f" {least.plan} needs {_size(least)}{_time(least, rows, device)}."
 
@@ -241,7 +244,7 @@ def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
 def _time(row: EstimateRow, rows: Sequence[EstimateRow], device: str) -> str:
     """Return the step time of a plan relative to the baseline's as text; "" if unknown.
 
-    It is predicted for a calibrated device, and otherwise measured, for a preset.
+    For a calibrated device the times are predicted; otherwise the ratio is the measured one of a preset.
     """
     before, after = rows[0].step_seconds, row.step_seconds
     if before and after and rows[0].plan == BASELINE:
@@ -269,7 +272,10 @@ def styled_verdict(text: str) -> str:
 
 
 def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, columns: int | None = None) -> list[str]:
-    """Return a bar of memory for each plan, all to one scale, and a legend."""
+    """Return lines with a bar of memory for each plan, all to one scale, and a legend; `allowed` bytes, the budget, are marked.
+
+    `columns` is the width of the terminal; None for any.
+    """
     longest = max([row.peak_bytes for row in rows] + ([allowed] if allowed and not all(row.fits for row in rows) else []))
     names = [clean(row.plan) for row in rows]
     width = max(map(len, names))
@@ -287,7 +293,7 @@ def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, c
 
 
 def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator: str) -> list[str]:
-    """Return the legend of the bars, in as few lines of `columns` characters as possible."""
+    """Return the legend of the bars in as few lines of `columns` characters as possible; in one line if `columns` is None."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}{separator}{part}" if lines else ""
@@ -299,7 +305,7 @@ def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator
 
 
 def _segments(row: EstimateRow, scale: float) -> list[BarSegment]:
-    """Return which segment each character of a plan's bar belongs to."""
+    """Return for each character of a plan's bar the segment that it belongs to; `scale` is characters per byte."""
     drawn: list[BarSegment] = []
     parts, total = row.parts_at_peak, 0
     for part in SEGMENTS:
@@ -313,7 +319,7 @@ def _drawn(part: BarSegment, block: str, *, in_colour: bool) -> str:
 
 
 def _bar(parts: Sequence[BarSegment], mark_at: int | None, length: int, *, in_colour: bool) -> str:
-    """Return the characters of a bar, with a mark at the budget."""
+    """Return a bar of `length` characters, one for each of `parts`, with the mark of the budget at `mark_at` (None: no mark)."""
     cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (length + 1 - len(parts))]
     if mark_at is not None:
         cells.insert(mark_at, "|")
@@ -333,7 +339,7 @@ def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
 
 
 def _by(parts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """Return the rows of a table with bytes by key, in the order of the first plan."""
+    """Return a table row for each key (a role or module) with its bytes under each plan, in the order of the first plan's keys."""
     keys = list(dict.fromkeys(key for row in parts for key in row))
     return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
 
@@ -353,7 +359,7 @@ def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
 
 
 def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str, ...]]:
-    """Return the rows of the table on the whole step: bounds of the peak, bytes stored and sent, time, verdict."""
+    """Return the rows of the table on the whole step: bounds of the peak, bytes stored and sent, time, and whether the budget suffices."""
 
     def sizes(name: str, nbytes: Callable[[EstimateRow], int | None]) -> tuple[str, ...]:
         return name, *(say_bytes(nbytes(row) or 0) for row in rows)

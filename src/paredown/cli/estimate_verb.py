@@ -163,7 +163,8 @@ class EstimateRequest:
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
         """Return the plans to show by name, with the changes that options request.
 
-        They get a format for frozen weights, checkpointed layers with packed inputs in host memory, and tiles. Tiles alone are a plan too.
+        Options request a format for frozen weights, checkpointed layers with packed inputs in host memory, and tiles, which also are shown
+        as a plan of their own.
         """
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
@@ -235,7 +236,7 @@ class PlannedStep:
     def allowed(self, budget: Budget) -> int:
         """Return the bytes of a budget.
 
-        A percentage is of the baseline's peak, which is checkpointed if the plans are.
+        A percentage is of the baseline's peak, with activation checkpointing if the plans have it.
         """
         from paredown.plan.plan import Plan
 
@@ -321,7 +322,7 @@ def _adapters(subject: Subject) -> Adapters | None:
 
 
 def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> EstimateRow:
-    """Return the estimate under one plan as a row of the answer."""
+    """Return the estimate under the plan `name` as a row, with bytes by module to `depth` parts of their paths; `allowed`: the budget."""
     from paredown.plan.explanation import unpacked_slots
     from paredown.predict.device_calibration import calibration_for
 
@@ -350,7 +351,7 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
 
 
 def _grouping(foot: Footprint, depth: int | None) -> Grouping:
-    """Return how modules are grouped in tables: to the requested depth, or as finely as the bytes require."""
+    """Return how tables group modules: by `depth` parts of their paths, or if None, as finely as shows where the bytes are."""
     from paredown.cli.module_groups import Grouping, useful_grouping
 
     return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
@@ -365,7 +366,7 @@ def _module_sizes(foot: Footprint) -> dict[str, int]:
 
 
 def _notes(feet: Mapping[str, Footprint]) -> list[str]:
-    """Return the notes of all footprints without repetitions; a note that only some plans have names these."""
+    """Return the notes of all footprints without repetitions; a note that only some plans have begins with their names."""
     owners: dict[str, list[str]] = {}
     for name, foot in feet.items():
         for note in foot.notes:
@@ -406,7 +407,7 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
 
 
 def _smallest_that_fits(step: PlannedStep, least: EstimateRow, allowed: int) -> str:
-    """Return advice for a step that does not fit: the smallest plan, and a length of text that fits."""
+    """Return advice for a step that does not fit: `least`, the plan with the smallest peak, and a shorter text that fits with it."""
     advice = f"{least.plan} has the smallest peak, {say_bytes(least.peak_bytes)}: lower --batch or --length, or raise the budget."
     if step.request.length is None:
         return advice

@@ -25,7 +25,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def check_places(files: Mapping[str, Path | None]) -> None:
-    """Raise BadParameter, before the work starts, if an output file cannot be written."""
+    """Raise BadParameter, before the work starts, if an output file is a folder or its folder is missing; `files` maps options to files."""
     for option, path in files.items():
         if path is not None and path.is_dir():
             raise typer.BadParameter(f"{path} is a folder; give a file.", param_hint=option)
@@ -47,7 +47,7 @@ def read_json_file(path: Path) -> Any:
 
 
 def without_files(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a pick without the field `files` that `pick --json` adds."""
+    """Return the JSON of a pick without the field `files` (paths of written files) that `pick --json` adds."""
     return {name: part for name, part in value.items() if name != "files"}
 
 
@@ -78,7 +78,7 @@ def answer_json(picked: Picked) -> dict[str, Any]:
 
 
 def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
-    """Return the record that a source contains: a file whose name ends in .json, or a store of trials."""
+    """Return the record in `source`: a file whose name ends in .json, or a store of trials (of one `sweep`; None: of all)."""
     if not source.lower().endswith(".json"):
         from paredown.study.report.record import Record
         from paredown.study.sweeps.store import Store

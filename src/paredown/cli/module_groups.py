@@ -22,7 +22,7 @@ MOST_GROUPS = 10  # of groups with numbers
 
 
 class Grouping(NamedTuple):
-    """A way to group modules: by the first `depth` parts of their paths, with or without numbers."""
+    """A way to group modules: by the first `depth` parts of their paths; if `joins_layers`, numbers in these are left out."""
 
     depth: int
     joins_layers: bool = False
@@ -33,7 +33,7 @@ class Grouping(NamedTuple):
         return NUMBER.sub("*", path) if self.joins_layers else path
 
     def sums(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes of each group, the largest first."""
+        """Return the bytes of each group, the largest first; `sizes` has those of each module."""
         sums: Counter[str] = Counter()
         for module, nbytes in sizes.items():
             sums[self.name(module)] += nbytes
@@ -41,7 +41,7 @@ class Grouping(NamedTuple):
 
 
 def useful_grouping(sizes: Mapping[str, int]) -> Grouping:
-    """Return the grouping by the fewest path parts in which no group has more than half of the bytes.
+    """Return the grouping by the fewest path parts in which no group has more than half of the bytes; `sizes` are bytes by module.
 
     If there is no such grouping, return the one whose largest group is smallest.
     """

@@ -27,7 +27,7 @@ CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]
 
 
 class Styled(str):
-    """A line of output with colours, which `tell` prints unchanged."""
+    """A line of output with escape codes for colours, which `tell` prints as they are; in other text it replaces control characters."""
 
     __slots__ = ()
 
@@ -126,13 +126,13 @@ class ProgressLines:
         self._lock = threading.Lock()
 
     def report(self, done: float, total: float, note: str) -> None:
-        """Record progress of the work, and print a line if enough time has passed."""
+        """Record that `done` of `total` units of work are done, and print a line if the last one is PIPE_SECONDS old."""
         self._first = self._first or (self._clock(), done)
         self._last = (self._clock(), done, total, note)
         self.tick()
 
     def tick(self) -> None:
-        """Print a line if the last one is old enough."""
+        """Print a line of progress if the last one is PIPE_SECONDS old."""
         with self._lock:
             now = self._clock()
             if now - self._written >= PIPE_SECONDS:
@@ -217,9 +217,9 @@ class LiveScreen:
 
 @contextmanager
 def live_screen(what: str, *, counted: str) -> Generator[LiveScreen]:
-    """Return a context that shows text and bars on stderr.
+    """Return a context that yields a LiveScreen, which shows text and progress bars on stderr.
 
-    Without a terminal, a line is written every PIPE_SECONDS for the bar `counted`.
+    Without a terminal, a line is written every PIPE_SECONDS for the bar named `counted`, and nothing for others.
     """
     if not sys.stderr.isatty():
         with progress_lines(what) as report:

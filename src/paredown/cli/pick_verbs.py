@@ -142,7 +142,7 @@ def _write_files(request: PickRequest, task: Task, picked: Picked) -> dict[str, 
 
 
 def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
-    """Return the record of a pick, with the memory of its step if the step can be traced."""
+    """Return the record of a pick for reports, with the predicted memory of the task's step if it can be traced."""
     from paredown.cli.report_verbs import with_memory
     from paredown.cli.subject import of_task
     from paredown.errors import TraceError
@@ -166,7 +166,7 @@ def _in_words(picked: Picked) -> list[str]:
 
 
 def front(study: Study) -> list[str]:
-    """Return a table of the Pareto front by rising bytes, predicted and measured; a star marks the picked plan."""
+    """Return a table of the Pareto front of error and bytes, the smallest plan first; a star marks the picked plan."""
     shown = [mark for mark in study.marks if mark.on_front or mark.label == study.picked]
     names = ("  plan", "peak", "of full", study.metric, "+- 90 %", "measured", "peak")
     if not any(mark.step_source for mark in study.marks):
@@ -177,7 +177,7 @@ def front(study: Study) -> list[str]:
 def _step(mark: PlanMark) -> str:
     """Return a plan's step time as text, relative to the baseline's if that is known.
 
-    A tilde says that it was not measured on this task.
+    A tilde says that it was not measured on this task; "" if the time is unknown.
     """
     if not mark.step_source:
         return ""

@@ -112,7 +112,7 @@ def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
 
 
 def _probed(subject: Subject, trace: Trace) -> Any:
-    """Return the measured gradient errors of each slot; PlanError for a model on the meta device, which cannot run."""
+    """Return the gradient errors of each slot, measured by `probe`; raise PlanError for a model on the meta device, which cannot run."""
     from paredown.check.probe import probe
     from paredown.errors import PlanError
 

@@ -55,7 +55,7 @@ def _with_memory(record: Record, model: str) -> Record:
 
 
 def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> Record:
-    """Return `record` with the memory of a step under these plans, in the study of its task or in a new study."""
+    """Return `record` with the predicted memory of the step `subject` under these plans, in the study of its task or in a new study."""
     from dataclasses import replace
 
     from paredown.study.report.studies import Study
@@ -90,7 +90,7 @@ def serve(
 
 
 def _source(source: str, sweep: str | None) -> Any:
-    """Return the source of records that a text names.
+    """Return the source of the records for `serve`: the store or file that `source` names.
 
     A store or a record file is read again when it changes, other files are read once.
     """

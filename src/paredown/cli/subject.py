@@ -89,7 +89,7 @@ class Subject:
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """Return the trace of this step, for predictions under `plan`.
+        """Return the trace of this step, for predictions under `plan`; None for the baseline and for the step's own batch size.
 
         For a task it is the trace that its trials use.
         """
@@ -107,7 +107,7 @@ class Subject:
         return f" {missing_loss(len(self.batch), f'return (model, batch, loss), such as {LOSS_EXAMPLE}')}"
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
-        """Return a new trace of the step: of the task, with the options of the command line, or of a model without a task."""
+        """Return a new trace of the step, which is the step of a task with the options of the command line, or of a model alone."""
         where: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
             batch, step = resized(self.batch, self.batch_size, batch_size), {"loss": self.loss, "autocast": self.autocast}
@@ -123,7 +123,7 @@ class Subject:
         return peak_of(self.trace(plan, batch_size), plan)
 
     def plan_within(self, budget: str, **options: Any) -> Plan:
-        """Return the plan that `assign` makes for this step and budget."""
+        """Return the plan that `assign` makes for this step and budget; `options` are those of `assign`."""
         budget_bytes = parse_bytes(budget, whole=self.peak_bytes(Plan()))
         if self.peak_bytes(Plan()) > budget_bytes:
             made = assign(self.trace(Plan.preset("lpmm")), budget_bytes, **options)
@@ -134,7 +134,7 @@ class Subject:
 
 @contextmanager
 def _trace_errors(what: str, hint: str = "") -> Generator[None]:
-    """Return a context that turns exceptions of the user's model into TraceError, with `what` in front and `hint` behind."""
+    """Return a context that turns exceptions of the user's model into TraceError, whose message begins with `what` and ends with `hint`."""
     try:
         yield
     except TaskError:
@@ -164,7 +164,7 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
 
 
 def _with_lora(subject: Subject, changes: SubjectOptions) -> Subject:
-    """Return the step with LoRA adapters; a model without a batch of its own gets one of one example."""
+    """Return the step with the LoRA adapters that `changes` request; the batch assumed for a config then has one example."""
     if subject.task is not None:
         raise TaskError(
             f"{subject.name} is a task, which makes its own model: --lora needs a config.json, a model, or file.py:function."
@@ -213,7 +213,7 @@ def find_any_task(text: str) -> Task:
 
 
 def of_task(task: Task, device: str | None = None) -> Subject:
-    """Return the training step of a task, on the type of `device`."""
+    """Return the training step of a task on the type of `device`, such as cuda for "cuda:1"; None for the default device."""
     torch.manual_seed(0)
     batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
     kind = None if device is None else device.partition(":")[0]
@@ -266,7 +266,7 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
 
 
 def _length_of(name: str, input: str | None) -> dict[str, Any]:
-    """Return the length of --input tokens:N as a keyword argument for a text model of MODELS."""
+    """Return the length of --input tokens:N as a keyword argument for a text model of MODELS; empty for others."""
     kind, _, number = (input or "").partition(":")
     return {"length": int(number[:9])} if name in OF_TEXT and kind == "tokens" and number.isdigit() else {}
 
@@ -303,7 +303,7 @@ def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions
 
 
 def _random_batch_and_loss(model: nn.Module, changes: SubjectOptions) -> tuple[Any, Callable[..., Tensor]]:
-    """Return a batch of the shape of --input with labels for logits (..., num_classes), and cross entropy."""
+    """Return a batch of the shape of --input with labels for the model's logits (..., num_classes), and cross entropy as its loss."""
     if changes.input is None:
         raise TaskError(
             "the function returned a model and no batch: give the shape of one example, such as --input 3x224x224 or tokens:1024."
@@ -369,5 +369,5 @@ def _by_role(text: str) -> Plan:
 
 
 def name_of(text: str) -> str:
-    """Return the name of a plan for tables, without the folder of its file."""
+    """Return the name of a plan for tables: the argument `text` itself, without the folder if it is a file."""
     return text if "=" in text or text in PRESETS else Path(text).name

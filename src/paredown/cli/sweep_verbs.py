@@ -49,7 +49,7 @@ ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated tria
 
 
 def work_on(opened: Store, engine: Engine, options: WorkerOptions, *, is_json: bool) -> None:
-    """Run trials of a store with an engine, and show progress."""
+    """Run the unfinished trials of the store `opened` with an engine, which starts their processes, and show progress."""
     from paredown.study.sweeps.status import SweepWatcher
     from paredown.study.sweeps.worker import work
 
@@ -109,7 +109,7 @@ def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 
 def _display(sweeps: list[SweepProgress]) -> Any:
-    """Return a rich table with a bar, counts and the best plans of each sweep."""
+    """Return a table (of the library rich) with a progress bar, counts of trials and the best plans of each sweep."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -149,7 +149,10 @@ class WorkRequest:
         return None if self.ray is None else RayOptions.load(self.ray)
 
     def worker_options(self, sweep: str | None, folder: TaskFolder, *, stays: bool = False) -> WorkerOptions:
-        """Return the options of a worker: which trials it claims, and how often it reports that it is alive."""
+        """Return the options of a worker that runs trials of `sweep` (None: of all sweeps) whose tasks `folder` does not refuse.
+
+        If `stays`, it waits for new trials when all are finished.
+        """
         from paredown.study.sweeps.worker import WorkerOptions
 
         return WorkerOptions(sweep, folder.refuses, stays=stays, patience_seconds=self.patience)

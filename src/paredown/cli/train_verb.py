@@ -121,7 +121,7 @@ def train(request: TrainRequest) -> None:
 
 
 def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
-    """Write the weights of a finished run to a file, if the user named one; return a sentence about the file."""
+    """Write the weights of a finished run to the file `to`, and return a sentence about it; return [] if `to` is None."""
     if to is None or not run.is_done:
         return []
     write_weights(run.model, to)
@@ -129,7 +129,7 @@ def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
 
 
 def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification:
-    """Return the gradients of the first batch under a plan, compared with those of the unmodified model."""
+    """Return the comparison of the first batch's gradients under a plan with those of the unmodified model."""
     from paredown.check.verify import verify
     from paredown.study.tasks.evaluate import deterministic, make_setting, seeded
 
@@ -141,7 +141,7 @@ def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification
 
 
 def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, Any]:
-    """Return the verification as a field of the JSON; exit before training if gradients are wrong."""
+    """Return a field of the JSON with the verification of gradients under the run's plan; exit before training if they are wrong."""
     from paredown.check.verification import TOO_COARSE
 
     result = _verification(task, run.plan, request)
@@ -202,7 +202,7 @@ class TrainingRun:
         return self.trial.status.value == "done"
 
     def train(self, task: Task, *, seed: int, device: str | None, mode: str, keeps_model: bool = False) -> None:
-        """Train, with a progress bar on a terminal."""
+        """Train `task` under the plan with a progress bar on a terminal, and keep the trial, and if `keeps_model`, the model."""
         from paredown.study.tasks.evaluate import make_setting, trial_and_model
         from paredown.study.tasks.threads import suited_threads
 

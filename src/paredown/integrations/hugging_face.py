@@ -94,7 +94,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         self._saving: SavesOnCpu | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """Apply the plan to the model, before the trainer makes an optimizer for it."""
+        """Apply the plan to the model when the trainer is made, before it has an optimizer."""
         if getattr(args, "restore_callback_states_from_checkpoint", False):
             raise ApplyError(
                 "restore_callback_states_from_checkpoint=True would replace this callback with a second one; it restores its state "
@@ -111,7 +111,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
     def put_on(self, model: Any) -> None:
         """Apply the plan to `model`.
 
-        A session of an earlier `attach` stays open if it has the same plan and options; otherwise it is closed.
+        A session that an earlier `attach` opened on it is used again if plan and options are the same; otherwise it is closed first.
         """
         earlier = session_of(unwrapped(model))
         if earlier is not None and _ATTACHED.get(earlier) == (self.plan, self._options):
@@ -124,7 +124,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         _ATTACHED[self.session] = self.plan, self._options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """Restore the session's state from the trainer's if the run resumes from a checkpoint."""
+        """Restore the session's state from that of the trainer if the training resumes from a checkpoint."""
         session = self._open()
         if unwrapped(model) is not session.model:
             raise ApplyError(
@@ -138,7 +138,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             session.load_state_dict(saved["attributes"]["session"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **rest: Any) -> None:
-        """Add the numbers of the `Monitor` (memory, updates) to what the trainer logs at training steps."""
+        """Add the numbers of the `Monitor` (memory, update statistics) to what the trainer logs at training steps."""
         if logs is None or "loss" not in logs or self._monitor is None:
             return
         values = self._monitor.numbers(optimizer)
@@ -184,7 +184,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
 
 
 def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return `optimizer_cls_and_kwargs` for a Trainer: an optimizer of paredown with the arguments in TrainingArguments.
+    """Return `optimizer_cls_and_kwargs` for a Trainer: a class of paredown.optim by `name`, with the arguments in TrainingArguments `args`.
 
     The trainer sets weight decay for each group. SGD takes momentum, dampening and nesterov from `args.optim_args`. Muon's adjust_lr_fn is
     "match_rms_adamw", for which learning rates of AdamW are right; give it adamw_params=paredown.optim.embeddings_and_head(model).
@@ -291,7 +291,7 @@ def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
 
 
 def _drop_optimizer(trainer: Any) -> None:
-    """Make the next `train()` create another optimizer."""
+    """Remove the trainer's optimizer, its state and its scheduler, so that the next `train()` creates new ones."""
     if trainer.optimizer is not None:
         dropped = unwrap_optimizer(trainer.optimizer)
         for parameter in [p for group in dropped.param_groups for p in group["params"]]:
@@ -302,7 +302,7 @@ def _drop_optimizer(trainer: Any) -> None:
 
 
 def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> None:
-    """Log the reason of the plan, which optimizer runs, and a hint if the learning rate is small."""
+    """Log `reason` (why `assign` chose the plan), which optimizer runs, and a hint if the learning rate is small."""
     for text in (reason, callback.optimizer, _small_rate_hint(trainer.args.learning_rate, callback.plan)):
         if text and trainer.is_world_process_zero():
             log.warning("paredown: %s", text)
@@ -347,7 +347,7 @@ def _small_rate_hint(learning_rate: float, plan: Plan) -> str:
 
 
 def _traced_optimizer(trainer: Any, name: str | None) -> Any:
-    """Return the trainer's optimizer in the form that `trace_step` takes: a name or an instance."""
+    """Return the trainer's optimizer, or the one requested by `name`, in the form that `trace_step` takes: a name or an instance."""
     if trainer.optimizer is not None:
         return unwrap_optimizer(trainer.optimizer)
     found = _traced_optimizer_name(trainer, name)
@@ -360,7 +360,10 @@ def _traced_optimizer(trainer: Any, name: str | None) -> Any:
 
 
 def _traced_optimizer_name(trainer: Any, name: str | None) -> str | None:
-    """Return the name that `trace_step` has for the trainer's optimizer; None if it has no name for it."""
+    """Return the name under which `trace_step` knows the trainer's optimizer; None if there is none.
+
+    `name` is the optimizer that the user requested; None for the trainer's own.
+    """
     own = trainer.optimizer_cls_and_kwargs
     equal = own[0].__name__.lower() if name is None and own is not None else name or EQUALS.get(_optim(trainer.args))
     if equal == "sgd":
@@ -370,7 +373,7 @@ def _traced_optimizer_name(trainer: Any, name: str | None) -> str | None:
 
 
 def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str | None) -> None:
-    """Replace `trainer.train` by a method that adds an explanation to out-of-memory errors."""
+    """Replace `trainer.train` by a method that explains out-of-memory errors; `optimizer` is the name that `trace_step` takes, or None."""
     train = trainer.train
     call = callback.last_call = LastCall(unwrapped(trainer.model))
     call.traced_as = {"optimizer": optimizer, "device": trainer.args.device.type, "autocast": autocast_of(trainer.args)}

@@ -57,7 +57,10 @@ def find_config(text: str) -> Path | None:
 
 
 def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a model without values (on the meta device) with the shapes of a config.json, and a batch for it."""
+    """Return a model without values (on the meta device) with the shapes of a config.json, and a batch for it.
+
+    `options` may set "dtype" and "length"; `input` is text such as "tokens:1024", None for a default.
+    """
     unknown = sorted(options.keys() - {"length", "dtype"})
     if unknown:
         raise TaskError(
@@ -131,7 +134,7 @@ def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
 
 
 def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
-    """Return a batch as keyword arguments, for the kind of input (tokens, pixels, ...) that the model takes."""
+    """Return a batch as keyword arguments: pictures, or texts of `length` tokens, whichever the model takes."""
     name = str(getattr(model, "main_input_name", ""))
     has_one = type(model).__name__.endswith(ONE_LABEL)
     if name == "input_ids":
@@ -183,7 +186,7 @@ def check_counts(value: Any, where: str) -> None:
 
 
 def _counts(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    """Yield the integers in a JSON value that count layers, each with the path of its field."""
+    """Yield the integers in a JSON value that count layers, each after the path of its field; `name` is the path of `value` itself."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _counts(part, f"{name}.{key}" if name else str(key))

@@ -77,7 +77,7 @@ class PareCallback(AppliedPlan, Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Apply the plan, before optimizers are configured and checkpoints are loaded.
 
-        An open session of the same module stays open.
+        If a session is open on this module already, it is used again.
         """
         if stage != "fit":
             return
@@ -92,7 +92,7 @@ class PareCallback(AppliedPlan, Callback):
             self._saving = SavesOnCpu(pl_module, trainer.strategy, "lightning_module_state_dict")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Verify gradients before the first step, if requested."""
+        """Verify gradients before the first step, if `verify` was requested."""
         if not self._verifies:
             return
         self._verifies = False
@@ -200,7 +200,7 @@ class PlanPrecision(AppliedPlan, Precision):
         self._module: Callable[[], nn.Module | None] = lambda: None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Apply the plan to a module that Fabric sets up."""
+        """Convert the module's precision with the other plugin, apply the plan to it, and return it."""
         if self.is_open:
             raise ApplyError("this PlanPrecision is applied to a model already: make a Fabric with its own plugin for each model.")
         module = self.inner.convert_module(module)

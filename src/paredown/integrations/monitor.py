@@ -41,7 +41,10 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """Return the numbers that a training logger shows: memory by role, and statistics of updates."""
+    """Return the numbers that a training logger shows, by name: memory by role, and statistics of updates.
+
+    Without a session (None) these are of the optimizer's parameters; without an optimizer, of the session's model alone.
+    """
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -72,7 +75,7 @@ class Monitor:
         self._handle = model.register_forward_hook(Hook(self._record))  # registered after the session's hooks, which pack
 
     def numbers(self, optimizer: Any = None) -> dict[str, float]:
-        """Return the current numbers; activation memory is the maximum since the last call of this method."""
+        """Return the numbers for loggers at this time; activation memory is the maximum since the previous call of this method."""
         values = numbers(self.session, optimizer)
         if "memory/activation_gib" in values:
             values["memory/activation_gib"] = max(values["memory/activation_gib"], self._most / GIB)
@@ -110,7 +113,7 @@ def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
 
 
 def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:
-    """Return the bytes that a parameter's gradient takes after backward; 0 if the optimizer releases gradients in backward."""
+    """Return the bytes that a parameter's gradient takes after backward; 0 if the optimizer releases gradients during backward."""
     entry = optimizer.entry_of(parameter) if isinstance(optimizer, Optimizer) else None
     if entry is not None and entry.gradient is not None:
         return entry.gradient.nbytes
@@ -165,7 +168,7 @@ class AppliedPlan:
         return model is not None and any_session_of(model) is self.session
 
     def put_on(self, model: nn.Module) -> None:
-        """Apply the plan to `model`, and keep the session."""
+        """Apply the plan to `model`, and store the session in this object."""
         self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
 
     def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:
@@ -173,7 +176,7 @@ class AppliedPlan:
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """Run `verify` on the gradients of `step(batch)`; if it fails, close the session and raise its error."""
+        """Compare the gradients of the loss `step(batch)` with the unmodified model's; if they differ, close the session and raise."""
         try:
             verify_step(model, batch, step).check()
         except BaseException:
@@ -183,7 +186,7 @@ class AppliedPlan:
             self._monitor.forget()
 
     def print_summary(self) -> None:
-        """Print the summary of a session that is open, unless `prints_summary` is False."""
+        """Print the session's summary if the session is open, unless `prints_summary` is False."""
         if self.prints_summary and self.is_open and isinstance(self.session, Session):
             print(f"paredown: {self.session.summary()}", flush=True)
 

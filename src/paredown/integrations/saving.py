@@ -39,7 +39,7 @@ def decoded_on_cpu(model: nn.Module) -> Generator[None]:
 
 
 def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Move the weights in a module's state dict to host memory, right after the session has decoded them."""
+    """Move the decoded weights in `state`, a module's state dict, to host memory; `moved` has those done, by the ids of parameters."""
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if type(value) is Tensor and weight_of(parameter) is not None:
@@ -52,7 +52,7 @@ def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], pr
 class SavesOnCpu:
     """Replaces the method `owner.name`, which saves `model`, until `close`: packed weights are decoded in host memory.
 
-    By default it is `save_pretrained` of the model itself. A copy of the owner has the method of its class.
+    By default the method is `save_pretrained` of the model itself. A copy of the owner has the method of its class.
     """
 
     def __init__(self, model: nn.Module, owner: Any = None, name: str = SAVE) -> None:

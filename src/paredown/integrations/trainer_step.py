@@ -63,7 +63,7 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return a BudgetError that names the smallest budget for which `attach` would find a plan.
+    """Return `error` with a message that names the smallest budget for which `attach` would find a plan.
 
     `reference`: the bytes of a reference model's weights.
     """
@@ -181,7 +181,7 @@ def _num_tokens(row: Any) -> int:
 
 
 def _generated(trainer: Any, prompts: list[Any], count: int) -> dict[str, Any]:
-    """Return arguments of the model for prompts with completions: `count` of the longest prompts, the greatest length."""
+    """Return arguments of the model for `count` texts of the greatest length, which are the longest prompt and a full completion."""
     ids = trainer._tokenize_prompts(prompts)[0]
     length = max(map(len, ids)) + trainer.args.max_completion_length
     tokens = torch.zeros(count, length, dtype=torch.int64)
@@ -199,7 +199,7 @@ class _Called(Exception):
 
 @final
 class _Recorder:
-    """A stand-in for the model that records how a trainer calls it, by raising `_Called` at a call with gradients."""
+    """A stand-in for the model that a trainer calls: at a call with gradients it raises `_Called` with the arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -214,7 +214,7 @@ class _Recorder:
 
 
 def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that `compute_loss` passes to the model for a batch.
+    """Return the keyword arguments that the trainer's `compute_loss` passes to the model for a batch.
 
     If they cannot be recorded, the batch itself is returned, with a warning.
     """
