@@ -21,19 +21,21 @@ log = logging.getLogger("paredown")
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """Return the codes and scales of `x`, (rows, cols); if `given` is not None, its scales are used."""
+    """Return the codes and scales of `x`, (rows, cols), in the format of `encoding`; if `given` is not None, its scales are used."""
     kernels = _kernels(x, encoding, "encode")
     return kernels.encode_rows(x, encoding, given) if kernels else cpu.encode_rows(x, encoding, given)
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the values of the codes and scales in `parts` into `out`, and return `out`."""
+    """Write the values that the codes and scales in `parts` stand for into `out`, (rows, cols), and return `out`."""
     kernels = _kernels(out, encoding, "decode")
     return (kernels or cpu).decode_rows(parts, encoding, out)
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that decodes `parts` into a tensor of rows * cols values, for codes that are decoded often."""
+    """Return a function that writes the decoded values of `parts` into its argument, a contiguous tensor of rows * cols values.
+
+    For codes that are decoded often it is quicker than `decode_rows`."""
     assert parts.codes is not None
     kernels = _kernels(parts.codes, encoding, "decode")
     if kernels is not None:
@@ -68,7 +70,7 @@ def _kernels(x: Tensor, encoding: Encoding | None, job: str) -> ModuleType | Non
 
 @cache
 def find_kernels() -> ModuleType | None:
-    """Return the module of Triton kernels; None if Triton is not installed."""
+    """Return the package `codec.kernels` of Triton kernels; None if Triton is not installed."""
     if find_spec("triton") is None:
         return None
     from paredown.codec import kernels  # needs Triton, which CPU builds of torch come without

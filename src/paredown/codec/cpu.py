@@ -113,7 +113,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
-    """Write the bit mask of flat `x` (codec/recompute.py) into `out` in compiled loops; return False if there are none."""
+    """Write one bit per value of flat `x` into `out`, 1 where low < x < high; return False, writing nothing, without numba."""
     loops = find_loops(x)
     if loops is None or x.dtype not in MASKED:
         return False
@@ -123,9 +123,9 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
 
 
 def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
-    """Write `inside` into flat `out` where the bit is 1 and `outside` elsewhere; return False without compiled loops.
+    """Write `inside` into flat `out` where the mask's bit is 1 and `outside` elsewhere, and return True.
 
-    Return whether there are compiled loops; without them, nothing is written.
+    `bits` has eight values in each byte. Without numba nothing is written, and the result is False.
     """
     loops = find_loops(out)
     if loops is None:
@@ -148,7 +148,7 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """Return the module of compiled loops; None without numba, or while importing it would take longer than the reference."""
+    """Return the module `codec.loops`, which numba compiles; None without numba, or while plain torch needs less time than its import."""
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -160,25 +160,25 @@ def find_loops(x: Tensor) -> ModuleType | None:
 
 
 def load_loops() -> None:
-    """Import the compiled loops if numba is installed, so that later calls take equal memory and time in any process."""
+    """Import `codec.loops` if numba is installed, so that later calls take equal memory and time in any process."""
     _patience.left = 0
     find_loops(torch.empty(1))
 
 
 @cache
 def has_numba() -> bool:
-    """Return whether the compiled loops can be used."""
+    """Return whether numba, which compiles `codec.loops`, is installed."""
     return find_spec("numba") is not None
 
 
 class Patience:
-    """A counter of the values that were encoded without numba; numba is imported when the count is large enough."""
+    """A counter of the values that plain torch encoded; numba is imported when the count is large enough to repay the import."""
 
     def __init__(self) -> None:
         self.left = PATIENCE
 
     def lasts(self, numel: int) -> bool:
-        """Return whether `numel` more values should be computed by the reference, before numba is imported."""
+        """Count `numel` more values, and return whether plain torch should compute them, without an import of numba."""
         self.left -= numel + CALL
         return self.left > 0
 
@@ -202,12 +202,12 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
-    """Return codes, scales and minimums as arrays, which the compiled loops take."""
+    """Return codes, scales and minimums as numpy arrays of bytes, which the compiled loops take."""
     return loops.Parts(*map(bytes_of, (parts.codes, parts.scales, parts.minimums)))
 
 
 def bytes_of(x: Tensor | None) -> Any:
-    """Return the memory of a contiguous tensor as an array of bytes, valid while the tensor lives.
+    """Return the memory of a contiguous tensor as a numpy array of bytes, valid while the tensor lives; an empty one for None.
 
     This is six times as quick as `array_of`.
     """
@@ -224,7 +224,7 @@ def _buffer(num_bytes: int) -> Any:
 
 
 def array_of(x: Tensor) -> Any:
-    """Return the memory of a tensor as an array.
+    """Return the memory of a tensor as a numpy array of the same shape and dtype.
 
     `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls.
     """
@@ -353,12 +353,14 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, rows: int, cols: int, *, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover rows x cols in pieces of whole blocks and whole bytes."""
+    """Yield (row, column) slices that cover a (rows, cols) tensor in pieces of whole blocks and whole bytes."""
     return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=PIECE if device.type == "cpu" else GPU_PIECE)
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover rows x cols, about `size` values each: whole rows, or parts of one row.
+    """Yield (row, column) slices that cover a (rows, cols) tensor, about `size` values each: whole rows, or parts of one row.
+
+    Parts of a row begin at multiples of `unit`.
 
     >>> list(pieces(3, 2, unit=8, size=100))
     [(slice(0, 3, None), slice(0, 2, None))]
@@ -387,7 +389,7 @@ def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice)
 
 
 def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice) -> Tensor | None:
-    """Return the random bits of a piece of `x`; None if the rounding needs none."""
+    """Return the random bits of the piece x[r, c]; None if the rounding needs none."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
     start = encoding.seed.first_index + r.start * x.shape[1] + c.start

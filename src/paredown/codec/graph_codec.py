@@ -56,7 +56,7 @@ _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 
 
 def covers(format: Format) -> bool:
-    """Return whether `decode_in_graph` decodes this format."""
+    """Return whether `decode_in_graph`, which torch.compile traces, decodes this format."""
     element = format.element
     if format.block is None or format.scale is None:
         return element in CASTS
@@ -71,15 +71,17 @@ def covers(format: Format) -> bool:
 
 
 def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> list[Tensor]:
-    """Return the 1-D parts [codes, scales] or [codes, scales, minimums] of `x`, with its dimensions in `order`.
+    """Encode `x`, with its dimensions permuted to `order`, and return [codes, scales] or [codes, scales, minimums], each 1-D.
 
-    `step` is one int32 on the device of `x`; `how_and_seed`: as in `encode_flattened`.
+    `step` is one int32 on the device of `x`; `how_and_seed`: the last five arguments of `encode_flattened`.
     """
     return encode_flattened(x.permute(order).reshape(-1), step, *how_and_seed)
 
 
 def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
-    """Return the codes, scales and minimums of 1-D contiguous `x`, each as a 1-D tensor."""
+    """Return the codes, scales and minimums of 1-D contiguous `x`, each as a 1-D tensor.
+
+    `seed`, `tensor_id` and `step`, one int32 on the device of `x`, determine the random bits of stochastic rounding."""
     kernels = flat_encoder(x.shape[0], x.is_cuda, format, rounding, overflow, seed, tensor_id)
     if kernels is not None:
         return kernels(x, step)
@@ -90,7 +92,7 @@ def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overfl
 
 @lru_cache(maxsize=4096)
 def flat_encoder(numel: int, is_cuda: bool, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> Any:
-    """Return the Triton encoder for tensors of one size, which takes little host time; None if there is no kernel."""
+    """Return the Triton encoder for tensors of `numel` values; None on a CPU or if no kernel encodes this format."""
     kernels, how = backend.find_kernels() if is_cuda else None, _encoding(format, rounding, overflow)
     if kernels is None or how.format.block is None or not kernels.covers(how, "encode"):
         return None
@@ -116,7 +118,7 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 
 
 def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the values that `decode_in_graph` computes, as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the decoded values of `parts` (codes, scales, minimums), as the permutation `dims` of a contiguous tensor of `sizes`."""
     return decode_in_graph(parts, Format.parse(format), prod(sizes), dtype).view(sizes).permute(dims)
 
 
@@ -137,9 +139,9 @@ def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: 
 
 
 def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tensor:
-    """Return an upper bound on the magnitudes of encoded `x`, computed from its scales and minimums.
+    """Return an upper bound on the magnitudes of encoded `x`, computed from the scales and minimums in `parts`.
 
-    Without a block it is max |x|. NaN if `x` is not finite.
+    For a format without blocks it is max |x|. NaN if `x` is not finite.
     """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()
@@ -150,7 +152,7 @@ def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tens
 
 
 def _scale_values(scales: Tensor, format: Format) -> Tensor:
-    """Return stored scales as float32."""
+    """Return the float32 values of the scales that this format stores."""
     if format.scale is None or format.scale.name != "e8m0":
         return scales.float()
     codes = scales.to(torch.int32)
@@ -159,7 +161,7 @@ def _scale_values(scales: Tensor, format: Format) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
-    """Return the codes in bytes as `numel` integers, 1-D. The function has few operations, since each takes time to compile."""
+    """Return the `numel` codes that are packed in bytes, as integers, 1-D, by few operations, since each takes time to compile."""
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return packed.to(torch.int8) if is_signed else packed

@@ -151,7 +151,7 @@ def from_wide_bits(word):
 
 @inner
 def load(x, dtype, start, y):
-    """Write the values of `x`, the memory of a tensor, from place `start` on into `y`."""
+    """Write len(y) values of `x`, the memory of a tensor, from index `start` on into `y`, as float32."""
     count = len(y)
     if dtype == FLOAT32:
         floats = x.view(np.float32)[start : start + count]
@@ -175,7 +175,7 @@ def load(x, dtype, start, y):
 
 @inner
 def store(y, out, dtype, start):
-    """Write `y` to the memory `out`, rounded to its dtype; finite values stay finite in float16."""
+    """Write `y` to the memory `out` of a tensor from index `start` on, rounded to `dtype`; finite values stay finite in float16."""
     count = len(y)
     if dtype == FLOAT32:
         floats = out.view(np.float32)[start : start + count]
@@ -203,7 +203,7 @@ def store(y, out, dtype, start):
 
 @inner
 def fill_bits(bits, call, place):
-    """Write the random bits of the values from `place` on into `bits`."""
+    """Write the random bits of len(bits) values, from the tensor's value `place` on, into `bits`."""
     done, count = 0, len(bits)
     while done < count:
         index = np.uint64(call.first_index + place + done)
@@ -224,7 +224,7 @@ def fill_bits(bits, call, place):
 
 @inner
 def integer_codes(y, bits, codes, lost, n):
-    """Write the codes of `y` in an integer element, mark values without a code in `lost`, and return their number."""
+    """Write the codes of `y` in an integer element into `codes`, mark values without a code in `lost`, and return how many these are."""
     mask, nonfinite = S((1 << n.width) - 1), np.uint8(n.is_nonfinite)
     low, high = n.min_value, n.max_value
     below, above = F(low - F(1)), F(high + F(1))
@@ -265,7 +265,7 @@ def num_lost(lost):
 
 @inner
 def grid_codes(y, bits, codes, lost, n):
-    """Write the codes of `y` in a float element, mark values without a code in `lost`, and return their number."""
+    """Write the codes of `y` in a float element into `codes`, mark values without a code in `lost`, and return how many these are."""
     m, dropped = n.mantissa_bits, 52 - n.mantissa_bits
     offset, below_half = (n.min_exponent + 1022) << m, (1 << (dropped - 1)) - 1
     smallest, kept, shift = 2.0**n.min_exponent, 30 - n.sub_bits, 2 + n.sub_bits
@@ -311,7 +311,7 @@ def magnitude(v):
 
 @inner
 def table_codes(y, bits, codes, lost, n, tables):
-    """Write the codes of `y` in a table of values, mark values without a code in `lost`, and return their number.
+    """Write the codes of `y` in a table of values into `codes`, mark values without a code in `lost`, and return how many these are.
 
     The code is the number of thresholds that a value reaches, counted without branches.
     """
@@ -338,7 +338,7 @@ def table_codes(y, bits, codes, lost, n, tables):
 
 @inner
 def codes_of(y, bits, codes, lost, n, tables):
-    """Write the codes of a tile's values, in the element of any kind."""
+    """Write the codes of `y`, in an element of any kind, mark values without a code in `lost`, and return how many these are."""
     if n.kind == INTEGER:
         return integer_codes(y, bits, codes, lost, n)
     if n.kind == GRID:
@@ -458,7 +458,7 @@ def place_of(b, block, begin, count):
 
 @inner
 def largest_of_blocks(y, begin, block, first_block, top):
-    """Update `top`, the largest magnitude in each block of a tile, as bits of a float32, so that NaN is above infinity."""
+    """Raise `top` to the largest magnitude in each block of the tile `y`, as bits of a float32, so that NaN is above infinity."""
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -471,9 +471,9 @@ def largest_of_blocks(y, begin, block, first_block, top):
 
 @inner
 def ends_of_blocks(y, begin, block, first_block, low, high):
-    """Lower `low` and raise `high` to the smallest and largest values in a tile's blocks.
+    """Lower `low` and raise `high` to the smallest and largest value in each block of the tile `y`.
 
-    They are integers that are ordered like floats.
+    Both hold integers that are ordered as the floats they stand for.
     """
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
@@ -524,7 +524,7 @@ def scale_code(scale, n):
 
 @inner
 def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Write the scales and minimums of blocks, as they are stored, from the smallest and largest of their values."""
+    """Write each block's scale and minimum, rounded to their stored forms, from its largest magnitude and its two extreme values."""
     for b in range(len(top)):
         largest = from_bits(top[b])
         if n.minimum:
@@ -544,13 +544,13 @@ def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, 
 
 @inner
 def read_floats(memory, kind, start, y):
-    """Read scales or minimums in float32 or bfloat16 into `y`."""
+    """Read len(y) scales or minimums, stored as float32 or bfloat16, from index `start` on into `y`."""
     load(memory, FLOAT32 if kind == FP32 else BFLOAT16, start, y)
 
 
 @inner
 def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Read the stored scales and minimums of len(scales) blocks."""
+    """Read the stored scales and minimums of len(scales) blocks, from block `start` on, into `codes`, `scales` and `minimums`."""
     if n.scale == CODE:
         for b in range(len(scales)):
             codes[b] = parts.scales[start + b]
@@ -564,7 +564,7 @@ def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, mini
 
 @inner
 def write_scales(parts, start, n, codes, scales, minimums):
-    """Store the scales and minimums of blocks; NaN and 0 for blocks that cannot be encoded."""
+    """Store the scales (or their codes) and minimums of blocks, from block `start` on, into `parts`."""
     if n.scale == CODE:
         for b in range(len(scales)):
             parts.scales[start + b] = codes[b]
@@ -576,13 +576,13 @@ def write_scales(parts, start, n, codes, scales, minimums):
 
 @inner
 def mark_broken(b, n, broken, codes, scales, minimums):
-    """Give block b, which cannot be encoded, scale NaN and minimum 0."""
+    """Mark block b, which cannot be encoded, in `broken`, and set its scale to NaN and its minimum to 0."""
     broken[b], codes[b], scales[b], minimums[b] = 1, np.uint8(n.scale_nan), NAN, ZERO
 
 
 @inner
 def find_broken(top, n, broken, codes, scales, minimums):
-    """Mark blocks with a value or scale that is not finite, and return whether there are any."""
+    """Mark blocks with a value or scale that is not finite in `broken`, with scale NaN, and return whether there are any."""
     found = False
     for b in range(len(top)):
         broken[b] = 0
@@ -619,7 +619,7 @@ def divide_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def multiply_by_scales(y, begin, first_block, n, scales, minimums):
-    """Replace each value of a code by its product with the scale, plus the minimum."""
+    """Replace each decoded value y by y * scale + minimum of its block."""
     block, end, has_minimum = n.block, begin + len(y), n.minimum > 0
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -662,7 +662,7 @@ def group_len(block, cols):
 
 @inner
 def scales_of_group(x, place, begin, stop, call, parts, start, n, scale_values, top, low, high, codes, scales, minimums):
-    """Determine the scales of a row's blocks from `begin` to `stop`: choose them by the values, or read given ones."""
+    """Write the scales of a row's blocks from value `begin` to `stop`: chosen by the values, or read from `parts` if scales are given."""
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
     y = np.empty(TILE, np.float32)
     for first in range(begin, stop, TILE):
@@ -679,7 +679,7 @@ def scales_of_group(x, place, begin, stop, call, parts, start, n, scale_values, 
 
 @inner
 def values_without_code(y, lost, v):
-    """Replace values that have no code by NaN or infinity."""
+    """Write into `v` NaN or infinity for each value of `y` that has no code, as marked in `lost`."""
     for i in range(len(y)):
         if lost[i]:
             v[i] = NAN if y[i] != y[i] else np.copysign(INF, y[i])
@@ -687,7 +687,7 @@ def values_without_code(y, lost, v):
 
 @entry
 def encode(x, call, parts, out, n, tables, words):
-    """Encode the memory x into `parts`, or, if `out` is not empty, write the decoded values there.
+    """Encode the tensor memory `x` into `parts`, or, if `out` is not empty, write the decoded values into `out`.
 
     In the second case no codes and scales are written; scales are read from `parts` if they are given. `words`: random bits, or empty.
     """
@@ -746,7 +746,7 @@ def encode(x, call, parts, out, n, tables, words):
 
 @entry
 def decode(parts, call, out, n, tables):
-    """Decode `parts` into the memory `out`."""
+    """Decode `parts` into `out`, the memory of a tensor of the shape and dtype in `call`."""
     cols, block = call.cols, n.block
     num_blocks, most = ((cols - 1) // block + 1, (TILE - 1) // block + 2) if block else (0, 0)
     y, codes = np.empty(TILE, np.float32), np.empty(TILE, np.uint32)
@@ -770,13 +770,13 @@ def decode(parts, call, out, n, tables):
 
 @entry
 def random_bits(call, out):
-    """Write the random bits of the values from the first index on into `out`."""
+    """Write the random bits of len(out) values, from the first index in `call` on, into `out`."""
     fill_bits(out, call, 0)
 
 
 @entry
 def largest_finite(x, call):
-    """Return the largest finite magnitude of float32, bfloat16 or float16 values."""
+    """Return the largest finite magnitude of `x`, the memory of float32, bfloat16 or float16 values."""
     y, top = np.empty(TILE, np.float32), S(0)
     for begin in range(0, call.rows * call.cols, TILE):
         t = y[: min(TILE, call.rows * call.cols - begin)]
@@ -794,9 +794,9 @@ def largest_finite(x, call):
 
 @entry
 def pack_mask(x, dtype, low, high, out):
-    """Write one bit per value, the first lowest, which is 1 between `low` and `high`.
+    """Write one bit per value of `x`, the first lowest, which is 1 for values between `low` and `high`.
 
-    It is not (x <= low or x >= high); of booleans, x.
+    It is not (x <= low or x >= high), so 1 for NaN; of booleans, it is x.
     """
     count = len(x) // (1 if dtype == BOOL else 4 if dtype == FLOAT32 else 2)
     y, flags = np.empty(TILE, np.float32), np.zeros(TILE, np.uint8)
@@ -822,7 +822,7 @@ def pack_mask(x, dtype, low, high, out):
 
 @entry
 def select(bits, inside, outside, out):
-    """Write `inside` where the bit is 1 and `outside` where it is 0, by words of the same size as the values."""
+    """Write `inside` into `out` where the bit is 1 and `outside` where it is 0; all three are arrays of words as wide as the values."""
     flags, step = np.empty(TILE, np.uint8), 0 if len(inside) == 1 else 1
     for begin in range(0, len(out), TILE):
         target = out[begin : begin + TILE]

@@ -66,12 +66,12 @@ class PackedTensor:
 
     @property
     def scales(self) -> Tensor | None:
-        """The scale of each block, (rows, blocks), as stored."""
+        """The scale of each block, (rows, blocks), as stored; None for a format without scales."""
         return self.parts.scales
 
     @property
     def minimums(self) -> Tensor | None:
-        """The minimum of each block, (rows, blocks)."""
+        """The minimum of each block, (rows, blocks); None for a format without minimums."""
         return self.parts.minimums
 
     @property
@@ -90,7 +90,7 @@ class PackedTensor:
         return sum(t.nbytes for t in self.parts.tensors())
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values, in the dtype and memory order that were encoded (or in `dtype`)."""
+        """Return the decoded values, in the memory order of the encoded tensor and its dtype (or in `dtype`)."""
         if dtype is not None and dtype not in DTYPES:
             raise CodecError(f"decode returns float32, bfloat16 or float16, not {dtype}: decode to float32 and convert the result.")
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
@@ -109,7 +109,7 @@ class PackedTensor:
         return replace(self, parts=self.parts.mapped(function))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return codes and scales as plain tensors, and the rest as JSON text under "header".
+        """Return a dict of codes, scales and minimums as plain tensors, and of the rest as JSON text under "header".
 
         It can be saved by torch.save, or by safetensors, with the header in the metadata.
         """
@@ -181,7 +181,7 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class FlatCodec(ABC):
-    """An encoder and decoder for tensors of one size, dtype and device, which computes once what depends on these alone.
+    """An encoder and decoder for flat tensors of one size, dtype and device, which computes once what depends on these alone.
 
     What `encode` returns is stored, and only the same codec reads it.
     """
@@ -195,21 +195,23 @@ class FlatCodec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> Any:
-        """Return `x` encoded, in a form that only the same codec decodes. `step`: a number, or one int32 on the device of `x`.
+        """Return `x` encoded, in a form that only the same codec decodes.
+
+        `step` of the training, for random bits: a number, or one int32 on the device of `x`.
 
         `bits`: if the codec has `takes_address`, a tensor to fill with the mask of values above 0 in the same pass over `x`.
         """
 
     @abstractmethod
     def decode(self, stored: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the decoded values as a new dense tensor with these sizes and strides."""
+        """Return the decoded values of what `encode` returned, as a new dense tensor with these sizes and strides."""
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
         """Return what `encode` returned as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-        """Return the results of applying `steps` (`codec.recompute.DecodeSteps`) to the decoded values.
+        """Return the results of applying `steps`, a norm and an activation function (`DecodeSteps`), to the decoded values.
 
         They are in a new dense tensor of `layout` (sizes, strides). Only codecs with `takes_address` have this method.
         """
@@ -227,11 +229,11 @@ class PlainCodec(FlatCodec):
         self._how, self._seed = how, seed
 
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
-        """Return `x`, which is flat and contiguous, encoded. `step` selects the random bits."""
+        """Return `x`, which is flat and contiguous, encoded. `step` of the training selects the random bits; `bits` is not used."""
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
 
     def decode(self, stored: PackedTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the decoded values, with these sizes and strides."""
+        """Return the decoded values as a tensor with these sizes and strides."""
         return stored.decode().as_strided(size, stride)
 
     def packed(self, stored: PackedTensor) -> PackedTensor:
@@ -240,7 +242,7 @@ class PlainCodec(FlatCodec):
 
 
 def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> FlatCodec:
-    """Return the codec for tensors of `numel` values with the dtype and device of `like`.
+    """Return the codec for flat tensors of `numel` values with the dtype and device of `like`.
 
     `how`: rounding and overflow; an overflow of None is the default of the format.
     """
@@ -252,7 +254,7 @@ def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Ov
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that decodes `packed` into any contiguous tensor of its shape, for tensors that are decoded often.
+    """Return a function that writes the decoded values of `packed` into its argument, a contiguous tensor of the same shape.
 
     What depends on size and format is looked up once. If codes later change in place, the next call reads the new ones.
     """
@@ -316,7 +318,7 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """Return the order of dimensions in which `x` is packed: that of `scales` if `scales` is a packed tensor, else its own."""
+    """Return the order of dimensions in which to pack `x`: that of `scales` if `scales` is a packed tensor, else as `order` says."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:
@@ -351,7 +353,7 @@ def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
 
 
 def _check_parts(packed: PackedTensor) -> None:
-    """Raise CodecError for tensors of a packed tensor whose shapes, dtypes or devices do not fit its header."""
+    """Raise CodecError if codes, scales or minimums have shapes, dtypes or devices that do not fit the tensor's format and shape."""
     format, device = packed.format, torch.device("meta")
     rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
     tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
@@ -410,7 +412,7 @@ def default_overflow(format: Format) -> Overflow:
 
 
 def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
-    """Return the scales that the caller passed, checked; the computed tensor scale, if the format has one; otherwise None.
+    """Return the scales that the caller of `encode` passed, checked; else the computed tensor scale, if the format has one; else None.
 
     `rows`: `x` as (rows, cols).
     """

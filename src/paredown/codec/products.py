@@ -103,7 +103,7 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
 
 def quantize_columns(g: Tensor, factors: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of the columns of g * factors, transposed into rows."""
+    """Return (codes, scales) of the columns of g * factors, each column as a row; `factors` has one number for each row of g."""
     return quantize_rows(transposed_codes(g.float() * factors), element)
 
 
@@ -127,7 +127,7 @@ def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(x: Tensor, *args: Any) -> Any:
-    """Return `quantize_columns` in plain torch operations, for graphs on a CPU; NotImplemented on CUDA, where kernels run.
+    """Return `quantize_columns(x, *args)` computed by torch operations, for graphs on a CPU; NotImplemented on CUDA, where kernels run.
 
     Inductor would fuse it into reductions that read along rows, whose transposed writes took 10.6 of the 83 ms of a step (one H200).
     """
@@ -183,7 +183,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of `matrix`, a view of `x`; the previous ones if the previous call was for the same tensor."""
+        """Return codes and scales of `matrix`, a 2-D view of `x`; those of the previous call if it was for the same `x`."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -202,7 +202,7 @@ class RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
-        """Return the product of quantized x and weight in `dtype`. `given`: codes and scales of x, or None."""
+        """Return x W^T of the quantized x and weight, in `dtype`. `given`: codes and scales of x, or None to quantize x here."""
         with torch.autocast(x.device.type, enabled=False):
             codes, scales = given or torch.ops.paredown.quantize_rows(x, element)
             weight_codes, weight_scales = torch.ops.paredown.quantize_rows(weight, element)
@@ -214,7 +214,7 @@ class RowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the gradients of x and W."""
+        """Return the gradients of x and W, and None for the other arguments of forward."""
         if torch.is_grad_enabled():
             raise RuntimeError(TWICE)
         codes, scales, weight = ctx.saved_tensors
@@ -233,7 +233,7 @@ class RowProduct(torch.autograd.Function):
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
     """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear has.
 
-    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: codes of `x` to share with other layers.
+    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: where layers that read the same `x` find its codes; None: no sharing.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)

@@ -59,7 +59,7 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def empty_mask(x: Tensor) -> Tensor:
-    """Return uninitialized memory for the mask of `x`."""
+    """Return uninitialized memory, ceil(numel / 8) bytes, for the bit mask of `x`."""
     kernels, num_bytes = backend.find_kernels() if x.is_cuda else None, -(-x.numel() // 8)
     if kernels is None:
         return torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
@@ -67,7 +67,7 @@ def empty_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
-    """Write `inside` into `out`, flat and contiguous, where the bit is 1 and `outside` where it is 0. Return `out`."""
+    """Write `inside` into `out`, flat and contiguous, where the mask's bit is 1 and `outside` where it is 0, and return `out`."""
     kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
@@ -84,7 +84,7 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
 
 
 def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
-    """Return `grad` where the bit is 1, else 0, as a new tensor."""
+    """Return `grad` where the mask's bit is 1, else 0, as a new tensor; `bits` are in the memory order of `grad`."""
     kernels = backend.find_kernels() if grad.is_cuda else None
     if kernels is not None:
         return kernels.apply_mask(grad, bits, kernels.empty_strided(grad.size(), grad.stride(), grad.dtype, grad))
@@ -106,7 +106,7 @@ class ReluOutput(Tensor):
     _bits: Tensor
 
     def __new__(cls, bits: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> ReluOutput:
-        """Return a tensor of this size, dense in the order of the mask, without memory of its own."""
+        """Return a tensor of this size and these strides, without memory except for its mask `bits`."""
         made = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]
         made._bits = bits
         return made  # type: ignore[no-any-return]
@@ -133,7 +133,7 @@ class ReluOutput(Tensor):
 
 
 class Norm:
-    """The statistics and parameters of a norm: flat float32 tensors. `rstd` is the reciprocal of the standard deviation.
+    """The statistics and parameters of a normalization layer: flat float32 tensors. `rstd` is the reciprocal of the standard deviation.
 
     Parameters are not copied: after one is modified in place, the output of the norm cannot be recomputed, and `check` raises.
     """

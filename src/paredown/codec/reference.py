@@ -97,15 +97,15 @@ class PackedParts:
     tensor_scale: Tensor | None = None
 
     def all(self) -> tuple[Tensor | None, ...]:
-        """Return the four fields, in order."""
+        """Return codes, scales, minimums and tensor_scale, None for those that the format lacks."""
         return self.codes, self.scales, self.minimums, self.tensor_scale
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are not None, in order."""
+        """Return those of codes, scales, minimums and tensor_scale that are not None, in this order."""
         return [t for t in self.all() if t is not None]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedParts:
-        """Return the results of `function` for each tensor."""
+        """Return the parts with `function` applied to each tensor."""
         return PackedParts(*(t if t is None else function(t) for t in self.all()))
 
     def copy_(self, other: PackedParts) -> None:
@@ -361,9 +361,9 @@ def scale_values(parts: PackedParts, format: Format) -> Tensor:
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None) -> PackedParts:
-    """Return `x`, (rows, cols), encoded.
+    """Return the codes, scales and minimums of `x`, (rows, cols).
 
-    `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: random bits, one for each value.
+    `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: a random integer for each value, or None.
 
     Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
     """
@@ -407,7 +407,7 @@ def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
 
 
 def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
-    """Return the values (rows, cols) of packed rows. Finite values past float16's largest stay finite."""
+    """Return the decoded values (rows, cols) of `parts` in `dtype`. Finite values past float16's largest stay finite."""
     assert parts.codes is not None
     y = values_of(unpack_bits(parts.codes, format.element.width, cols), format.element)
     if format.block:

@@ -32,7 +32,9 @@ Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Return whether a kernel can read this format from memory at run time: it has no block and no table of values."""
+    """Return whether a kernel can read this format from device memory at run time: it has no block and no table of values.
+
+    None stands for unmodified values, which a kernel can."""
     return format is None or (
         format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
@@ -50,7 +52,7 @@ def is_narrow(format: Format | None) -> bool:
 def overflow_limit(format: Format | None) -> float:
     """Return the smallest magnitude that overflows when rounded to nearest.
 
-    That is half a step above the largest value; infinity if no value overflows.
+    That is half a step above the format's largest value; infinity if no value overflows or `format` is None (unmodified).
 
     >>> overflow_limit(Format.parse("e4m3b11f")), overflow_limit(Format.parse("e5m2f")), overflow_limit(Format.parse("int8/64@bf16"))
     (31.0, 122880.0, inf)
@@ -63,7 +65,7 @@ def overflow_limit(format: Format | None) -> float:
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """Return the memory of `x` as a 1-D tensor; None if it has gaps."""
+    """Return a 1-D view of the memory of `x`, in memory order; None if the memory has gaps."""
     x = x.detach()
     dims = memory_order(x, UNMODIFIED)
     ordered = x.permute(dims)
@@ -87,7 +89,7 @@ class RuntimeFormatTable:
         self.device = device
 
     def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
-        """Write formats of slots into the table, in one copy to the device."""
+        """Write the formats and overflows of the slots `rows` into the table, in one copy to the device; format None: not rounded."""
         self._write({row: fields_of(*fields) for row, fields in rows.items()}, slice(NUM_FIELDS))
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
@@ -107,9 +109,10 @@ class RuntimeFormatTable:
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> BatchedRoundTrip:
-        """Round tensors in one kernel launch, each by its row of the table: jobs of (x, out, row), float32 without gaps.
+        """Round tensors in one kernel launch, each by its row of the table: `jobs` are (x, out, row), float32 without gaps.
 
-        `memory`: `words_for` int64. `is_captured`: the caller calls `write()` of the result before the graph runs.
+        `memory`: int64 on the device, as many as `words_for` says, for the launch's arguments. `is_captured`: a CUDA graph is being
+        captured, and the caller calls `write()` of the result before the graph runs.
         """
         kernels, first, rows = backend.find_kernels(), 0, list[list[int]]()
         if kernels is None:
@@ -127,9 +130,9 @@ class RuntimeFormatTable:
         return many
 
     def round_into(self, x: Tensor, out: Tensor, row: int, rounding: Rounding, step: Tensor) -> Tensor:
-        """Round `x` by a row of the table into `out`, which may be `x` itself, and return `out`.
+        """Round `x` to the format in a row of the table, into `out`, which may be `x` itself, and return `out`.
 
-        The kernel reads the row and the step when it runs.
+        The kernel reads the row and the training step when it runs.
         """
         kernels = backend.find_kernels()
         if kernels is None:
@@ -154,7 +157,7 @@ class BatchedRoundTrip(NamedTuple):
     host_table: Tensor
 
     def write(self) -> None:
-        """Copy addresses and rows to the device, before the launch runs."""
+        """Copy the addresses of the tensors and of their table rows to the device, before the launch runs."""
         self.owners.copy_(self.host_owners)
         self.table.copy_(self.host_table.flatten())
 

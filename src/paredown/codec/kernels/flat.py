@@ -55,7 +55,7 @@ SILU = tl.constexpr(4)
 
 @triton.jit
 def tanh(x):
-    """Return tanh, computed by exp, which does not overflow for these arguments."""
+    """Return tanh of x, computed by exp of -2 |x|, which cannot overflow."""
     t = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - t) / (1.0 + t)
     return tl.where(x < 0.0, -y, y)
@@ -63,7 +63,7 @@ def tanh(x):
 
 @triton.jit
 def erf(x):
-    """Return erf by Abramowitz and Stegun 7.1.26: within 1.5e-7, with half the instructions of the library function."""
+    """Return erf of x by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7, with half the instructions of the library function."""
     a = tl.abs(x)
     t = 1.0 / (1.0 + 0.3275911 * a)
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -73,7 +73,7 @@ def erf(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Return GELU, its approximation by tanh, or SiLU of x, as ACTIVATION says."""
+    """Return GELU, its approximation by tanh, or SiLU of x, as ACTIVATION says; x itself for any other value."""
     if ACTIVATION == GELU:
         return 0.5 * x * (1.0 + erf(x * 0.7071067811865476))
     elif ACTIVATION == GELU_TANH:
@@ -86,7 +86,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
-    """Return the channel of each value of a tile, as a contiguous range where the tile and the channels allow it."""
+    """Return the channel of each value of the tile that begins at index `start`; INNER adjacent values have the same channel."""
     if INNER == 1 and TILE % CHANNEL_COUNT == 0:
         return tl.arange(0, TILE) % CHANNEL_COUNT
     elif INNER == 1 and CHANNEL_COUNT % TILE == 0:
@@ -111,7 +111,7 @@ def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return x normalized by the statistics of its channel or row, then scaled and shifted by weight and bias."""
+    """Return the tile x, from index `start`, normalized by mean and 1 / deviation of its channels or rows, times weight plus bias."""
     channel = channel_of(start, CHANNEL_COUNT, INNER, TILE)
     if NORM == CHANNELS:
         x = (x - tl.load(mean_ptr + channel)) * tl.load(deviation_ptr + channel)
@@ -130,7 +130,7 @@ def normed_by_groups(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, numel, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Apply a norm to `x` of shape (TILE / GROUP, GROUP), groups of adjacent channels, which are loaded as vectors."""
+    """Return what `normed` does for `x` of shape (TILE / GROUP, GROUP): the parameters of adjacent channels are loaded as vectors."""
     PER_ROW: tl.constexpr = CHANNEL_COUNT // GROUP
     group = ((start // GROUP) % PER_ROW).to(tl.int32) + tl.arange(0, TILE // GROUP)
     channel = ((group % PER_ROW) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
@@ -151,7 +151,7 @@ def recompute_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Recompute the output of a norm and an activation function for one tile of a flat tensor."""
+    """Decode one tile of a flat tensor, and store the output of a norm and an activation function on it."""
     tile = tl.program_id(0).to(tl.int64) + first_tile
     start = tile * TILE
     inside = tl.arange(0, TILE) < numel - start
@@ -192,9 +192,9 @@ STEPS = {
 
 
 class FlatEncoder:
-    """An encoder for flat tensors of `numel` values that reads the step from device memory.
+    """An encoder for flat tensors of `numel` values that reads the training step, for its random bits, from device memory.
 
-    It returns [codes, scales] or [codes, scales, minimums], each flat. `how`: format, rounding, overflow and "cover".
+    It returns [codes, scales] or [codes, scales, minimums], each flat. `how`: format, rounding, overflow and the rule "cover" of scales.
     """
 
     __slots__ = ("_arguments", "_direct", "_is_random", "_scalars", "_with_bits", "kinds")
@@ -215,16 +215,16 @@ class FlatEncoder:
         return parts
 
     def encode_into(self, x: Tensor, step: Tensor, *parts: Tensor) -> None:
-        """Write codes, scales and minimums of `x` into these tensors."""
+        """Write the codes, scales and minimums of `x` into the tensors `parts`."""
         addresses = parts[0].data_ptr(), parts[1].data_ptr(), parts[-1].data_ptr()
         self.encode_at(x, step, addresses, lambda: parts)
 
     def encode_at(
         self, x: Tensor, step: Tensor, at: tuple[int, int, int], parts: Callable[[], Sequence[Tensor]], bits: Tensor | None = None
     ) -> None:
-        """Write codes, scales and minimums to the addresses `at`, of aligned memory; `parts` returns the tensors there.
+        """Write codes, scales and minimums of `x` to the addresses `at`, multiples of 16; `parts` returns the tensors there.
 
-        `bits`: a tensor to fill with the mask of values above 0.
+        `bits`: a tensor to fill with the bit mask of values above 0; None for no mask.
         """
         source = x.data_ptr()
         direct, bits_at = (self._direct, source) if bits is None else (self._encoder_of_bits(), bits.data_ptr())
@@ -272,7 +272,9 @@ class BufferCodec(FlatCodec):
         self._size = (end,)
 
     def encode(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> Tensor:
-        """Return a buffer with the codes, scales and minimums of the values that begin at the address of `x`."""
+        """Return a buffer with the codes, scales and minimums of the values that begin at the address of `x`.
+
+        `step`: one int32 on the GPU. `bits`: a tensor to fill with the bit mask of values above 0, or None."""
         buffer = empty_strided(self._size, FLAT_STRIDE, UINT8, x)
         self._encoder.encode_at(x, step, self._addresses(buffer), lambda: self._parts(buffer), bits)
         return buffer
@@ -288,7 +290,7 @@ class BufferCodec(FlatCodec):
         return out
 
     def recompute(self, stored: Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout) -> Tensor:
-        """Return the output of `steps` (codec/recompute.py) on the decoded values of a buffer, as a new tensor with `layout`."""
+        """Return the output of `steps`, a norm and an activation function, on the decoded values, as a new tensor with `layout`."""
         out, norm = empty_strided(*layout, dtype, stored), steps.norm
         key = steps.activation, None if norm is None else norm.shape
         direct = self._recomputes.get(key)
@@ -314,7 +316,7 @@ class BufferCodec(FlatCodec):
 
 @cache
 def covers_recompute(format: Format) -> bool:
-    """Return whether the kernels for flat tensors can decode this format: blocks of a float or an integer."""
+    """Return whether `recompute_kernel` can decode this format: blocks of a float or an integer."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
@@ -325,7 +327,7 @@ def covers_recompute(format: Format) -> bool:
 
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
-    """Write the output of `steps` (codec/recompute.py) on packed values into `out`, in the order of memory, and return it."""
+    """Write the output of `steps`, a norm and an activation function, on packed values into `out`, in memory order, and return it."""
     parts, numel = packed.parts, packed.shape.numel()
     assert parts.codes is not None and parts.scales is not None
     scale_at = parts.scales.data_ptr()
@@ -356,9 +358,9 @@ def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: Decod
 
 @lru_cache(maxsize=1024)
 def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> Direct:
-    """Return the launches of `recompute` for full tiles and for the rest.
+    """Return the launches of `recompute_kernel` for full tiles and for the rest.
 
-    `norm`: channels, inner, by_row, has a weight, has a bias.
+    `norm`: channels, values per channel, whether statistics are by row, has a weight, has a bias; None without a norm.
     """
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
     kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
@@ -381,7 +383,7 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
 
 
 def _recompute_tile(format: Format, norm: tuple[int, int, bool, bool, bool] | None) -> tuple[int, int]:
-    """Return how many values a tile of `recompute` has, and how many channels are in a group (0 without groups).
+    """Return how many values a tile of `recompute_kernel` has, and how many channels it loads as one vector (0: none).
 
     On one H200 2^27.6 values of bf16 with 64 channels took 0.196 ms in tiles of 4096 and 0.21 in tiles of 2048, and with 160 channels
     0.29 ms in groups and 1.0 ms in tiles of 128, which lie within a row (docs/log.md, 2026-11-17).

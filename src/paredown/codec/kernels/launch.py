@@ -25,9 +25,9 @@ Key = tuple[int, torch.dtype, torch.dtype]
 
 
 class Launch:
-    """A prepared call of a Triton kernel, `kernel[grid](*pointers, *fixed, *scalars, **constants)`, made with pointers and scalars.
+    """A prepared call of a Triton kernel, `kernel[grid](*pointers, *fixed, *scalars, **constants)`.
 
-    `scalars` are floats, or integers that the kernel is not specialised for.
+    Calling it takes `pointers`, and `scalars`: floats, or integers that the kernel is not specialised for.
     """
 
     __slots__ = ("_compiled", "_rest", "constants", "fixed", "grid", "kernel")
@@ -72,13 +72,15 @@ class Launch:
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 
     def compiled_for(self, index: int, *dtypes: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
-        """Return the compiled kernel for a device and the dtypes of the first two pointers; None before the first call."""
+        """Return the compiled kernel for device `index` and the dtypes of the first two pointers, and the constants to pass to it.
+
+        None before the first call with these."""
         kernel = self._compiled.get((index, *dtypes)) if _is_quick else None
         return None if kernel is None else (kernel, self._rest)
 
 
 def compiled_launch(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return a function that launches a compiled kernel without Triton's checks, and its first arguments.
+    """Return a function f that launches a compiled kernel without Triton's checks, and the arguments to pass to f after the stream.
 
     `kernel.run` is a Python object that calls the C function `kernel.run.launch` with what it knows about the kernel, in an order that
     depends on Triton's version, and then the arguments, one by one (3.6) or in a tuple (3.9). A copy of that object with another `launch`
@@ -108,7 +110,7 @@ Compiled = tuple[Callable[..., None], int, tuple[Any, ...], tuple[Any, ...]]
 
 
 def _compiled_launches(launches: list[Launch], key: Key, scalars: tuple[int | float, ...] = ()) -> list[Compiled] | None:
-    """Return the compiled kernels of `launches` for these dtypes and this device; None if one is not compiled yet."""
+    """Return the compiled kernels of `launches` for the device and dtypes in `key`; None if one is not compiled yet."""
     compiled: list[Compiled] = []
     for launch in launches:
         found = launch.compiled_for(*key)
@@ -137,16 +139,16 @@ _empty_on_gpu = getattr(
 
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return torch.empty_strided on the device of `like`, a GPU."""
+    """Return an uninitialized tensor as torch.empty_strided does, in less time, on the device of `like`, a GPU."""
     if _empty_on_gpu is None or current_device() != like.get_device():
         return torch.empty_strided(size, stride, dtype=dtype, device=like.device)
     return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
 
 
 class Direct:
-    """The prepared calls of kernels for one job on flat tensors, which pass addresses to compiled kernels.
+    """Prepared calls of one or two Triton kernels that together do one job, such as encoding a flat tensor.
 
-    `scalars` follow the fixed arguments. Addresses are passed as numbers, which saves the launcher a call per tensor.
+    `scalars` follow the fixed arguments. Compiled kernels get addresses as numbers, which saves the launcher a call per tensor.
     """
 
     __slots__ = ("_compiled", "launches", "scalars")
@@ -156,9 +158,10 @@ class Direct:
         self._compiled: dict[Any, list[Compiled] | None] = {}
 
     def run(self, key: Key, address: int, addresses: tuple[int | None, ...]) -> bool:
-        """Launch the compiled kernel and return True; return False if it is not compiled yet, and `launch` must be called.
+        """Launch the compiled kernels and return True; return False if they are not compiled yet, and `launch` must be called.
 
         `key`: device and dtypes of the first two pointers. `address`: the addresses that may not be multiples of 16, combined by "or".
+        `addresses`: of all tensors, in the kernel's order; None for a missing one.
         """
         compiled, hook, index = self._compiled.get(key), knobs.launch_enter_hook, key[0]
         if compiled is None or address & 15 or (hook is not None and getattr(hook, "calls", True)) or current_device() != index:
@@ -173,7 +176,7 @@ class Direct:
         return True
 
     def launch(self, key: Key, pointers: tuple[Tensor | None, ...]) -> None:
-        """Launch the kernel by Triton, which compiles it, and keep the compiled kernel for `run`."""
+        """Launch the kernels by Triton, which compiles them, and keep the compiled kernels for `run`."""
         for launch in self.launches:
             launch(pointers, self.scalars)
         assert pointers[0] is not None and pointers[1] is not None

@@ -24,7 +24,7 @@ from paredown.codec.kernels.rows import bf16_as_integers
 
 @triton.jit
 def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Compute one bit for each value of a tile: 1 for values between `low` and `high`."""
+    """Store one bit for each value of a tile of x: 1 for values between `low` and `high`."""
     start = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE // 8)
     offsets = at[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -39,7 +39,7 @@ def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TIL
 
 @triton.jit
 def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Return the bits of a tile as int32 (TILE,), with zeros after the end of the tensor."""
+    """Return the mask's bits of the tile from value `start` on, as int32 (TILE,), with zeros after the end of the tensor."""
     at = tl.arange(0, TILE // 8)
     packed = load_tile(bits_ptr + start // 8, at, at * 8 < numel - start, MASKED).to(tl.int32)
     return ((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1).reshape(TILE)
@@ -47,7 +47,7 @@ def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Store one of two values for each bit of a tile."""
+    """Store `inside_value` for each bit of a tile that is 1, and `outside_value` for each that is 0."""
     start = tl.program_id(0).to(tl.int64) * TILE
     values = tl.where(load_bits(bits_ptr, start, numel, MASKED, TILE) != 0, inside_value, outside_value)
     store_values(out_ptr + start, values, tl.arange(0, TILE) < numel - start, MASKED)
@@ -70,12 +70,12 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Tensor:
-    """Write one of two values for each bit into flat `out`, and return it."""
+    """Write `inside` into flat `out` where the mask's bit is 1 and `outside` where it is 0, and return `out`."""
     return _launch("unpack_mask_kernel", (float(inside), float(outside)), out.numel(), bits, out)
 
 
 def apply_mask(grad: Tensor, bits: Tensor, out: Tensor) -> Tensor:
-    """Write `grad` where the bit is 1, and 0 elsewhere, into `out`, and return it; both have the same memory order."""
+    """Write `grad` where the mask's bit is 1, and 0 elsewhere, into `out`, of the same memory order, and return `out`."""
     return _launch("apply_mask_kernel", (), grad.numel(), grad, out, bits)
 
 
@@ -93,7 +93,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """Return `x` viewed in a dtype that the mask kernels support; `stores`: the kernel copies values of `x`."""
+    """Return `x` viewed in a dtype that the mask kernels support: integers for bool, and for bf16 unless the kernel stores such values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)

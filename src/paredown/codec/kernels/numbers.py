@@ -79,7 +79,7 @@ def mixed(x):
 
 @triton.jit
 def stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY: tl.constexpr):
-    """Return the keys of the random bits as uint32, with the step included if it is in memory."""
+    """Return the keys (k0, k1) of the random bits as uint32, combined with the step at `step_ptr` if STEP_IN_MEMORY."""
     k0 = k0.to(tl.uint32)
     k1 = k1.to(tl.uint32)
     if STEP_IN_MEMORY:
@@ -104,7 +104,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the number to add below the last kept bit before truncation: COUNT random bits, one half, or 0."""
+    """Return the number to add to the COUNT bits that rounding then drops: random bits, one half, or 0, as ROUNDING says."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -133,7 +133,7 @@ def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
     """Return the code of a magnitude 0 <= a <= 2^MIN_EXPONENT, in steps of 2^(MIN_EXPONENT - MANTISSA_BITS).
 
-    Above, any number is returned.
+    For larger `a` the result is undefined.
     """
     KEPT: tl.constexpr = 30 - MANTISSA_BITS
     if ROUNDING == NEAREST_EVEN:
@@ -148,7 +148,7 @@ def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.con
 def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, COVERED: tl.constexpr):
     """Return the code to which the magnitude of float32 `y` rounds; it may be above the largest code.
 
-    COVERED: |y| exceeds max_value by rounding alone.
+    COVERED: scales guarantee that |y| exceeds the element's largest value by rounding error at most.
     """
     MANTISSA_BITS: tl.constexpr = ELEMENT[2]
     MIN_EXPONENT: tl.constexpr = ELEMENT[3]
@@ -193,9 +193,9 @@ def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def with_sign(k, bits, ELEMENT: tl.constexpr):
-    """Return the code of a value, given the code of its magnitude and its sign.
+    """Return the code of a value, given the code `k` of its magnitude and the float32 `bits` that have its sign.
 
-    The sign is a sign bit, in two's complement, or absent.
+    Codes have a sign bit, two's complement, or no sign, as ELEMENT says.
     """
     WIDTH: tl.constexpr = ELEMENT[1]
     if ELEMENT[0] == FLOAT:
@@ -209,7 +209,7 @@ def with_sign(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def finish_float(k, bits, ELEMENT: tl.constexpr):
-    """Return the code of a float, given the code of its magnitude: limited, with its sign, infinity or NaN."""
+    """Return the code of a float value, given the code `k` of its magnitude and its float32 `bits`: with sign, infinity or NaN."""
     MAX_CODE: tl.constexpr = ELEMENT[5]
     SPECIAL: tl.constexpr = ELEMENT[6]
     NAN_CODE: tl.constexpr = ELEMENT[8]
@@ -225,7 +225,7 @@ def finish_float(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the codes of values that scales have brought into the element's range, up to rounding error.
+    """Return the codes of values y that scales have brought into the element's range, up to rounding error.
 
     The code of NaN is undefined.
     """
@@ -244,7 +244,7 @@ def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, 
 
 @triton.jit
 def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """Return the code of a magnitude rounded to nearest_even, by an addition whose result has the step as its last bit."""
+    """Return the code of a magnitude, given as float32 bits, rounded to nearest_even by the addition of a large power of two."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
     c = tl.maximum(bits & INF_BITS, SMALLEST) + (DROPPED << 23)
@@ -256,7 +256,7 @@ def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
     """Return the codes of y for an element that is a table, and a mask of values past its ends.
 
-    table_ptr: first the MAX_CODE thresholds at which the code goes up by one, in 2^WIDTH places; then the values of all codes.
+    table_ptr: first the thresholds at which the code goes up by one, in 2^WIDTH entries; then the values of all codes.
     """
     WIDTH: tl.constexpr = ELEMENT[1]
     MAX_CODE: tl.constexpr = ELEMENT[5]
@@ -291,7 +291,7 @@ def encode_values(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, 
 
 @triton.jit
 def decode_values(code, table_ptr, ELEMENT: tl.constexpr):
-    """Return the float32 that each int32 code stands for."""
+    """Return the float32 that each int32 code of any element stands for; `table_ptr` is read for tables of values."""
     KIND: tl.constexpr = ELEMENT[0]
     SIGN: tl.constexpr = 1 << (ELEMENT[1] - 1)
     if KIND == TABLE:

@@ -50,7 +50,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
-    """Return the values at `offsets`, with 0 where the mask is false."""
+    """Return the values at `offsets`, with 0 where `inside` is false if MASKED."""
     if MASKED:
         return tl.load(ptr + offsets, mask=inside, other=0)
     else:
@@ -69,7 +69,7 @@ def load_values(ptr, offsets, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
-    """Store values at `offsets` where the mask is true."""
+    """Store `values` at `offsets`, where `inside` is true if MASKED."""
     if MASKED:
         tl.store(ptr + offsets, values, mask=inside)
     else:
@@ -78,9 +78,9 @@ def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def joined_bits(bits, inside, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Return eight bits in each byte, the first one lowest: (TILE,) int32 of 0 and 1 -> (TILE / 8,) uint8.
+    """Return bits packed in bytes, the first one lowest: (TILE,) int32 of 0 and 1 -> (TILE / 8,) uint8.
 
-    Bits are 0 where the mask is false.
+    If MASKED, bits are 0 where `inside` is false.
     """
     if MASKED:
         bits = tl.where(inside, bits, 0)
@@ -110,7 +110,7 @@ def random_tile(
 
 @triton.jit
 def place(first_tile, tiles_per_row, ONE_ROW: tl.constexpr):
-    """Return the (row, tile) that this program works on.
+    """Return the row, and the tile within that row, that this program (thread block) works on.
 
     In one long row, tiles start on a multiple of TILE whatever its length is.
     """
@@ -218,7 +218,7 @@ def nan_min(a, b):
 
 @triton.jit
 def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """Return the stored minimum of each block, and the largest distance of the block's values from it."""
+    """Return the minimum of each block in the stored form MINIMUM, and the largest distance of the block's values from it."""
     low = tl.reduce(tl.where(inside, x, float("inf")) if MASKED else x, 1, nan_min)
     high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
     low = low + 0.0  # turns -0.0 into 0.0
@@ -230,7 +230,7 @@ def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
 def choose_scale(
     largest, tensor_scale, MAX_VALUE, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr
 ):
-    """Return the stored scale of blocks whose largest magnitude is `largest`, finite."""
+    """Return the scale to store, in the form SCALE, for blocks whose largest magnitude is `largest`, finite."""
     if RULE == OCP:
         exponent = as_bits(largest) >> 23
         exponent = tl.where(exponent == 0, (as_bits(largest * 16777216.0) >> 23) - 24, exponent)  # subnormal: by 2^24 first
@@ -245,7 +245,7 @@ def choose_scale(
 
 @triton.jit
 def scale_of(stored, tensor_scale, SCALE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr):
-    """Return the float32 scale of each block."""
+    """Return the float32 scale of each block, given its stored form and the tensor scale."""
     scale = load_scale(stored, SCALE)
     return scale * tensor_scale if HAS_TENSOR_SCALE else scale
 
@@ -256,7 +256,7 @@ def encode_blocks(
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, RULE: tl.constexpr, SAYS_NAN: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return codes (blocks, BLOCK_LEN), stored scale and stored minimum of each block.
+    """Return the codes (blocks, BLOCK_LEN) of x, and each block's scale and minimum in their stored forms.
 
     A block that is not finite has scale NaN and codes 0.
     """
@@ -338,7 +338,7 @@ def encode_kernel(
 ):  # fmt: skip
     """Encode one tile of rows; without STORES_CODES, store the rounded values instead.
 
-    STORES_BITS, for one long row: the mask of values above 0 beside the codes, as in `masks.py`.
+    STORES_BITS, for one long row: store the bit mask of values above 0, too, as in `masks.py`.
     """
     row, tile = place(first_tile, tiles_per_row, ONE_ROW)
     start = row * cols + tile * TILE
@@ -420,7 +420,7 @@ def decode_kernel(
 
 @triton.jit
 def largest_finite_kernel(x_ptr, out_ptr, numel, TILE: tl.constexpr):
-    """Raise out to the largest finite |x| of a tile, as float32 bits.
+    """Raise the float32 bits at `out_ptr` to the largest finite |x| of a tile, if that is larger.
 
     Bits of numbers >= 0 are ordered like integers.
     """

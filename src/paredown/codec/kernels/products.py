@@ -49,7 +49,7 @@ def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """Return the scale of a row or column whose largest magnitude has these bits."""
+    """Return the scale of a row or column whose largest magnitude has these float32 bits: that over LARGEST, at least LEAST / LARGEST."""
     magnitude = bits.to(tl.float32, bitcast=True)
     return tl.where(magnitude < LEAST, LEAST, magnitude) / LARGEST
 
@@ -64,7 +64,7 @@ def magnitude_bits(values):
 def rows_kernel(
     x_ptr, codes_ptr, scales_ptr, cols, LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE: tl.constexpr
 ):
-    """Store the codes and the scale of one row."""
+    """Store the codes of one row of x and the row's scale."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     x = tl.load(x_ptr + row * cols + at, at < cols, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(magnitude_bits(x), 0), LARGEST, LEAST)
@@ -77,7 +77,9 @@ def largest_kernel(
     g_ptr, s_ptr, bits_ptr, _codes_ptr, _scales_ptr, rows, cols, stride, num_tiles, num_parts,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Raise `bits_ptr` to the bits of the largest magnitude of each column of g * s."""
+    """Raise the int32 at `bits_ptr`, one per column, to the float32 bits of the largest magnitude of each column of g * s.
+
+    g is (rows, cols), s has one factor for each row."""
     at_col = (tl.program_id(0) // num_parts) * TILE_COLS + tl.arange(0, TILE_COLS)
     largest = tl.zeros([TILE_COLS], tl.int32)
     for tile in range(tl.program_id(0) % num_parts, num_tiles, num_parts):
@@ -94,7 +96,7 @@ def columns_kernel(
     g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded, num_tiles,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes and scales of the columns of g * s, transposed, by the largest magnitudes that the first kernel found."""
+    """Store the codes and scales of the columns of g * s, transposed, by the largest magnitudes that `largest_kernel` stored."""
     tile = tl.program_id(0) % num_tiles
     at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
@@ -111,7 +113,7 @@ def columns_kernel(
 
 @triton.jit
 def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """Store bytes transposed, with zeros behind the rows."""
+    """Store the transpose of a (rows, cols) matrix of bytes, each of its rows filled up to `padded` bytes with zeros."""
     at_row = (tl.program_id(0) % num_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
@@ -154,7 +156,7 @@ def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor
 
 @final
 class ColumnQuantizer:
-    """A function that quantizes the columns of matrices of one size: `self(g, s, codes, scales)` writes the last two."""
+    """A function that quantizes the columns of g * s for matrices g of one size: `self(g, s, codes, scales)` writes the last two."""
 
     def __init__(self, rows: int, cols: int, stride: int, element: str) -> None:
         num_tiles, num_cols = triton.cdiv(rows, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
@@ -170,7 +172,7 @@ class ColumnQuantizer:
         self._cols, self._direct = cols, Direct([first, second])
 
     def __call__(self, g: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Quantize the columns of g * s, in two launches."""
+        """Write the codes of the columns of g * s, transposed, into `codes` and their scales into `scales`."""
         bits = torch.zeros(self._cols, dtype=torch.int32, device=g.device)
         key, pointers = (g.get_device(), g.dtype, s.dtype), (g, s, bits, codes, scales)
         addresses = tuple(tensor.data_ptr() for tensor in pointers)

@@ -105,9 +105,9 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, ou
 
 
 def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
-    """Write `x` rounded to the element that `spec` in device memory describes into `out`, and return it.
+    """Write `x`, rounded to the element that `spec` describes, into `out`, and return `out`.
 
-    The kernel reads `spec`, which `runtime_formats.describe` makes, when it runs.
+    `spec`: the int32 of `runtime_formats.describe` in device memory, which the kernel reads when it runs.
     """
     random = random_of(seed, x.numel(), rounding)
     for launch in round_trips(x.numel(), rounding, random.step_in_memory, random.wide):
@@ -118,7 +118,7 @@ def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Se
 def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, out: Tensor) -> Tensor:
     """Write `x` into `out`, rounded to the format that a row of a table in device memory describes, and return `out`.
 
-    The row has the element and the keys of the random bits; `step` is the step.
+    The row has the element and the keys of the random bits; `step` is the training step, one int32 on the device.
     """
     wide = x.numel() > 1 << 32
     for launch in round_trips(x.numel(), rounding, step_in_memory=True, wide=wide, keys_in_memory=True):
@@ -127,9 +127,9 @@ def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, 
 
 
 def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
-    """Round many tensors in one kernel launch.
+    """Round many tensors in one kernel launch, each to its own element.
 
-    `runtime_formats.round_many_kernel` describes the contents of the first two arguments.
+    `owners` has the tensor's index for each program of `tile` values, `table` one row of int64 for each tensor: addresses and sizes.
     """
     constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": tile, "num_warps": 4, "enable_fp_fusion": False}
     runtime_formats.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
@@ -137,7 +137,7 @@ def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, 
 
 @lru_cache(maxsize=4096)
 def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
-    """Return the kernel launches that round this number of values."""
+    """Return the launches of `round_trip_kernel` that round `numel` values; `wide`: element indices may be past 2^32."""
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
     launches: list[Launch] = []
@@ -169,9 +169,9 @@ def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: PackedPart
 def encodes(
     rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool, stores_bits: bool = False
 ) -> list[Launch]:
-    """Return the kernel launches that encode (rows, cols) values.
+    """Return the launches of `encode_kernel` that encode (rows, cols) values.
 
-    `how`: format, rounding, overflow and the rule of scales.
+    `how`: format, rounding, overflow and the rule of scales. `stores_bits`: the mask of values above 0 is stored, too.
     """
     format, rounding, overflow, rule = how
     lowest, highest = table_limits(format.element, rounding) if format.element.kind is ElementKind.TABLE else (0.0, 0.0)
@@ -193,7 +193,7 @@ def encodes(
 
 @lru_cache(maxsize=4096)
 def decodes(rows: int, cols: int, format: Format) -> list[Launch]:
-    """Return the kernel launches that decode (rows, cols) values."""
+    """Return the launches of `decode_kernel` that decode (rows, cols) values."""
     constants = {"ELEMENT": element_constants(format.element, Overflow.SATURATE), **block_constants(format)}
     tiles = _tiles(rows, cols, format, "decode")
     return [Launch(pack.decode_kernel, t.count, t.offsets, {**constants, **t.constants}) for t in tiles]
@@ -240,9 +240,9 @@ def device_spec(element: Element, overflow: Overflow, device: torch.device) -> T
 
 @cache
 def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
-    """Return the thresholds and values of an element that is a table, as a tensor on the device.
+    """Return the thresholds and values of an element that is a table, as one tensor on the device; one zero for other elements.
 
-    Thresholds are the float32 from which on the next code is used, in 2^width entries.
+    The thresholds, in 2^width entries, are the float32 at which the code goes up by one; the values of all codes follow.
     """
     if element.kind is not ElementKind.TABLE:
         return torch.zeros(1, device=device)
@@ -255,7 +255,7 @@ def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor
 
 
 class Random(NamedTuple):
-    """The arguments of a kernel that draws random bits."""
+    """The arguments that tell a kernel which random bits to draw: the step, keys and the index of the first element."""
 
     step: Any
     scalars: tuple[int, int, int]  # first_index, k0, k1
@@ -286,7 +286,7 @@ def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 class RowTiles(NamedTuple):
-    """The tiles that one launch covers."""
+    """The tiles that one kernel launch covers: how many, the kernel's arguments for them, and its compile-time constants."""
 
     count: int
     offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row
@@ -294,7 +294,9 @@ class RowTiles(NamedTuple):
 
 
 def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
-    """Return how many values a tile has and how many warps a program, for rows of `cols` values (0: one long row).
+    """Return the number of values in a tile and of warps in a program, for rows of `cols` values (0: one long row).
+
+    `job`: "encode" or "decode".
 
     With a block, 32 values per thread share what is computed once per thread, such as the division for the scale: on one H200 encoding bf16
     to int8/64@bf16 ran at 95 % of copy with 1024 values per warp and at 82 % with 256 (docs/log.md, 2026-11-15).

@@ -50,7 +50,7 @@ def describe(element: Element, overflow: Overflow) -> list[int]:
 
 @triton.jit
 def round_bits(a, random, spec_ptr, ROUNDING: tl.constexpr):
-    """Return float32 bits `a` >= 0 rounded to the element at `spec_ptr`, which may be past its largest value."""
+    """Return a magnitude, given as float32 bits `a`, rounded to the element at `spec_ptr`; it may be past its largest value."""
     dropped = tl.load(spec_ptr)
     smallest = tl.load(spec_ptr + 1)
     kept = tl.load(spec_ptr + 2)
