@@ -74,9 +74,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """How a plan stores an activation: packed (`packs`) or unmodified, and the `reason` if not as the plan requests.
+    """How a plan stores an activation: packed (`packs`) or unmodified, and the `reason` if not as the plan requests, else "".
 
-    `recomputed`: its values are not stored, and are recomputed from another slot that is.
+    `format`: of its packed values; None if it is unmodified, or if bits or indices alone are packed. `recomputed`: its values are not
+    stored, and are recomputed from another slot that is.
     """
 
     packs: bool
@@ -87,7 +88,10 @@ class SlotStorage:
 
 @dataclass(frozen=True)
 class ParameterFormats:
-    """The formats in which one parameter and its gradient are stored; None means unmodified."""
+    """The formats in which one parameter and its gradient are stored; None means unmodified.
+
+    `residue_bytes`: of the 8 more bits that are stored for each value of the weight; 0 without.
+    """
 
     is_full: bool  # no format is requested, not even for its moments
     weight: Format | None = None
@@ -201,7 +205,7 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
 
 
 def offloads(trace: Trace, plan: Plan) -> bool:
-    """Return whether packed inputs of checkpointed layers are moved to host memory."""
+    """Return whether `plan` moves packed inputs of checkpointed layers to host memory in this step."""
     return plan.offload and trace.device == "cuda" and not trace.is_compiled
 
 
@@ -286,7 +290,7 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
     """Yield the intervals in which a gradient, and the residue (extra bits) of its weight, hold memory.
 
     A packed accumulator is stored all the time, and a complete gradient is added to it. A gradient that is released inside backward has no
-    accumulator.
+    accumulator. `end`: the last tick of the step.
     """
     if formats.residue_bytes:
         yield Interval(Role.RESIDUE, slot.module, 0, end, formats.residue_bytes)
@@ -321,7 +325,7 @@ def activation_intervals(
 
 
 def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
-    """Return when packed inputs of checkpointed layers are on the GPU, as spans of operations by slot."""
+    """Return when packed inputs of checkpointed layers are on the GPU, as spans of ticks by the name of the slot."""
     pairs = [(part, slot) for slot in packed for part in slot.parts if part.use is Use.VALUE and part.decoded]
     pairs = sorted(
         ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed

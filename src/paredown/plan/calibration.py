@@ -67,7 +67,7 @@ LAUNCH_SHARE = 0.6
 
 @dataclass(frozen=True)
 class FormatCost:
-    """The cost of encoding and decoding in a format: bytes per second on the device, seconds of a launch, host seconds."""
+    """The cost of encoding and decoding in a format: bytes per second on the device, seconds of a kernel launch, host seconds."""
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -310,6 +310,7 @@ def load_calibration(device: str, device_name: str | None = None, path: Path | N
     """Return the stored calibration of this device. Raise CalibrationError if there is none, or if its device or versions differ.
 
     `device_name`: the name of the present device. If it is None, the device is absent, and a calibration that was made elsewhere is used.
+    `path`: None for the file in the cache folder.
     """
     path = calibration_path(device) if path is None else path
     if not path.exists():

@@ -389,7 +389,7 @@ class _SecondPass:
     def slots(self, storage: int) -> Iterator[Slot]:
         """Yield slots for the tensors that a session may pack in the second forward pass.
 
-        `storage`: the last number of a storage that is in use.
+        `storage`: the largest storage number that is in use.
         """
         at, names = self.span.backward_start, {slot.name for slot in self.packed}
         for place, (slot, read) in enumerate(self.packed.items()):
@@ -403,7 +403,10 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return when a slot is packed and decoded if the second forward pass saves it."""
+        """Return `part` with the times at which `slot` is packed and decoded if the second forward pass saves it.
+
+        `read`: the tick at which the first pass reads the slot last.
+        """
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
         decoded = tuple((max(start, at + 1), max(end, at + 1)) for start, end in part.decoded)

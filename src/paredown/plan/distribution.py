@@ -92,14 +92,14 @@ class Distribution:
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Return the bytes that a reduction in few bits needs beside the gradients.
+        """Return the bytes that a reduction in few bits needs beside the gradients, of which each process sums `chunk` values.
 
         These are codes sent and received, a decoded chunk and its sum.
         """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
     def unit_of(self, module: str) -> str:
-        """Return the path of the module under `fully_shard` to which a module belongs."""
+        """Return the path of the module under `fully_shard` to which a module belongs; "" if it is in none of `units`."""
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
 
 
@@ -152,7 +152,7 @@ def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
 
 
 def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, *, itemsize: int = FLOAT32_BYTES) -> int:
-    """Return the stored bytes of the largest shard of a tensor; `format` None stands for plain values."""
+    """Return the stored bytes of the largest shard of a tensor; `format` None stands for plain values of `itemsize` bytes."""
     shard = shard_shape(shape, world_size)
     if format is not None:
         return format.nbytes(shard)
@@ -171,7 +171,7 @@ class _Shards:
     formats: Mapping[str, ParameterFormats]
 
     def bytes_of(self, slot: Slot, format: Format | None) -> int:
-        """Return the stored bytes of the shard of a weight or gradient."""
+        """Return the stored bytes of the shard of a weight or gradient; `format` None stands for plain values."""
         return shard_bytes(slot.shape, format, self.world_size, itemsize=FLOAT_BYTES.get(slot.dtype, 1))
 
     def weight(self, slot: Slot) -> int:
@@ -257,7 +257,10 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module under `fully_shard`: its gradients, the bytes of its whole parameters, and when it runs."""
+    """A module under `fully_shard`: its gradients, the bytes of its whole parameters, and when it runs.
+
+    `buffer`: the bytes that its all-gather fills. `forward`, `backward`: its first and last tick there; None if it does not run.
+    """
 
     name: str
     gradients: tuple[Slot, ...]

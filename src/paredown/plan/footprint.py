@@ -127,7 +127,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer whether a footprint fits a budget, which is usable as a bool and prints as a sentence."""
+    """The answer whether a footprint, which `needs` (low, expected, high) bytes, fits a budget: usable as a bool, prints as a sentence."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -454,9 +454,7 @@ def model_bytes(trace: Trace, plan: Plan) -> int:
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return the operation of the step at which most bytes are in memory, and these bytes.
-
-    A tick is a position in the step's list of operations. `length`: the number of ticks.
+    """Return the tick at which the intervals `held` have most bytes in memory, and these bytes. `length`: the last tick of the step.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)

@@ -71,7 +71,7 @@ SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule in which two plans differ: the rule of each plan, or None."""
+    """A rule in which two plans differ: the rule of each plan, or None where a plan has no rule with this key."""
 
     key: str
     mine: Assignment | str | None
@@ -154,7 +154,7 @@ class Plan:
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """Return a plan with one format for each role that is named, and `product=` for all linear layers.
+        """Return a plan with one format for each role that is named, and one element of 8-bit products for all linear layers.
 
         Without any it is the baseline.
         """
@@ -181,7 +181,7 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """Return this plan with one more rule, the last one; a rule with the same key is replaced.
+        """Return this plan with one more rule, the last one; a rule with the same key is replaced. `format` None: stored unmodified.
 
         Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
         """
@@ -222,7 +222,7 @@ class Plan:
         return any(element is not None for _, element in self.products)
 
     def product_of(self, path: str) -> tuple[str | None, bool]:
-        """Return the 8-bit element in which a layer multiplies (or None), and whether a rule names exactly this layer.
+        """Return the 8-bit element in which the layer at `path` multiplies (or None), and whether a rule names exactly this layer.
 
         >>> Plan.preset("fp8").set("product=head", None).product_of("head")
         (None, True)
@@ -263,12 +263,12 @@ class Plan:
 
     @cached_property
     def checkpointed(self) -> tuple[str, ...]:
-        """The modules that `recompute` names."""
+        """The paths and patterns of modules in `recompute`."""
         return tuple(text for text in self.recompute if ":" not in text)
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """The slots that `recompute` names, which a compiled step recomputes; none if the plan packs no activations."""
+        """The names and patterns of slots in `recompute`, which a compiled step recomputes; none if the plan packs no activations."""
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:

@@ -58,7 +58,7 @@ def _rank(key: str) -> int:
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """Return the 8-bit element in which a layer multiplies (or None), and whether a rule names exactly this layer."""
+    """Return the 8-bit element in which the layer at `path` multiplies (None: unmodified), and whether a rule names exactly this layer."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):
@@ -67,7 +67,7 @@ def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
 
 
 def say_product(key: str, element: str | None) -> str:
-    """Return a rule in words: "products of layers like 'layers.*': 8-bit codes in int8, forward changes"."""
+    """Return a rule in words: "products of layers like 'layers.*': 8-bit codes in int8, which changes forward"."""
     path = key.partition("=")[2]
     where = "products" if not path else f"products of layers like {path!r}" if _rank(key) == 1 else f"products of layer {path!r}"
     which = "e4m3fn or int8, as the device has them" if element == AUTO else element

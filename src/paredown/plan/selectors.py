@@ -90,7 +90,7 @@ class Selector:
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """Return the precedence of the rule for the slot with these names; nothing if the rule does not match."""
+        """Return the precedence of the rule for the slot with these names; NONE if the rule does not match."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
@@ -121,7 +121,7 @@ class SelectorIndex:
         self._best_places: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
     def best(self, names: tuple[str, ...], role: Role) -> int | None:
-        """Return the position of the rule that decides for a slot; None if none matches."""
+        """Return the position in `keys` of the rule that decides for a slot with these names; None if none matches."""
         if (names, role) not in self._best_places:
             self._best_places[names, role] = self._best(names, role)
         return self._best_places[names, role]
@@ -136,7 +136,7 @@ class SelectorIndex:
         return index_of, (self.keys,)  # without its cache
 
     def unmatched(self, slots: Sequence[NamesAndRole]) -> list[Selector]:
-        """Return the names and patterns that match none of the slots."""
+        """Return the keys with a name or pattern that match none of the slots."""
         by_name: dict[str, list[NamesAndRole]] = {}
         for slot in slots:
             for name in slot[0]:
@@ -169,7 +169,7 @@ def bare_names(names: Iterable[str], role: Role) -> tuple[str, ...]:
 
 
 def closest_role(text: str) -> str | None:
-    """Return the role whose name is similar to `text`, None if there is none."""
+    """Return the role whose name is similar to `text`; None if there is none."""
     return next(iter(get_close_matches(text.lower(), [role.value for role in FORMATTED], 1, 0.75)), None)
 
 
@@ -222,7 +222,7 @@ def checked_modules(recompute: Any) -> tuple[str, ...]:
 
 
 def checked_tiles(rules: Any) -> tuple[tuple[str, int], ...]:
-    """Return the rules as a tuple of (path or pattern, number of tokens); raise PlanError for other values."""
+    """Return rules for tiles as a tuple of (path or pattern, number of tokens); raise PlanError for other values."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         is_pair = isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and rule[0] and ":" not in rule[0]

@@ -187,7 +187,7 @@ def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def num_saved(trace: Trace, layers: Sequence[str]) -> int:
-    """Return the number of tensors that these layers save for backward."""
+    """Return the number of tensors that the layers with these paths save for backward."""
 
     def is_inside(name: str) -> bool:
         return any(is_of(name, layer) for layer in layers)

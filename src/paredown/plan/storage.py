@@ -153,7 +153,7 @@ def significant_bits(format: Format) -> int:
 def resolves_differences(format: Format) -> bool:
     """Return whether a format keeps values distinct that differ little compared with their mean.
 
-    Formats with a minimum do, and formats of bf16's precision.
+    Formats with a minimum for each block do, and formats of bf16's precision.
     """
     return format.minimum is not None or significant_bits(format) >= PRECISE_BITS
 
@@ -180,7 +180,7 @@ def keeps_enough(format: Format, needs: Needs) -> bool:
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """Return the format in which values are stored (None: unmodified), and why it differs from the request."""
+    """Return the format in which values are stored (None: unmodified), and why it differs from the requested one ("" if it does not)."""
     requested = assignment.format
     if requested is None or needs.use is not Use.VALUE:
         return None, ""

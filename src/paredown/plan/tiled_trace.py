@@ -193,7 +193,8 @@ def _output(output: Output, module: TokenModule) -> Output | None:
 def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
     """Return a slot as it is with tiles.
 
-    Return an allocation if nothing saves the tensor with tiles, and None for a tensor inside of the module.
+    Return an allocation if nothing saves the tensor with tiles, and None for a tensor inside of the module. `length`: the last tick of the
+    step.
     """
     start, end = module.forward
     if slot.role is Role.GRADIENT and module.backward[0] <= slot.birth <= module.backward[1]:

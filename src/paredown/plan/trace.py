@@ -225,9 +225,10 @@ class Trace:
     `token_modules`.
 
     The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
-    activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`. The trace of an
-    eager step has `without_packing` where in-place operations on views hide what they save, unless a session packs activations. Where
-    sessions compute the loss in chunks, the trace is that of a session's step, and `unmodified` is the baseline, which has all logits.
+    activations. It has the step with unmodified activations in `without_packing`, and the step with activations in 4 bits or fewer, if it
+    differs, in `in_4_bits`. The trace of an eager step has `without_packing` where in-place operations on views hide what they save, unless
+    a session packs activations. Where sessions compute the loss in chunks, the trace is that of a session's step, and `unmodified` is the
+    baseline, which has all logits.
     """
 
     model: str
@@ -393,7 +394,7 @@ def check_row(row: Slot | Output | Part, length: int) -> None:
 
 
 def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
-    """Yield the lifetimes in a slot, output or part, each as (word, begin, word, end)."""
+    """Yield the lifetimes in a slot, output or part, each as (word for begin, begin, word for end, end), for error messages."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
     if isinstance(row, Output):

@@ -52,7 +52,7 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph and its backward graph, split from a joint graph.
+    """A forward graph and its backward graph, split from a joint graph; backward is None for a graph without gradients.
 
     Outputs of forward from index `num_outputs` on are saved for backward.
     """
@@ -66,7 +66,7 @@ class Partition:
 class CapturedGraph:
     """A graph of a compiled step, split into forward and backward in three ways: unpacked, packed, and packed in 4 bits.
 
-    `joint` has facts about its nodes.
+    `joint` has facts about the nodes of the graph before it was split.
     """
 
     plain: Partition
@@ -75,14 +75,14 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return how many operations one call of the graph counts on the timeline of the step."""
+        """Return how many ticks of the step's timeline a call of the forward or backward graph takes: the number of its nodes."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
 
 @dataclass
 class GraphCall:
-    """A call of a compiled graph, with the times at which its forward and its backward began.
+    """A call of a compiled graph, with the ticks of the timeline at which its forward and its backward began.
 
     A backward that did not run has -1. `held`: the allocations of outputs that forward both returns and saves, by the names of their nodes.
     """
@@ -95,9 +95,9 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits each graph into forward and backward in three ways.
+    """A partitioner for torch.compile that splits each graph into forward and backward in the three ways of `CapturedGraph`.
 
-    It returns the first one to torch. torch gets the first partition.
+    It calls `on_graph` with the result, and returns the unpacked graphs to torch.
     """
 
     on_graph: Callable[[CapturedGraph], None]
@@ -107,7 +107,7 @@ class AllPartitions(CustomPartitionerFn):
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward graph of a joint graph, after splitting it in all three ways."""
+        """Return the unpacked forward and backward graph of a joint graph, after splitting it in all three ways."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -123,7 +123,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph module with nodes of its own, of the same names. Another partition takes several times as long."""
+    """Return a copy of a graph module with nodes of its own, of the same names. To partition again would take several times as long."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
@@ -187,7 +187,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Return a function that runs a graph of Dynamo on fake tensors, after tracing and partitioning it."""
+        """Return a function that runs a graph that Dynamo captured on fake tensors, after tracing and partitioning it."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None

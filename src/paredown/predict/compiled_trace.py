@@ -49,7 +49,10 @@ MASK_USES = (
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """The buffers of a forward and a backward graph, with the times at which the graphs are called in the step."""
+    """The buffers of a forward and a backward graph, with the times at which the graphs are called in the step.
+
+    `end`: the last time of the step. `backward` is None for a graph without gradients.
+    """
 
     partition: Partition
     forward: GraphMemory
@@ -58,7 +61,7 @@ class GraphTimes:
     end: int
 
     def placeholder(self, node: fx.Node) -> fx.Node | None:
-        """Return the input of the backward graph for a saved node of forward; None if there is none."""
+        """Return the input of the backward graph for a node that forward saves; None if there is none."""
         gm = self.partition.backward
         found = gm.graph.find_nodes(op="placeholder") if gm is not None else ()
         return next((p for p in found if p.name == node.name), None)
@@ -92,7 +95,7 @@ class GraphTimes:
     def decoded(self, node: fx.Node) -> tuple[int, int]:
         """Return the first and the last time at which backward decodes a packed tensor.
 
-        Its comparisons do not count, since forward computes them.
+        Comparisons of its values do not count, since forward computes them.
         """
         first, last = self.reads(node)
         placeholder = self.placeholder(node)
@@ -119,7 +122,10 @@ class GraphTimes:
 
 
 class StepSlots:
-    """The slots and allocations of a compiled step, for graphs that were split either with packing or without."""
+    """The slots and allocations of a compiled step, with each graph split as `partition_of` returns: with packing or without.
+
+    `end`: the last time of the step.
+    """
 
     def __init__(
         self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
@@ -202,7 +208,7 @@ class StepSlots:
         return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
-        """Return the slots, and one for each mask that backward would compute from packed tensors."""
+        """Return the slots `made`, with a part or a slot more for each mask that backward would compute from packed tensors."""
         slots = dict(made)
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
         extra: list[Slot] = []
@@ -343,7 +349,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """Yield tensors that a graph returns and that plain torch.compile would save, too, as allocations."""
+    """Yield as allocations the tensors that a graph returns and plain torch.compile also saves, except buffers in `saved`."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -390,7 +396,7 @@ def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield slots of operations outside of graphs, with storage numbers that differ from those of the graphs' slots."""
+    """Yield the slots, with storage numbers for operations outside of graphs that differ from those of the graphs' slots."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

@@ -47,9 +47,9 @@ def calibrate(
 ) -> Calibration:
     """Return the measured costs of this device, from the cache folder if they are there.
 
-    Otherwise they are measured and written to it. `traces`: steps whose operations are timed one by one and added to the file.
-    `is_forced`: measure again in any case. `has_present_host`: measure again how fast the host is, which other work on the machine
-    changes from one minute to the next.
+    Otherwise they are measured and written to it. `device`: "cuda" or "cpu"; None: "cuda" if there is a GPU. `traces`: steps whose
+    operations are timed one by one and added to the file. `is_forced`: measure again in any case. `has_present_host`: measure again how
+    fast the host is, which other work on the machine changes from one minute to the next.
     """
     kind = checked_device(device)
     if not all(isinstance(trace, Trace) for trace in traces):
@@ -102,7 +102,7 @@ def measure_device(device: str) -> Calibration:
 
 
 def checked_device(device: str | None) -> str:
-    """Return "cuda" or "cpu", by default "cuda" if there is a GPU; raise CalibrationError for a device that is absent."""
+    """Return "cuda" or "cpu", for None "cuda" if there is a GPU; raise CalibrationError for a device that is absent."""
     kind = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     if kind not in DEVICES:
         raise CalibrationError(f"device {brief(device)} cannot be measured. Allowed: {', '.join(DEVICES)}.")
@@ -118,7 +118,7 @@ def _on(trace: Trace, device: str) -> Trace:
 
 
 def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
-    """Return this device's calibration for a trace, or None and the reason; on a GPU it times the trace's operations first.
+    """Return (the calibration of the trace's device, ""), or (None, why there is none); on a GPU, time the trace's operations first.
 
     Each operation is timed only once, which takes seconds.
     """

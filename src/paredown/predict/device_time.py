@@ -72,7 +72,7 @@ def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: floa
 
 
 def empty_operation(device: str, num_calls: int) -> float:
-    """Return the host seconds of the smallest operation, an addition of one value."""
+    """Return the host seconds of the smallest operation, an addition of one value: the mean over `num_calls` calls."""
     x = torch.ones(1, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -107,7 +107,7 @@ def bandwidths(device: str) -> dict[str, float]:
 
 
 def smallest_kernel(device: str) -> float:
-    """Return the seconds of a small kernel, an addition of few values."""
+    """Return the device seconds of a small kernel, an addition of few values."""
     x = torch.ones(SMALL[device], device=device)
     return device_seconds(lambda: x.add_(1.0), device)
 
@@ -128,7 +128,7 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
-    """Yield (flops, flops per second) of square matrix products of rising size."""
+    """Yield (flops, flops per second) of square matrix products of rising size; the second factor has `beyond` columns more."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
         a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
         flops = 2.0 * size * size * (size + beyond)
@@ -152,7 +152,7 @@ def _attention(device: str, dtype: torch.dtype) -> Iterator[tuple[float, float]]
 
 
 def codec_seconds(text: str, device: str) -> tuple[float, float, float]:
-    """Return (encoded bytes per second, decoded bytes per second, seconds of one launch) of a format.
+    """Return (encoded bytes per second, decoded bytes per second, seconds of one kernel launch) of a format.
 
     Bytes are those of the bf16 tensor.
     """

@@ -54,9 +54,9 @@ OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that a kernel of a graph writes at time `birth`, with the times at which it is read.
+    """Memory that a kernel of a graph writes, with the times at which it is written (`birth`) and read (`reads`).
 
-    `reads`: the times of its reads. Inputs of the graph have birth -1.
+    Times are places in the order of kernels. Inputs of the graph have birth -1.
     """
 
     node: fx.Node
@@ -80,7 +80,7 @@ class Buffer:
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a node of a graph: it has a buffer, or each kernel that reads it computes it again."""
+    """The value of a node of a graph: it is stored in a buffer, or (None) each kernel that reads it computes it again from `sources`."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -93,7 +93,7 @@ class GraphValue:
 
 
 class GraphMemory:
-    """The buffers that Inductor allocates for a graph, and when."""
+    """The buffers that Inductor allocates for a graph, with the times at which they are written and read."""
 
     def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
         self._transposes = on_cuda and _keeps_layout(graph)
@@ -120,7 +120,7 @@ class GraphMemory:
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times of kernels that need the values of a node for more than a comparison."""
+        """Return the times of kernels that need the values of a node for more than a boolean result, such as that of a comparison."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -199,7 +199,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: GraphValue, at: int) -> Buffer:
-        """Return the buffer of a value; if it has none, allocate one."""
+        """Return the buffer of a value that is read at time `at`; if it has none, allocate one."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -281,7 +281,7 @@ def _domain(node: fx.Node, result: Any, kind: str) -> int:
 
 
 def _flash_workspace(query: Any) -> int:
-    """Return the bytes of the workspace of flash attention in backward."""
+    """Return the bytes of workspace that flash attention allocates in backward for the queries of this node."""
     num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
     return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
 
@@ -296,8 +296,8 @@ def _loss_scratch(node: fx.Node) -> int:
 def _keeps_layout(graph: fx.Graph) -> bool:
     """Return whether Inductor keeps the layout of convolutions on CUDA, rather than make all channels_last.
 
-    It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of one of 3
-    x 3 has half as many channels as its input, or if none has more than 64 channels.
+    It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of a 3 x 3
+    convolution has half as many channels as its input, or if none has more than 64 channels.
     """
     convs = [node for node in graph.nodes if node.op == "call_function" and name_of(node) in CONVOLUTIONS]
     is_backward = [name_of(node) == "convolution_backward" for node in convs]
@@ -339,7 +339,10 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(eq=False)
 class Kernel:
-    """The buffers that one kernel of a graph writes."""
+    """The buffers that one kernel of a graph writes.
+
+    `first`: the index of its first buffer in the graph. `domain`: how many elements it goes over, 0 if it cannot be fused.
+    """
 
     buffers: list[Buffer]
     first: int
@@ -370,7 +373,7 @@ class Kernels:
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
-        """Fuse kernels that read or write the same memory, the pairs that share most first, except if that gave a cycle."""
+        """Fuse kernels that read or write the same memory, the pairs that share most bytes first, unless a cycle would result."""
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
@@ -421,7 +424,7 @@ def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
 
 
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """Return the bytes that an operator allocates at most beside its inputs and results.
+    """Return the bytes that the operator `name` of a loss in chunks allocates at most beside its inputs and results.
 
     They come from a run on fake tensors of these shapes and dtypes. `settings`: the operator's settings as text (`OperatorSettings`).
     """
@@ -431,7 +434,7 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """Return the result of `scratch_bytes`, cached for each choice of the constants."""
+    """Return the result of `scratch_bytes`; `constants` are those of the loss that it depends on, as part of the cache's key."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", device=device)
     with fakes.mode, torch.no_grad():

@@ -72,7 +72,7 @@ class StepSeconds(NamedTuple):
         return sum(self)
 
     def scaled(self, factor: float) -> StepSeconds:
-        """Return the seconds on a host that takes `factor` times as long."""
+        """Return these seconds times `factor`: those of a host that takes `factor` times as long."""
         return StepSeconds(*(factor * seconds for seconds in self))
 
 
@@ -85,20 +85,20 @@ class SmallNetwork:
         self.empty_operations: list[float] = []  # seconds, one for each turn
 
     def build(self) -> nn.Module:
-        """Return a new model of this network on the device."""
+        """Return a new model of this network in training mode, on the device of its batch."""
         return MODELS[self.name](**self.sizes).to(self.device).train()
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace of the network's step."""
+        """The trace of a training step of the network with AdamW."""
         batch: Any = tuple(part.cpu() for part in self.batch)
         dtype = DTYPES[self.device]
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
     def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
-        """Return the median seconds of the network's steps under several plans, which take turns.
+        """Return the median host seconds of the network's steps under each of several plans, which take turns.
 
-        A plan of None is the baseline. `is_ours`: the optimizer is AdamW of paredown.optim.
+        A plan of None is the baseline. `is_ours`: the optimizer is AdamW of paredown.optim, else that of torch.
         """
         models = [self.build() for _ in plans]
         sessions = [start_session(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
@@ -113,12 +113,12 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Return the seconds of one step of each (model, optimizer)."""
+        """Run two steps of each (model, optimizer), and return the host seconds of the second: (forward, backward, optimizer)."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
-        """Run a step, and return the host seconds of forward, backward and the optimizer's step."""
+        """Run one training step, and return the host seconds of forward with loss, of backward and of the optimizer's step."""
         _synchronize(self.device)
         times = [time.perf_counter()]
         dtype = DTYPES[self.device]
@@ -149,11 +149,11 @@ class SmallNetwork:
 
     @cached_property
     def paths(self) -> list[str]:
-        """The paths of the network's layers."""
+        """The module paths of the network's layers."""
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """Return a sum over the operations of some phases ("forward", "backward", ...); by default of their views."""
+        """Return the sum of `of(operation)` over operations of `phases` ("forward", "backward", ...); by default the number of views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
@@ -170,7 +170,10 @@ def small_networks(device: str) -> list[SmallNetwork]:
 
 
 class HostMeasurement:
-    """The measurement of the host's time for packing, checkpointing and calls, by steps of small networks."""
+    """A measurement of the host seconds that packing, checkpointing and calls take, by steps of small networks.
+
+    `draft`: the calibration of the device, whose host costs are not measured yet.
+    """
 
     def __init__(self, draft: Calibration) -> None:
         self.networks, self.is_cpu = small_networks(draft.device), draft.device == "cpu"
@@ -178,10 +181,10 @@ class HostMeasurement:
         self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
-        """Return the measured costs of the host, and the host's seconds for packing one tensor in the format `text`.
+        """Return the measured costs of the host, and the host seconds for packing one tensor in the format `text`.
 
-        If `is_late()` is true, packed weights, whose optimizer has kernels to compile, are not measured: two packed tensors stand for a
-        weight.
+        If `is_late()` is true, packed weights, whose optimizer has kernels to compile, are not measured: a packed weight is taken to cost
+        as much as two packed tensors.
         """
         packing = Plan.uniform(activation=text)
         with _without_collection():
@@ -211,7 +214,10 @@ class HostMeasurement:
         return cost, packed
 
     def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
-        """Return the host's seconds for the calls of operations in a step of each network."""
+        """Return for each network the host seconds that the calls of its operations in `phases` take.
+
+        `empty`: the seconds of an empty operation.
+        """
         ratios, draft = self.calls.issued, self.draft
 
         def seconds(one: Operation) -> float:
@@ -220,9 +226,10 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """Return the host's seconds for a step of the first network, in units of which SHARES are given.
+        """Return the host seconds of a step of the first network, of which SHARES are fractions.
 
-        On the CPU the computation of its operations is left out. `empty`: the seconds of an empty operation.
+        On the CPU the computation of its operations is left out. `rows`: baseline seconds of each network. `empty`: those of an empty
+        operation.
         """
         if not self.is_cpu:
             return rows[0].total
@@ -230,7 +237,7 @@ class HostMeasurement:
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """Return which fraction of a step (SHARES) views, module calls and gradients of a network take."""
+        """Return which fraction of a step of the first network the views, module calls and gradients of `network` take, by SHARES."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -238,7 +245,10 @@ class HostMeasurement:
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
     ) -> tuple[float, float]:
-        """Return the host's seconds for each module call or saved tensor in a session, and for each packed tensor."""
+        """Return the host seconds for each module call or saved tensor in a session, and for each packed tensor.
+
+        `rows`, `few`, `all_packed`: seconds of each network's step with nothing packed, with one tensor, and with all tensors of `plan`.
+        """
         computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
         num_packed = [sum(len(slot.names) for slot in one.packed(plan)) - 1 for one in self.networks]
         added = [after.total - before.total for before, after in zip(few, all_packed, strict=True)]
@@ -247,7 +257,7 @@ class HostMeasurement:
         return _share(added, [num_watched(one.trace, plan) for one in self.networks]), packed
 
     def _checkpointed(self, rows: Sequence[StepSeconds], checkpointed: Sequence[StepSeconds]) -> float:
-        """Return the host's seconds for one tensor that a checkpointed layer saves."""
+        """Return the host seconds for one tensor that a checkpointed layer saves, from steps without (`rows`) and with checkpointing."""
         added: list[float] = []
         for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
             inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]

@@ -84,7 +84,10 @@ def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_s
 
 
 def time_operations(traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf) -> CallSeconds:
-    """Return the measured seconds of each distinct operation of the traces that is not `known`."""
+    """Return the measured seconds of each distinct operation of the traces whose `operation_key` is not in `known`.
+
+    No operation is begun after `most_seconds`.
+    """
     now = begun = time.perf_counter()
     timed, ratios, launched = dict[str, float](), dict[str, list[float]](), dict[str, float]()
     convolving, is_convolution = 0.0, False
@@ -123,9 +126,8 @@ def _work(operation: Operation) -> float:
 def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
     """Return estimated seconds of operations that were not timed, from timed ones of the same name and dtype.
 
-    The rate is interpolated between the two that are nearest in size.
-
-    Convolutions have rates of their own for each size of their kernels: those of 1 x 1 move bytes, those of 3 x 3 compute.
+    Both by `operation_key`. The rate is interpolated between the two operations that are nearest in size. Convolutions have rates of their
+    own for each size of their kernels: those of 1 x 1 move bytes, those of 3 x 3 compute.
     """
     rates: dict[tuple[str, ...], dict[float, float]] = {}
     operations = [one for one in distinct(traces) if _work(one)]
@@ -188,7 +190,7 @@ def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
 def _recurrent_seconds(operation: Operation, device: str) -> float:
     """Return the device seconds of an RNN's call, extrapolated from two short sequences.
 
-    In a long one, the device would wait for the host between kernels.
+    In a call with a long one, the device would wait for the host between kernels.
     """
     (x, *_, num_layers, directions), _ = json.loads(operation.arguments)
     length = x["t"][1][0]
@@ -296,7 +298,7 @@ def _recurrent(x: Tensor, kind: str, width: int, num_layers: int, directions: in
 
 
 def _index_bound(op: str, args: list[Any]) -> int:
-    """Return the exclusive upper bound of integers among a call's arguments, which index a dimension."""
+    """Return the exclusive upper bound of the integers among a call's arguments, which index a dimension."""
     name = op.removeprefix("aten.").partition(".")[0].strip("_")
     if name == "embedding_dense_backward":
         return args[2]  # rows of the table

@@ -69,7 +69,7 @@ class OptimizerState:
 
 
 def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str, model: nn.Module) -> OptimizerState:
-    """Return the state that an optimizer (a name or an instance) stores for the trained parameters."""
+    """Return the state that an optimizer (a name, an instance, or None for no optimizer) stores for the trained parameters."""
     if optimizer is None:
         return OptimizerState("", (), 0)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -126,7 +126,8 @@ def _state_of_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.P
 def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> OptimizerState:
     """Return the state, unpacked, of an optimizer of `paredown.optim`.
 
-    It has torch.optim's dtypes if torch has that optimizer, else float32.
+    It has torch.optim's dtypes if torch has that optimizer, else float32. `held`: the optimizer's parameters by name. `notes`: notes for
+    the trace.
     """
     releases = bool(getattr(getattr(optimizer, "memory", None), "release", False))
     uses_torch = getattr(optimizer, "torch_class", None) is not None and not releases
@@ -169,7 +170,7 @@ def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterato
 
 
 def _transient(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], device: str) -> int:
-    """Return the bytes that one optimizer step allocates and frees."""
+    """Return the bytes that one optimizer step allocates and frees for the parameters `held`."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return 0

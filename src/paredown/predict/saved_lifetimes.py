@@ -38,7 +38,10 @@ OUTSIDE = "it is outside of the model"
 
 @dataclass(eq=False)
 class StoredPart:
-    """The packed data of a saved tensor for one use in backward, and how often autograd holds it."""
+    """The packed data of a saved tensor for one use in backward, and how often autograd holds it (`handles`).
+
+    `packed`, `released`: the ticks at which it is packed and freed. `bound`: of integers.
+    """
 
     use: Use
     packed: int
@@ -170,7 +173,10 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return when backward needs a weight or its cast decoded."""
+        """Return when backward needs the weight, or cast of a weight, in this allocation decoded, as one part; empty if it does not.
+
+        `end`: the last tick of the step.
+        """
         saved = self.weights.get(allocation) if allocation is not None else None
         return () if saved is None else (_part(saved[1], end),)
 
@@ -200,7 +206,7 @@ class Recorder:
         return unit
 
     def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
-        """Return whether the ReLU with this autograd node saved this storage."""
+        """Return whether the ReLU with this autograd node (None: no ReLU) saved this storage."""
         entry = self._sources.get(node._sequence_nr()) if node is not None else None
         return entry is not None and entry[0] is node and entry[1] is unit
 

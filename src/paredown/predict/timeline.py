@@ -87,7 +87,7 @@ class Allocation:
 
 @final
 class Timeline(TorchDispatchMode):
-    """A dispatch mode that records the lifetime of every storage.
+    """A dispatch mode that records the lifetime of every storage, in ticks: every operation is one tick.
 
     `where` returns the path of the module whose forward is running. Workspaces of operations on `device` are recorded too.
     """
@@ -245,11 +245,11 @@ class Timeline(TorchDispatchMode):
             self._is_paused = before
 
     def live(self) -> list[Allocation]:
-        """Return the allocations that exist at the current operation."""
+        """Return the allocations that exist at the current tick."""
         return list(self._live.values())
 
     def record_free(self, cdata: int) -> None:
-        """Record that a storage was freed at the current operation."""
+        """Record that the storage with this address of its C++ object was freed at the current tick."""
         self._live.pop(cdata).death = self.current_tick
 
 

@@ -43,9 +43,10 @@ class InputShape(NamedTuple):
 
 @dataclass
 class TracedCall:
-    """A record of one call of a module: its operations (ticks) and autograd nodes by number, and its arguments.
+    """A record of one call of a module: its first and last tick, its first and last autograd node by number, and its arguments.
 
-    `x`: its input, None if that is not a single tensor.
+    `x`: the shape of its input, None if it gets not exactly one tensor, as first argument. `rest`: its other arguments. `num_tensors`:
+    tensors among its arguments, -1 if there are values of other types than numbers and texts.
     """
 
     module: nn.Module
@@ -109,7 +110,7 @@ class TracedCalls:
 def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes]]) -> tuple[TokenModule, ...]:
     """Return a row for each module that a traced step called once with gradients: whether it can run in pieces, with which memory.
 
-    `step`: a `FakeStep` that has run. `known`: what other steps of the same model found, to which this one adds.
+    `step`: a `FakeStep` that has run. `known`: results of other steps of the same model, to which those of this step are added.
     """
     calls = {path: made[0] for path, made in step.traced_calls.calls.items() if len(made) == 1 and made[0].end >= 0}
     again = step.traced_calls.called_again
@@ -165,7 +166,7 @@ def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
 
 
 def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: int) -> tuple[list[int], list[int]]:
-    """Return the bytes at each tick of the forward pass of two pieces, and of their second pass.
+    """Return the bytes at each tick of the forward pass of two pieces of `length` tokens, and of their second pass.
 
     Whole inputs, outputs and gradients are left out.
     """
@@ -185,9 +186,9 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 
 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
-    """Return the bytes that `run` has allocated at each tick, and its results.
+    """Return the bytes that `run` has allocated at each tick, except the first tensor that it returns, and its results.
 
-    The first tensor that it returns is left out. `there`: tensors that exist before.
+    `there`: tensors that exist before.
     """
     timeline = Timeline(str, device=step.device)
     for tensor in there:
@@ -207,7 +208,10 @@ def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]])
 
 
 def _piece_bytes(held: list[int], more: list[int]) -> PieceBytes:
-    """Return (fixed bytes, bytes per token) of the ticks that may be the peak of a piece for some length."""
+    """Return (fixed bytes, bytes per token) of the ticks that may be the peak of a piece for some length.
+
+    `held`, `more`: bytes at each tick for the shorter and the longer piece of LENGTHS.
+    """
     pairs: set[tuple[int, int]] = set()
     for few, many in zip(held, more, strict=True):
         by_token = max(0, -(-(many - few) // (LENGTHS[1] - LENGTHS[0])))

@@ -90,9 +90,10 @@ def _is_of_loss(slot: Slot) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StepTracer:
-    """The tracing of one step: unmodified, and as sessions run it where that differs.
+    """A tracer of one training step: unmodified, and as sessions run it where that differs.
 
-    `options`: the dtype of autocast, and whether the model is compiled.
+    `options`: the dtype of autocast (None without), and whether the model is compiled. `known_modules`: what `token_modules` found in
+    earlier traces of this step.
     """
 
     model: nn.Module
@@ -105,9 +106,9 @@ class StepTracer:
     known_modules: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def trace(self, head: Any = None) -> Trace:
-        """Return the trace of the step.
+        """Return the trace of the step as sessions run it; `without_packing` has the step under a plan that packs nothing, if it differs.
 
-        It has `without_packing` if that differs; `head` is the output head whose loss is computed in chunks.
+        `head`: the output head whose loss is computed in chunks, None without.
         """
         trace, has_hidden = self._trace(head, in_session=False)
         return replace(self._trace(head, in_session=True)[0], without_packing=trace) if has_hidden else trace
@@ -115,7 +116,7 @@ class StepTracer:
     def _trace(self, head: Any, *, in_session: bool) -> tuple[Trace, bool]:
         """Return the trace, and whether operations in place hide tensors that they save.
 
-        `in_session`: as sessions run the step, if that differs.
+        `in_session`: whether views that modules return are replaced as sessions do, so that these operations hide nothing.
         """
         fakes = FakeTensors()
         with with_fake_tensors(self.model, fakes), with_fake_tensors(self.loss_module, fakes):
@@ -164,7 +165,7 @@ class TraceBuilder:
         self._parameter_ids = {id(p) for p in step.model.parameters()}
 
     def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None, known_modules: dict[Any, Any]) -> Trace:
-        """Return the trace of the step that ran. `known_modules`: as in `token_modules`."""
+        """Return the trace of the step that ran. `known_modules`: what `token_modules` found in earlier traces of this step."""
         end = self.step.timeline.tick()
         slots = [self._persistent_slot(name, role, tensor, end) for name, role, tensor in self.step.initial_tensors]
         slots += [self._gradient_slot(name, p, end, is_released=name in state.released) for name, p in self.step.trained()]
@@ -213,7 +214,7 @@ class TraceBuilder:
     def _gradient_slot(self, name: str, parameter: Tensor, end: int, *, is_released: bool) -> Slot:
         """Return the slot of the gradient of `parameter`.
 
-        If it is added to an accumulator, or released in backward, it is freed after `dropped`.
+        A gradient that is added to an accumulator, or released in backward (`is_released`), is freed after `dropped`.
         """
         assert parameter.grad is not None
         allocation = self.step.timeline.find(parameter.grad)
@@ -229,7 +230,7 @@ class TraceBuilder:
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
 
     def _constants(self) -> list[Allocation]:
-        """Return the allocations of tensors that the model uses and has not registered."""
+        """Return the allocations of tensors that the model uses without having registered them as buffers or parameters."""
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:

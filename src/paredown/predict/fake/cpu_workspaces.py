@@ -83,7 +83,7 @@ def _last(t: Tensor) -> torch.memory_format:
 
 
 def _other_bytes(*operands: Tensor) -> int:
-    """Return the bytes of the copies that are made of operands which are not channels_last."""
+    """Return the bytes of the channels_last copies of those operands that have another layout."""
     return sum(t.nbytes for t in operands if not t.is_contiguous(memory_format=_last(t)))
 
 
@@ -105,9 +105,9 @@ def _input_in_blocks(x: Tensor) -> int:
 
 
 def _weight_in_blocks(weight: Tensor) -> int:
-    """Return the bytes of a weight in a layout with blocks of both channels.
+    """Return the bytes of a weight in a layout with blocks of input and output channels.
 
-    Those of few inputs, as for groups, have no blocks.
+    A weight of few input channels, as in grouped convolutions, has no blocks.
     """
     num_out, num_in = weight.shape[:2]
     blocked = round_up(num_out, BLOCK) * round_up(num_in, BLOCK)
@@ -117,7 +117,7 @@ def _weight_in_blocks(weight: Tensor) -> int:
 def _column_bytes(weight: Tensor, out: Tensor) -> int:
     """Return the bytes of the columns (im2col) that torch multiplies with the weight.
 
-    They have, for each result, the inputs under the kernel.
+    For each output value they hold the inputs under the kernel.
     """
     window = prod(weight.shape[2:])
     return out.nbytes // out.shape[1] * weight.shape[1] * window if window > 1 and out.numel() else 0

@@ -66,7 +66,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
-    """Tell the timeline that records this step that one kernel of CUDA ran."""
+    """Record on the active timeline that one kernel of CUDA ran, with its tensors and flops; without a timeline, do nothing."""
     tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, HasKernels):
@@ -80,7 +80,10 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) 
 
 
 def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None = None) -> Tensor:
-    """Return an empty tensor (num, heads, length, width) in the memory layout that attention kernels write."""
+    """Return an empty tensor (num, heads, length, width) whose heads are next to each other in memory, as attention kernels write it.
+
+    Sizes and dtype are those of `like`, except for a width or heads that are given.
+    """
     num, like_heads, length, like_width = like.shape
     return like.new_empty(num, length, heads or like_heads, width or like_width).transpose(1, 2)
 
@@ -88,9 +91,8 @@ def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None =
 class Flash(Function):
     """A stand-in for CUDA's flash attention on fake tensors, with the same allocations as the kernel.
 
-    Outputs and gradients have the layout of what they belong to.
-
-    So the output of nn.MultiheadAttention, whose queries are in the order (length, num, heads, width), is not copied for the next product.
+    The output has the memory layout of the queries, and each gradient that of its tensor. So the output of nn.MultiheadAttention, whose
+    queries are in the order (length, num, heads, width), is not copied for the next product.
     """
 
     @staticmethod
@@ -165,7 +167,7 @@ class Softmax(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
-        """Return an empty float32 tensor of the shape of `x`."""
+        """Return an empty float32 tensor of the shape of `x`. `node`: the name of the autograd node on CUDA."""
         out = torch.empty_like(x, dtype=torch.float32)
         record_kernel("softmax", (out,), x)
         ctx.stands_for, ctx.dtype = (node, ("result",)), x.dtype
@@ -185,7 +187,7 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        """Return an empty tensor of the output's shape."""
+        """Return an empty tensor of the output's shape. `num_dims`: how many of the last dimensions are normalized."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
         record_kernel("rms_norm", (out,), x)
@@ -228,7 +230,7 @@ class Recurrent(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Return empty tensors of the shapes of the gradients.
+        """Return empty tensors of the shapes of the gradients of input, states and weights.
 
         Those of the weights are views of one tensor.
         """
@@ -327,7 +329,7 @@ def _set_cpu_autocast(is_enabled: bool, dtype: torch.dtype) -> None:
 
 
 def onednn_workspace(args: Any, outputs: Any) -> Any:
-    """Return the outputs of an LSTM layer on the CPU, with a workspace of the size that oneDNN allocates.
+    """Return the outputs of aten::mkldnn_rnn_layer, an LSTM on the CPU, with a workspace of the size that oneDNN allocates.
 
     The workspace for T positions of a sequence: 2 T gates, T outputs and 3 (T + 1) pairs of states; measured within 2 % of oneDNN 3.
     """
@@ -352,7 +354,7 @@ UNKNOWN_SIZES = {torch.ops.aten.mkldnn_rnn_layer.default: onednn_workspace}
 
 
 def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes of workspace that a sum on CUDA needs for its partial sums."""
+    """Return the bytes of workspace that a sum on CUDA, of `num_inputs` values for each of `num_outputs`, needs for its partial sums."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > MAX_REDUCED_BYTES:
         num_inputs = -(-num_inputs // 2)
     sum_bytes = 4 if dtype.is_floating_point and dtype.itemsize <= 4 else 8
@@ -377,7 +379,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _sum_op_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of workspace of a call of aten::sum."""
+    """Return the bytes of workspace of a call of aten::sum; 0 unless it sums over the leading dimensions of a contiguous tensor."""
     x, dims = args[0], args[1]
     if not isinstance(x, Tensor) or not dims or not x.dim() or not x.numel() or not x.is_contiguous():
         return 0
@@ -409,7 +411,7 @@ def _convolution_workspace(args: Any, out: Tensor) -> int:
 def _convolution_backward_workspace(args: Any, _: Any) -> int:
     """Return the bytes of the copies of operands that a convolution's backward makes.
 
-    The two gradients are computed one after the other.
+    Copies for one gradient are counted, since the two gradients are computed one after the other.
     """
     return 0 if _is_depthwise(args[2], args[9]) else transposed_bytes(args[0], args[1])
 

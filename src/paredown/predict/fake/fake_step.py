@@ -82,7 +82,7 @@ class Loss(nn.Module):
 
 
 class ModuleRunTimes:
-    """A record of the times, in operations of the step, at which modules that own parameters run."""
+    """A record of the times, as ticks of the step's timeline, at which modules that own parameters run."""
 
     def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
         self._current_tick = current_tick
@@ -157,7 +157,11 @@ class FakeStep:
         autocast: torch.dtype | None,
         compiled: Callable[[Arguments], Any] | None = None,
     ) -> None:
-        """Run forward, loss and backward on fake tensors. `compiled`: a function that runs forward with torch.compile."""
+        """Run forward, loss and backward on fake tensors.
+
+        `loss`: None if the model returns its loss. `autocast`: its dtype, None without. `compiled`: a function that runs forward with
+        torch.compile, None in eager mode.
+        """
         self._record_initial_tensors(arguments)
         with ExitStack() as stack:
             stack.callback(self.fakes.mode.forget)
@@ -194,7 +198,7 @@ class FakeStep:
     def _recording_gradients(self) -> Generator[None]:
         """Return a context that records when the gradient of each parameter is complete.
 
-        From then on they can be added to an accumulator, or used for an update.
+        From then on it can be added to an accumulator, or used for an update.
         """
         complete_at, timeline = self.gradient_complete_at, self.timeline
 
@@ -213,7 +217,7 @@ class FakeStep:
     def _square_masks_are_causal(self) -> Generator[None]:
         """Return a context in which square attention masks are taken to be causal.
 
-        nn.Transformer compares its values, which fake tensors do not have.
+        nn.Transformer would compare the values of a mask, which fake tensors do not have.
         """
         before = transformer._detect_is_causal_mask
 
@@ -230,7 +234,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record tensors that live before backward outside of autograd's graph, such as inputs of checkpoints."""
+        """Record tensors that live before backward outside of autograd's graph, such as inputs of checkpoints, except those `returned`."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -257,9 +261,9 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Return a context in which the tensors that `module` saves are recorded.
+        """Return a context in which the tensors that `module` saves are recorded, under the name `outside` where no submodule saves them.
 
-        Hooks stay until `backward` ends if that runs layers of reentrant checkpoints again.
+        If reentrant checkpoints run layers again in backward, hooks stay until `backward` closes; None removes them at the context's end.
         """
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         watch.checkpoints.store_by(self.recorder.second_pass)
@@ -339,7 +343,10 @@ class FakeStep:
 
 @contextmanager
 def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
-    """Return a context that raises TraceError if the model's forward does not take the arguments."""
+    """Return a context that raises TraceError if the model's forward does not take the arguments.
+
+    `function`: the name of the function that the user called, for the message.
+    """
     try:
         yield
     except TypeError as error:
@@ -411,8 +418,8 @@ def _describe(value: Any) -> str:
 def _masks_by_values() -> Generator[None]:
     """Return a context in which Hugging Face models can read the values of masks and positions.
 
-    With fake tensors they would keep each mask, make one of positions that they count themselves, and repeat keys and values for them.
-    Here the values are known (tensor_values.py). torch.compile has none either: compiled models do make these masks.
+    With fake tensors they would keep each mask, make a mask from positions that they count themselves, and repeat keys and values to match.
+    Here the values are known (tensor_values.py). Under torch.compile they are not, and compiled models do make these masks.
     """
     module: Any = sys.modules.get(TRACING)
     before = getattr(module, IS_FAKE, None)

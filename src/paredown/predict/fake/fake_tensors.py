@@ -88,7 +88,7 @@ DEVICE_METHODS = frozenset({"cuda", "pin_memory", "record_stream"})  # tensor me
 
 
 class FakeTensors:
-    """A mapping from real tensors to fake CPU tensors, one for each."""
+    """A mapping from real tensors to fake CPU tensors, one for each real tensor."""
 
     def __init__(self) -> None:
         self.mode = ValuedFakeMode()
@@ -132,7 +132,7 @@ class FakeTensors:
             return fake.requires_grad_(tensor.requires_grad)
 
     def _wrapped(self, tensor: Any) -> Tensor:
-        """Return a tensor of torchao's class of `tensor` whose inner tensors are fake."""
+        """Return a tensor of the same torchao class as `tensor`, whose inner tensors are fake."""
         names, context = tensor.__tensor_flatten__()
         inner = {name: self.of(getattr(tensor, name)) for name in names}
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
@@ -190,7 +190,7 @@ def check_model(model: nn.Module) -> None:
 def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
     """Return a context in which `model` has fake parameters and buffers.
 
-    Of paredown's hooks only those that are `is_traced` stay.
+    paredown's hooks on modules are removed for that time, except those with `is_traced`.
     """
     modules = list(model.modules())
     states = [_state_of(module) for module in modules]
@@ -212,7 +212,7 @@ def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
 
 
 def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes of a module, with copies of those that are containers."""
+    """Return the attributes of a module, and copies of those that are containers."""
     attributes = dict(vars(module))
     return attributes, {name: value.copy() for name, value in attributes.items() if isinstance(value, dict | list | set)}
 
@@ -285,9 +285,9 @@ class DeviceForms(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _body(self, func: FunctionType) -> Callable[..., Any] | None:
-        """Return a copy of a Python function of torch into which this mode can see; None if there is none to make.
+        """Return a copy of a Python function of torch that calls this mode for the operations in its body.
 
-        It is None if `func` has no such check.
+        None if `func` has no check for tensor overrides (CHECKS): then its operations reach the mode without a copy.
         """
         if func not in self._bodies:
             checks = [check for check in CHECKS if check in func.__code__.co_names]
@@ -349,7 +349,7 @@ class DeviceForms(TorchFunctionMode):
     def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
         """Return a context with autocast of the target device in `dtype`, off for None.
 
-        Cached casts of parameters are freed at its end. Off around backward: there checkpoints enter the autocast state of their
+        Cached casts of parameters are freed at its end. It is off around backward, where checkpoints enter the autocast state of their
         forward pass.
         """
         if self._is_cuda:

@@ -109,12 +109,12 @@ class ValuedFakeMode(FakeTensorMode):
         return out
 
     def know(self, fake: Tensor, tensor: Tensor) -> None:
-        """Record the value of a fake tensor."""
+        """Record that `tensor` has the value of `fake`; do nothing if it is large, or has no values itself."""
         if tensor.numel() <= MAX_ASSUMED and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
     def forget(self) -> None:
-        """Drop all recorded values, and the reference to the step."""
+        """Drop all recorded values, and `place`, which refers to the step."""
         self._values, self.place = WeakTensorKeyDictionary(), str
 
     def array(self, fake: Tensor) -> Any:
@@ -161,7 +161,10 @@ class ValuedFakeMode(FakeTensorMode):
             return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: Any) -> None:
-        """Record how the values of small outputs of an operation are computed from its inputs."""
+        """Record how the values of small outputs of an operation are computed from its inputs.
+
+        `inputs`: their values before an operation that writes to them, else None.
+        """
         if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
             return
         outputs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
