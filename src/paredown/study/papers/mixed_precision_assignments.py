@@ -111,7 +111,10 @@ def tensors_of(outline: Outline) -> list[Counted]:
 
 
 def groups_of(outline: Outline) -> list[TensorGroup]:
-    """Return the groups of tensors that the paper lowers together, in the order of their first tensors."""
+    """Return the groups of tensors that the paper demotes together, in the order of their first tensors.
+
+    `outline` lists the tensors that each operation of the forward pass computes.
+    """
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
     return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
@@ -129,7 +132,7 @@ def low_ratio(outline: Outline, low: Low) -> float:
 
 
 def memory_factor(ratio: float) -> float:
-    """Return by which factor 16 and 8 bits reduce the memory of float32, with `ratio` the share of tensors in 8 bits.
+    """Return by which factor tensors in 16 and 8 bits are smaller than in float32; `ratio` is the share of numbers in 8 bits.
 
     >>> memory_factor(0.0), memory_factor(1.0)
     (2.0, 4.0)
@@ -154,7 +157,7 @@ def increasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
 
 
 def shuffled(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups in random order."""
+    """Return the groups of tensors in random order."""
     return random.Random(seed).sample(list(groups), len(groups))
 
 
@@ -166,9 +169,9 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """Return the tensors that get the low precision: groups in this order, until a share `ratio` of all numbers is low.
+    """Return the tensors that get the low precision: groups, sorted as `order` says, until a share `ratio` of all numbers is low.
 
-    If all groups together do not reach `ratio`, these are all groups.
+    If all groups together do not reach `ratio`, all groups get it. `seed` is used by the order "random" alone.
     """
     if order not in ORDERS or not 0 <= ratio <= 1:
         raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
@@ -208,7 +211,7 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """Return the plan in which the tensors `low` have a rule each, and all others high precision."""
+    """Return the plan with a low-precision rule for each of the tensors `low`, and high precision for all others; `reason` is its text."""
     high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
     low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))

@@ -103,7 +103,7 @@ def _descend(
 
 
 class _Exact:
-    """The projection of a matrix to a rank with shrunk singular values, by a full decomposition."""
+    """The projection of a matrix to a rank, with singular values shrunk by the penalty, by a full decomposition."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -42,7 +42,10 @@ SHARE = 0.2  # of entries that are observed, or the largest propensity of one
 
 @dataclass(frozen=True)
 class CrossValidationSetting:
-    """One of the paper's settings: which entries of prior tasks are observed, and whether memory is capped."""
+    """One of the paper's settings: which entries of prior tasks are observed, and whether memory is capped.
+
+    `is_leaky`: the new task's row is sampled and completed among the others, as in PEPPP's released code.
+    """
 
     sampling: str
     has_cap: bool
@@ -116,9 +119,9 @@ def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSettin
 
 
 def propensities_of(memory: Array, sampling: str) -> Array:
-    """Return the probability with which each entry of the matrix is observed.
+    """Return the probability with which each entry of the matrix (tasks, plans) is observed.
 
-    It is equal for all, or follows the rank of the entry's memory: the least memory is most likely.
+    With the `sampling` "uniform" it is equal for all, otherwise it follows the rank of the entry's memory: the least is most likely.
     """
     if sampling == "uniform":
         return np.full(memory.shape, SHARE)
@@ -135,21 +138,21 @@ def _is_observed(propensities: Array, sampling: str) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class PickerScores:
-    """The scores of one picker after `count` measurements, over all tasks."""
+    """The scores of one picker (a method that predicts a task's errors from measurements) after `count` measurements, for each task."""
 
     count: int
     rows: tuple[Scores, ...]
 
     def values(self, name: str) -> Array:
-        """Return one score for every task."""
+        """Return the score `name`, such as "regret", for every task."""
         return np.array([getattr(row, name) for row in self.rows])
 
     def mean(self, name: str) -> float:
-        """Return the mean of a score over tasks."""
+        """Return the mean over tasks of the score `name`."""
         return float(self.values(name).mean())
 
     def standard_error(self, name: str) -> float:
-        """Return the standard error of the mean of a score over tasks."""
+        """Return the standard error of the mean over tasks of the score `name`."""
         return float(self.values(name).std(ddof=1) / np.sqrt(len(self.rows)))
 
 
@@ -161,7 +164,7 @@ class HeldOutTask:
     truth: Truth
 
     def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
-        """Return the scores of a picker on this task, by the number of measurements.
+        """Return the scores of a picker on this task after each number of measurements in `counts`.
 
         `is_released`: fronts and hypervolume are computed as in PEPPP's released code.
         """
@@ -185,7 +188,7 @@ Cache = dict[tuple[str, bool], list[PriorRows]]
 def held_out_tasks(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
     """Return every task of the matrices in turn as the one that is held out.
 
-    `cache` keeps the prior rows of a sampling, which settings with and without a cap share.
+    `cache` keeps the prior rows between calls, since settings with and without a cap share them.
     """
     cache, key, rows = {} if cache is None else cache, (setting.sampling, setting.is_leaky), range(len(matrices.errors))
     if key not in cache:
@@ -208,7 +211,7 @@ def _held_out_task(matrices: Matrices, row: int, prior: PriorRows, cap: float) -
 def judge(
     rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
 ) -> dict[int, PickerScores]:
-    """Return the scores of a picker over all held-out tasks (`rows`), by the number of measurements.
+    """Return the scores of a picker on all held-out tasks (`rows`) after each number of measurements in `counts`.
 
     `is_released`: fronts and hypervolume are computed as in PEPPP's released code.
     """
@@ -294,9 +297,9 @@ def distance(points: Array, others: Array) -> float:
 
 
 def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Return the excess error of recommended plans over the best ones, averaged over budgets.
+    """Return the excess error of recommended plans over the best plans, averaged over all budgets that equal a plan's memory.
 
-    The excess is the error of the recommended plan minus the least error within the budget.
+    Within a budget the plan of least `expected` error is recommended; its excess is its error in `errors` minus the least one.
     """
     lost: list[float] = []
     for budget in np.unique(memory):

@@ -72,7 +72,7 @@ NUM_FIRST = 5  # random plans that are drawn together
 
 
 def optimal(vectors: Array, count: int) -> list[int]:
-    """Return the plans to measure by a greedy D-optimal design."""
+    """Return the indices of `count` plans to measure, a greedy D-optimal design for the plans' `vectors` (k, num_plans)."""
     chosen = pivoted(vectors, min(count, len(vectors)))
     inverse = np.linalg.pinv(vectors[:, chosen] @ vectors[:, chosen].T)
     while len(chosen) < min(count, vectors.shape[1]):
@@ -86,7 +86,7 @@ def optimal(vectors: Array, count: int) -> list[int]:
 
 
 def relaxed(vectors: Array, count: int) -> list[int]:
-    """Return the plans to measure by a D-optimal design, solved as a convex problem."""
+    """Return the indices of `count` plans to measure, a D-optimal design for the plans' `vectors`, relaxed to a convex problem."""
     from scipy.optimize import LinearConstraint, minimize
 
     num_plans = vectors.shape[1]
@@ -104,7 +104,7 @@ def relaxed(vectors: Array, count: int) -> list[int]:
 
 
 def pivoted(vectors: Array, count: int) -> list[int]:
-    """Return the plans to measure as the first pivots of a QR decomposition."""
+    """Return the indices of `count` plans to measure, the first pivots of a QR decomposition of the plans' `vectors`."""
     from scipy.linalg import qr
 
     *_, order = qr(vectors, mode="r", pivoting=True)
@@ -112,9 +112,9 @@ def pivoted(vectors: Array, count: int) -> list[int]:
 
 
 def scattered(num_plans: int, count: int, *, seed: int) -> list[int]:
-    """Return random plans to measure, drawn as in the released code.
+    """Return the indices of `count` random plans to measure, drawn as in PEPPP's released code.
 
-    The first plans are drawn together, then one at a time, each from a new generator of this seed.
+    The first NUM_FIRST plans are drawn together, then one at a time, each from a new generator of this seed.
     """
     chosen = first_at_random(num_plans, min(count, NUM_FIRST), seed=seed)
     while len(chosen) < min(count, num_plans):
@@ -124,7 +124,7 @@ def scattered(num_plans: int, count: int, *, seed: int) -> list[int]:
 
 
 def first_at_random(num_plans: int, count: int, *, seed: int) -> list[int]:
-    """Return distinct random plans, drawn by numpy's legacy generator."""
+    """Return the indices of `count` distinct random plans, drawn by numpy's legacy generator."""
     return np.random.RandomState(seed).choice(num_plans, count, replace=False).tolist()
 
 
@@ -132,7 +132,7 @@ def first_at_random(num_plans: int, count: int, *, seed: int) -> list[int]:
 
 
 def embed(errors: Array, rank: int = RANK) -> Array:
-    """Return vectors of all plans, the first right singular vectors of the matrix of errors, (k, num_plans)."""
+    """Return vectors of all plans (k, num_plans): the first right singular vectors of the errors (tasks, plans)."""
     return np.linalg.svd(errors, full_matrices=False)[2][:rank]
 
 
@@ -147,7 +147,7 @@ def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | A
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process over plans, given the errors `measured` at the chosen ones."""
+    """A Gaussian process over plans, given the errors `measured` of the `chosen` plans; `squares` are squared distances of all plans."""
 
     squares: Array
     chosen: list[int]
@@ -178,7 +178,7 @@ class Process:
 
 
 def squared_distances(points: Array) -> Array:
-    """Return the squared distances between all points (num_points, anything)."""
+    """Return the squared distances between all points (num_points, num_coordinates)."""
     return ((points[:, None] - points[None]) ** 2).sum(axis=-1)
 
 
@@ -197,7 +197,7 @@ def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tu
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
-    """Return the expected amount by which a measurement is below `best`, 0 where it is above."""
+    """Return the expected amount by which a measurement of each plan is below `best`, where one above counts as 0."""
     from scipy.stats import norm
 
     gain, deviation = best - mean - MARGIN, deviation + 1e-12
@@ -241,21 +241,21 @@ Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
-    """Return the published prediction, whose Pareto front comes from predicted errors alone."""
+    """Return a prediction in the published form, whose Pareto front comes from predicted errors alone."""
     return Prediction(tuple(chosen), predicted, with_measured(predicted, chosen, measured), predicted)
 
 
 def with_measured(predicted: Array, chosen: list[int], measured: Array) -> Array:
-    """Return `predicted` with measured errors in place."""
+    """Return `predicted` with the `measured` errors in place of those predicted for the `chosen` plans."""
     expected = predicted.copy()
     expected[chosen] = measured
     return expected
 
 
 def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
-    """Return a picker that measures the plans of a design and predicts the others by least squares.
+    """Return a picker that measures the plans which a design chooses, and predicts the others by least squares.
 
-    A design is a function of vectors, count and seed.
+    `design(vectors, count, seed)` returns the indices of these plans.
     """
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
@@ -271,7 +271,7 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
 
 
 def plugged(picker: Picker) -> Picker:
-    """Return a picker whose Pareto front has measured errors in place of predicted ones."""
+    """Return a picker like `picker`, whose Pareto front has measured errors in place of predicted ones."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         return {
@@ -282,7 +282,7 @@ def plugged(picker: Picker) -> Picker:
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """Return a picker that measures the plan of largest expected improvement next.
+    """Return a picker that next measures the plan of largest expected improvement by a Gaussian process.
 
     `points_of` returns the plans' vectors. `is_released`: it measures the plan of least improvement next, as the released code does.
     """
@@ -343,10 +343,10 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """The picker of this library, which uses the posterior of `pick`, in the form of the published pickers."""
+    """The picker that predicts by the posterior of `pick`, with the same interface as the published pickers."""
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-        """Return predictions after each of `counts` measurements."""
+        """Return predictions after each number of measurements in `counts`; `measure(plan)` returns a measured error."""
         wanted, prior = set(counts), Prior.of(known.prior_errors, known.levels)
         chosen, measured = list[int](), np.full(len(known.memory), np.nan)
         predictions: dict[int, Prediction] = {}
@@ -385,7 +385,7 @@ def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Arr
 
 
 def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Array) -> Prediction:
-    """Return the errors of all plans from the posterior, with standard deviations of one run."""
+    """Return the posterior's errors of all plans as a Prediction; `errors` are those measured on the `chosen` plans."""
     levels, measured, noise = prior.levels, errors[chosen], posterior.noise
     luck_of_level = np.sqrt(noise) * np.array([luck(int(size)) for size in np.bincount(levels)])
     means = posterior.mean[levels]

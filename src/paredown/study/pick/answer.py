@@ -36,7 +36,7 @@ VERSION = 3  # of the JSON
 
 
 def one_of(*names: str) -> Check:
-    """Return a check that allows only these texts."""
+    """Return a check for a field of JSON that allows only the texts `names`."""
     return Check(names.__contains__, f"one of {', '.join(map(repr, names))}")
 
 
@@ -115,7 +115,7 @@ class Frontier:
         ]
 
     def as_accurate(self, label: str, budget: int | str) -> tuple[Point, ...]:
-        """Return the points within the budget whose error is at most `tie_error` above that of the point `label`."""
+        """Return the other points within the budget whose error is at most `tie_error` above that of the point `label`."""
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
         fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
         errors, labels = cautious_errors(fitting), [point.label for point in fitting]
@@ -159,7 +159,7 @@ def cautious_errors(points: Sequence[Point]) -> Array:
 
 
 def step_times(point: Point) -> tuple[float | None, float | None]:
-    """Return the step time of a point in seconds, and in times of the baseline's."""
+    """Return the step time of a point in seconds, and as a multiple of the baseline's; None where unknown."""
     return point.step_seconds, point.step_ratio
 
 

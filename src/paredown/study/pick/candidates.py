@@ -60,7 +60,7 @@ UNPROPOSED = {
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A plan that `pick` may choose: its label, predicted peak, column in the prior (-1: none), and features."""
+    """A plan that `pick` may choose, its predicted peak, its column in the prior (-1: none), and features, by which plans are compared."""
 
     label: str
     plan: Plan
@@ -71,7 +71,7 @@ class CandidatePlan:
 
 @dataclass(frozen=True)
 class TaskStep:
-    """The training step of a task, for which plans are made and peaks predicted.
+    """The training step of a task, for which plans are made and peaks predicted; `full_bytes` is the baseline's predicted peak.
 
     The trace depends on the plan, since plans with formats for weights or optimizer state run another optimizer.
 
@@ -87,7 +87,7 @@ class TaskStep:
     )
 
     def features(self, plan: Plan) -> Array:
-        """Return the numbers that describe a plan for predictions, such as the bits that each role loses."""
+        """Return the features of a plan, numbers by which plans are compared, such as the precision that each role loses."""
         return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
 
     def plan_of(self, row: PlanRow) -> Plan:
@@ -112,7 +112,7 @@ class TaskStep:
         return self._solution(budget_bytes, PlanTemplate(str(budget_bytes)))
 
     def _solution(self, budget_bytes: int, template: PlanTemplate) -> Plan:
-        """Return the plan of a template, or raise its BudgetError; computed once for each budget and method."""
+        """Return the plan of a template for a budget, or raise the BudgetError of `assign`; computed once for each budget and method."""
         key = budget_bytes, template.method
         if key not in self._solved:
             try:
@@ -134,7 +134,7 @@ class TaskStep:
 class Candidates:
     """All candidates, and the features of the prior's plans.
 
-    `points` (plans of the prior, features) has these features, NaN where unknown.
+    `points` (plans of the prior, features) has the features of the prior's plans, NaN where unknown.
     """
 
     rows: tuple[CandidatePlan, ...]
@@ -163,9 +163,9 @@ class Candidates:
 
 
 def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
-    """Return the plans to choose from; `others` are further plans with labels.
+    """Return the plans to choose from: those of the prior, those for any task, and `others`, given with labels.
 
-    Templates of larger budgets are left out: their plans do not fit, and `assign` takes most of the time.
+    Templates for larger budgets than `budget` are left out: their plans would not fit, and making them takes most of the time.
     """
     by_key: dict[object, CandidatePlan] = {}
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
@@ -215,7 +215,7 @@ def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int
 
 
 def features_of(plan: Plan, trace: Trace | None = None) -> Array:
-    """Return the numbers that describe a plan for predictions, (num_features,), in the order of NAMES."""
+    """Return the features of a plan, (num_features,), in the order of NAMES; without a `trace`, from its rules alone."""
     formats = _by_rules(plan) if trace is None else _by_slots(plan, trace)
     precision_lost = [_precision_lost(formats.get(role, ())) for role in ROLES]
     lossy = [format for of_role in formats.values() for format in of_role if format is not None]
@@ -242,7 +242,7 @@ def effective_bits(format: Format | None) -> float:
 
 
 def _precision_lost(formats: Iterable[Format | None]) -> float:
-    """Return the precision that these formats lose, from their mean squared error, 4^-bits."""
+    """Return the bits of precision that these formats lose, from the mean of their squared errors, 4^-bits; None is float32."""
     bits = [effective_bits(format) for format in formats]
     if not bits or min(bits) >= FP32_BITS:
         return 0.0

@@ -32,12 +32,12 @@ def undominated(memory: Array, errors: Array, times: Array | None = None) -> Mas
 
 
 def cautious(means: Array, deviations: Array, is_tried: Mask) -> Array:
-    """Return mean errors that are one standard deviation larger for plans without a trial, if others have trials."""
+    """Return the mean errors of plans, one standard deviation larger for those without a trial if any plan has one."""
     return means + (~is_tried & is_tried.any()) * deviations
 
 
 def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
-    """Return mean errors, raised to that of the plans that quantize nothing, since no plan is more accurate.
+    """Return `errors`, raised to at least the mean error of the plans that quantize nothing (`is_exact`), as none is more accurate.
 
     A plan that quantizes is not more accurate than the baseline; if its mean error is less, its runs were lucky. So its error is at least
     the least mean error of the exact plans. The errors of the exact plans are their `means`, whether they were tried or not.

@@ -183,9 +183,9 @@ def _random_guess_error(task: Task) -> float | None:
 
 
 def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
-    """Return the step of a task, which knows the peak bytes of each plan.
+    """Return the step of a task, which predicts the peak bytes under each plan.
 
-    They are the bytes that the step stores; for PEPPP's configurations, those of PEPPP's memory model.
+    In simulate mode, with a prior of PEPPP's configurations, these are the bytes of PEPPP's memory model.
     """
 
     def trace_of(plan: Plan) -> Trace:

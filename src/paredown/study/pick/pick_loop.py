@@ -91,7 +91,7 @@ class PickLoop:
     # --- the posterior ------------------------------------------------------------------------------------------------
 
     def learn(self, own_trials: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
-        """Add finished trials of this pick, and `others` of the same task that a store has."""
+        """Add finished trials of this pick, and `others`, trials of the same task from other sweeps of its store."""
         own_trials = list(own_trials)
         self.trials += own_trials
         self.num_done += len(own_trials)
@@ -112,7 +112,10 @@ class PickLoop:
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
-        """The trials whose peak memory counts here: those on this device, or with no device recorded by this pick."""
+        """The trials that ran on this device, whose peak memory counts, each with the index of its plan.
+
+        Trials of this pick that record no device are among them.
+        """
         own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
         return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
@@ -207,7 +210,7 @@ class PickLoop:
     # --- trials ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
-        """Run trials until there are `evaluations` of them or none is worth its cost; TaskError if all failed."""
+        """Run trials by `measurer` until there are `evaluations` of them or none is worth its cost; raise TaskError if all failed."""
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
@@ -275,15 +278,15 @@ class PickLoop:
         return replace(estimate, exact=self._exact, times=comparable_times(time[:2] for time in self.step_times()))
 
     def margin(self) -> ErrorMargin | None:
-        """Return how far the picked plan's error may lie above the baseline's; None if the plan of least error is wanted."""
+        """Return how far the picked plan's error may lie above the baseline's; None without `max_error_increase`."""
         if self.max_error_increase is None:
             return None
         return ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
     def choice(self) -> BudgetChoice:
-        """Return the plan of least expected error within the budget, or the smallest within the margin.
+        """Return the plan of least expected error within the budget, or the smallest within the error margin if there is one.
 
-        BudgetError if nothing fits.
+        Raise BudgetError if no plan fits.
         """
         estimate, margin = self.estimate(), self.margin()
         return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
@@ -327,7 +330,7 @@ class PickLoop:
         )
 
     def _certainty(self, estimate: Estimate, choice: BudgetChoice, points: Sequence[Point]) -> str:
-        """Return a sentence on how certain the pick is: which plans may be as good, or the probability of the margin."""
+        """Return a sentence on how certain the pick is: which plans may be as good, or how probably its error is within the margin."""
         if (margin := self.margin()) is not None:
             return self._say_margin(points[margin.baseline], choice.plan, float(estimate.within_margin(margin)[choice.plan]))
         certainty = say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
@@ -376,7 +379,7 @@ class PickLoop:
         ]
 
     def _nothing_picked(self, answer: Picked, points: Sequence[Point]) -> Picked:
-        """Return the answer when no plan fits: the reason, and the smallest possible plan."""
+        """Return `answer` with a reason why no plan was picked, and with a point for the smallest possible plan if that is known."""
         if len(self.fits()):
             return replace(answer, reason=f"no plan that fits has an error {self._said_margin}. Raise the budget or the margin.")
         if within := [point for point in points if point.predicted_bytes <= self.budget_bytes]:

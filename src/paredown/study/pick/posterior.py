@@ -84,7 +84,7 @@ class LevelSums:
 
     @staticmethod
     def of(errors: Array, levels: Indices, weights: Array | None = None) -> LevelSums:
-        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` (runs,) is the level of each run."""
+        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` (runs,) has the level of each column."""
         membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
         observed = np.where(np.isfinite(errors), errors, 0.0)
         count, total, square = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
@@ -160,14 +160,14 @@ class Gaussian:
 
 
 def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
-    """Return the means (tasks, levels) and covariances of the levels' errors on prior tasks, if a run has the variance `noise`."""
+    """Return means (tasks, levels) and covariances of the levels' errors on each prior task, given runs of variance `noise`."""
     inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
     spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
     return found.mean + np.einsum("tlm,tm->tl", spreads, (sums.total - sums.count * found.mean) / noise), spreads
 
 
 def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
-    """Return slope and intercept of the logarithm of `noise` (tasks,) as a function of the tasks' mean errors.
+    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors.
 
     `values` are these mean errors, `weights` how much each task counts.
     """
@@ -221,7 +221,7 @@ class Prior:
         return Prior(levels, Gaussian.fitted(LevelSums.of(errors, levels)), float(np.nanmax(errors)))
 
     def after(self, runs: Sequence[Run]) -> Posterior:
-        """Return the posterior of the levels after these runs; a run that diverged does not change it."""
+        """Return the posterior of the levels' errors after these runs; a run that diverged does not change it."""
         runs = [run for run in runs if np.isfinite(run.error)]
         return self.gaussian.given(self.levels[[run.plan for run in runs]], [run.error for run in runs])
 
@@ -299,7 +299,7 @@ class Estimate:
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
     def errors(self, plans: Indices, *, is_cautious: bool = True) -> Array:
-        """Return the errors by which plans are compared: their means, raised where caution requires it.
+        """Return the errors by which `plans` are compared: their means, raised if `is_cautious`.
 
         Caution: if some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
         """

@@ -20,7 +20,7 @@ TIMED = {"measured": "measured", "predicted": "predicted", "prior": "the mean of
 
 @dataclass(frozen=True)
 class AnswerText:
-    """The sentences of an answer, about the picked point; `others` are further known trials of the task."""
+    """The sentences of an answer, about the picked `point`; `others` are trials of the task that other sweeps ran."""
 
     answer: Picked
     point: Point
@@ -68,7 +68,7 @@ class AnswerText:
 
 
 def say_use_of_trials(gain: float, is_settled: bool) -> str:
-    """Return a sentence on whether trials are worth their time.
+    """Return a sentence, for a pick without trials, on whether trials are worth their time.
 
     `gain`: how much the best trial is expected to lower the error. `is_settled`: no trial is worth its cost.
     """
@@ -80,7 +80,7 @@ def say_use_of_trials(gain: float, is_settled: bool) -> str:
 
 
 def stopped_early(point: Point) -> str:
-    """Return a sentence on why trials ended before the last one, with this plan as the choice."""
+    """Return a sentence on why fewer trials ran than were allowed; `point` is the picked plan."""
     if point.plan.quantizes_nothing:
         return "Stopped early: nothing is quantized under this plan, so that its errors are the baseline's."
     return (
@@ -89,7 +89,7 @@ def stopped_early(point: Point) -> str:
 
 
 def explain_nothing_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
-    """Return the explanation when no plan could be trained within the budget, although some were predicted to fit."""
+    """Return a text on why no plan could be trained within the budget, although those of `within` were predicted to fit."""
     last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
     details = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
     if excess := max((point.needs - point.predicted_bytes for point in within), default=0):
@@ -106,7 +106,7 @@ def _least(points: Sequence[Point]) -> str:
 
 
 def say_ties(ties: Sequence[str], num_fits: int) -> str:
-    """Return a sentence on how many of the other plans that fit may be as good."""
+    """Return a sentence on how many of the `num_fits` plans that fit may be as good as the picked one: those labelled `ties`."""
     if num_fits == 1:
         return "No other plan fits."
     if not ties:

@@ -87,7 +87,10 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """Return the distribution with further plans added, predicted from their features."""
+        """Return the prior distribution with plans added that no prior task has, predicted from their features `new`.
+
+        `points` are the features of the prior's plans.
+        """
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):
@@ -117,7 +120,7 @@ def scaled(prior_data: PriorData) -> Array:
 
 
 def data_set_weights(prior_data: PriorData) -> Array:
-    """Return how much each task counts, (tasks,).
+    """Return the weight of each task in the fit of a prior, (tasks,).
 
     Tasks on parts (superclasses) of one data set, `data/1`, `data/2` and so on, count as one task together.
     """

@@ -56,7 +56,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class CollectedTrial(NamedTuple):
-    """A trial that is part of a prior, with its task and its column (the key of its plan)."""
+    """A trial that is part of a prior, with its task, its column (the key of its plan), its sweep and its probability to be drawn."""
 
     task: str  # the text of the task
     column: str  # the key of its PlanRow
@@ -88,7 +88,7 @@ def _exported(path: Path) -> Rows:
 def collect(
     rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None, is_finished: bool = False
 ) -> PriorData:
-    """Return the prior of all trials, or of those on the tasks of `sweeps`.
+    """Return a prior called `name` of all trials in `rows`, or of those on the tasks of `sweeps`.
 
     Tasks in files of code are loaded from `folder` alone.
 
@@ -114,7 +114,7 @@ def collect(
 
 
 def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
-    """Return the finished trials, one for each task, plan and seed, and the columns of the prior by key."""
+    """Return the trials that have an error or diverged, one for each task, plan and seed, and the columns of the prior by key."""
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
@@ -143,7 +143,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
 
 
 def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict[str, PlanRow], folder: Path | None) -> PriorData:
-    """Return the prior of trials, with its matrices; `plans` are its columns by key."""
+    """Return the prior called `name` of the trials `entries`, with its matrices; `plans` are its columns by key."""
     texts = dict.fromkeys(entry.task for entry in entries)
     row_of_text, column_of = ({key: i for i, key in enumerate(part)} for part in (texts, plans))
     shape, seed_index = (len(row_of_text), len(column_of)), _seed_indices(entries)
@@ -191,7 +191,7 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
 
 
 def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
-    """Return the runs, with the error of random guessing (`blind`) for those that diverged (infinite).
+    """Return the errors of runs, with the task's error of random guessing (`blind`) for those that diverged (infinite).
 
     If that error is unknown, a diverged run gets the worst error of its task.
     """
@@ -209,7 +209,7 @@ def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
 
 
 def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
-    """Return commit, device and versions of the trials of a prior, with the number of trials, their sweeps and today's date."""
+    """Return each commit, device and versions that trials of a prior ran with, with their number, their sweeps and today's date."""
     groups: dict[str, list[CollectedTrial]] = {}
     for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may be in two columns
         trial = entry.trial

@@ -198,9 +198,9 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
-    """Return a matrix of `part` (by `name`) with its columns moved to the positions `columns` of a wider matrix.
+    """Return the matrix `name` of `part` with its columns moved to the positions `columns` of a matrix of `num_columns`.
 
-    Other entries are empty.
+    Other entries are NaN or 0; `depth` is the number of seeds in the matrix "runs".
     """
     array = getattr(part, name)
     empty = 0.0 if name in ("diverged", "propensity") else np.nan

@@ -175,12 +175,12 @@ def _compact(value: Any) -> str:
 
 
 def _rows_or_none(matrix: Array, empty: float) -> list[list[float | None]] | None:
-    """Return a matrix as lists; None if all values are the default, which files leave out."""
+    """Return a matrix as lists; None if all values are `empty`, the default, since files leave such a matrix out."""
     return None if np.array_equal(matrix, np.full(matrix.shape, empty), equal_nan=True) else [_numbers(row) for row in matrix]
 
 
 def _numbers(row: Array) -> list[float | None]:
-    """Return numbers with at most nine digits, whole ones in full, and None for NaN."""
+    """Return the numbers of a row for JSON: with at most nine digits, whole ones in full, and None for NaN."""
     return [None if not np.isfinite(x) else int(x) if x == int(x) else float(f"{x:.9g}") for x in row.tolist()]
 
 

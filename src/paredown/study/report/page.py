@@ -34,7 +34,7 @@ PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
 
 
 def render(record: Record, *, live: str = "") -> str:
-    """Return the HTML page of a record; `live` is the path of the event stream of a page that is served."""
+    """Return the HTML page of a record; `live` is the path of the event stream if the page is served, "" for a file."""
     value = drawn(record)
     parts = {
         "policy": escape(policy(is_live=bool(live))),
@@ -49,7 +49,7 @@ def render(record: Record, *, live: str = "") -> str:
 
 
 def drawn(record: Record) -> dict[str, Any]:
-    """Return the JSON that the page's script draws: the record, with a first sentence for each study."""
+    """Return the JSON that the page's script draws: the record, with a sentence that summarizes each study."""
     return {**record.to_json(), "summaries": [scrub(study.summary()) for study in record.studies]}
 
 
@@ -59,7 +59,7 @@ def write(record: Record, path: str | os.PathLike[str]) -> None:
 
 
 def embedded(value: dict[str, Any]) -> str:
-    """Return a record as JSON text that is safe inside of a <script> element."""
+    """Return the JSON value of a record as text that is safe inside of a <script> element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
@@ -90,17 +90,17 @@ def script() -> str:
 
 @lru_cache(maxsize=1)
 def style() -> str:
-    """Return the style sheet."""
+    """Return the page's style sheet."""
     return asset("page.css")
 
 
 def asset(name: str) -> str:
-    """Return the text of a file in static/."""
+    """Return the text of the file `name` in the package's folder static/."""
     return (files("paredown.study.report") / "static" / name).read_text(encoding="utf-8")
 
 
 def in_plain(value: dict[str, Any]) -> str:
-    """Return tables of the plans as HTML, for browsers without JavaScript."""
+    """Return tables of the plans of each study as HTML, for browsers without JavaScript; `value` is what `drawn` returns."""
     parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
     for study, summary in zip(value["studies"], value["summaries"], strict=True):
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(summary)}</p><p>{escape(study['reason'])}</p>")
@@ -109,7 +109,7 @@ def in_plain(value: dict[str, Any]) -> str:
 
 
 def _plain_table(study: dict[str, Any]) -> Table:
-    """Return a table with peaks and errors of the plans.
+    """Return a table with peaks and errors of the plans of a study, given as JSON.
 
     Posterior means have a column of their own if they differ from the measured errors.
     """

@@ -136,7 +136,7 @@ MOST_CURVES = 200  # training curves that are drawn
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """The content of a report page: studies of tasks, trials, changes and actions.
+    """The content of a report page: studies of tasks, trials (`runs`), changes of storage, and actions of the guard.
 
     `changes`: slots that are not stored as the plan requests; `given`: the storage of every slot.
     """
@@ -295,7 +295,7 @@ def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _last(trials: list[Trial]) -> list[int]:
-    """Return the positions of the trials that a report lists: the last ones of each task."""
+    """Return the positions of the trials that a report lists: all, or the last ones of each task if there are more than MOST_RUNS."""
     if len(trials) <= MOST_RUNS:
         return list(range(len(trials)))
     left = dict.fromkeys((trial.task for trial in trials), max(1, MOST_RUNS // len({trial.task for trial in trials})))
@@ -307,7 +307,10 @@ def _last(trials: list[Trial]) -> list[int]:
 
 
 def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
-    """Return trials as rows; the first run of each plan on a task has a curve, at most MOST_CURVES in total."""
+    """Return trials as rows of the report's table, with the labels that `names` gives their plans.
+
+    The first trial of each plan on a task has its loss curve, for at most MOST_CURVES trials in total.
+    """
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
     runs: list[ReportedTrial] = []
@@ -319,7 +322,7 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
 
 
 def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
-    """Return a trial as a row of the report's table."""
+    """Return a trial as a row of the report's table; `label` is the name of its plan, `has_curve` adds its loss curve."""
     same = ("task", "seed", "error", "loss", "seconds", "step_seconds", "step_ratio", "reason", "device", "commit")
     return ReportedTrial(
         plan=label,
@@ -332,7 +335,7 @@ def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial
 
 
 def _joined(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the distinct values of each name, separated by commas.
+    """Return mappings joined into one: for each name its distinct values, separated by commas.
 
     >>> _joined([{"torch": "2.11"}, {"torch": "2.13"}, {"torch": "2.11"}])
     {'torch': '2.11, 2.13'}

@@ -53,7 +53,7 @@ class RecordSource:
 
 
 def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> RecordSource:
-    """Return the source that a text names: a record for a name ending in .json, else a store."""
+    """Return the source of records that a text names: a record file for a name ending in .json, else a store (one `sweep`, or all)."""
     if str(source).lower().endswith(".json"):
         return RecordSource(partial(_file_state, Path(source)), partial(Record.load, source))
     from paredown.study.sweeps.status import count
@@ -73,7 +73,7 @@ def _file_state(path: Path) -> object:
 
 
 class WatchedSource:
-    """A thread that polls a source; `number` increases with each new record, and `wait` blocks until then."""
+    """A thread that polls a source of records; `number` counts new records and errors, and `wait` blocks until it changes."""
 
     def __init__(self, source: RecordSource, *, seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._source, self._seconds, self._clock = source, seconds, clock
@@ -86,7 +86,7 @@ class WatchedSource:
         self._thread = threading.Thread(target=self._run, name="paredown-watch", daemon=True)
 
     def start(self) -> None:
-        """Start polling."""
+        """Start polling the source."""
         self._thread.start()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class WatchedSource:
             return self.number
 
     def event(self) -> tuple[str, str]:
-        """Return (kind, JSON) of the current event: the record, or the error of reading it."""
+        """Return kind and JSON of the event to send: ("record", the record), or ("trouble", the error of reading it)."""
         with self._changed:
             if self._event is None or self._event[0] != self.number:  # serialized once for all open pages
                 value = ("trouble", scrub(self.trouble)) if self.trouble else ("record", drawn(self.record))
@@ -147,7 +147,7 @@ TEXT, PAGE, JSON, EVENTS = "text/plain", "text/html", "application/json", "text/
 
 
 class Server:
-    """Serves a page at `url` on loopback, from `start` to `close`; usable as a context manager."""
+    """Serves the report page at `url` on loopback, from `start` to `close`; usable as a context manager."""
 
     def __init__(self, source: RecordSource, *, port: int = 0, seconds: float = 1.0) -> None:
         _check(port)
@@ -172,12 +172,12 @@ class Server:
         self.close()
 
     def start(self) -> None:
-        """Start polling and answering requests."""
+        """Start polling the source and answering requests."""
         self.watched.start()
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the server and end all streams."""
+        """Stop the server and end all open event streams."""
         self.watched.close()
         if self._thread.is_alive():  # shutdown blocks unless serve_forever runs
             self._http.shutdown()
@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def refuse(self) -> None:
-        """Answer any other method with 405."""
+        """Answer any method but GET and HEAD with status 405."""
         self.close_connection = True
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, TEXT, "this server is read-only: GET and HEAD\n", Allow="GET, HEAD")
 
