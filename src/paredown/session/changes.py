@@ -93,7 +93,7 @@ REPLICATED = (
 
 @dataclass(frozen=True)
 class Change:
-    """A slot that is not stored as the plan requests: `asked` is the requested format, `given` the one in use, and why."""
+    """A slot that is not stored as the plan requests: `asked` is the requested format, `given` the one in use, `reason` why they differ."""
 
     slot: str
     asked: str
@@ -110,7 +110,7 @@ class Changes(TableRows[Change]):
 
 
 def beside_original(format: str) -> str:
-    """Return the text for a slot that is packed while its original memory stays allocated, so that nothing is saved."""
+    """Return `Change.given` for a slot that is packed in `format` while its original memory stays allocated, so that nothing is saved."""
     return f"{format} {BESIDE_ORIGINAL}"
 
 
@@ -125,7 +125,7 @@ def describe_state(state: Any) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """A change of format that a guard made: `slot` had `before`, and has `after` from this training step on."""
+    """A change of format that a guard made: `slot` had the format `before`, and has `after` from training step `step` on."""
 
     step: int
     slot: str
@@ -174,9 +174,10 @@ class Explanation(TableRows[SlotExplanation]):
 def activation_changes(
     plan: Plan, activations: Activations, is_checkpointed: Callable[[str], bool], in_place_on_views: Collection[str]
 ) -> list[Change]:
-    """Return the activations of an eager session that are not stored as the plan requests.
+    """Return a row of changes for each activation slot of an eager session that is not stored as the plan requests.
 
-    `in_place_on_views`: paths of modules that work in place on a view, where no hook reaches the saved tensors.
+    `is_checkpointed`: whether a slot is inside a checkpointed module, which saves nothing. `in_place_on_views`: paths of modules that work
+    in place on a view, where no hook reaches the saved tensors.
     """
     rows, explained = list[Change](), activations.restored | activations.not_freed.keys()
     for name, decision in activations.decisions.items():
@@ -201,9 +202,9 @@ def activation_changes(
 
 
 def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bool) -> list[Change]:
-    """Return a row of changes for each tensor that is saved although the plan recomputes it.
+    """Return a row of changes for each module or tensor that is saved although the plan recomputes it.
 
-    These are the modules inside a compiled model, and single slots in eager mode.
+    These are modules that torch.compile runs (`compiled_paths`), and in eager mode the single slots in `plan.recompute`.
     """
     rows = [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in compiled_paths]
     slots = [text for text in plan.recompute if ":" in text] if is_eager else []
@@ -213,7 +214,7 @@ def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bo
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
     """Return (slot, format) of requests in the plan for tensors that do not exist in store mode, such as master weights.
 
-    One row is for the whole role, one for each slot whose format differs from that.
+    There is one pair for a whole role, and one for each of the model's `slots` (names, role) whose format differs from that of its role.
     """
     rows: list[tuple[str, str]] = []
     for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
@@ -263,7 +264,7 @@ REASON_LENGTH = 110  # letters
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of one kind of tensor: as the session stores them, and as the unmodified model does."""
+    """The bytes of one kind of tensor, such as "activations": as the session stores them, and as the unmodified model does."""
 
     name: str
     stored: int
@@ -320,14 +321,17 @@ class Summary:
 
 
 def _rank(given: str, reason: str, slot: str) -> int:
-    """Return a sort key for reasons in a summary: 0 if memory is not freed, up to 3 for small tensors."""
+    """Return the rank of a reason in a summary: 0 (first) if memory is not freed, 1 if nothing is packed, 3 for small tensors, else 2."""
     if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
         return 0
     return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2
 
 
 def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
-    """Return the bytes of activations, packed weights, optimizer state and gradients, stored and unmodified."""
+    """Return the bytes of activations, packed weights, optimizer state and gradients, stored and unmodified.
+
+    If `model` is None, since the model was deleted, these are the activations alone.
+    """
     most = activations.largest
     rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
     if model is None:
@@ -339,7 +343,7 @@ def stored_bytes(model: nn.Module | None, activations: Activations, weights: Ite
 
 
 def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str:
-    """Return a sentence with the peaks that `trace` predicts and, on a GPU, with the measured one."""
+    """Return the text on peak memory: what `trace` (if given) predicts with and without the plan and, on a GPU, what was measured."""
     devices = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"}) if model is not None else []
     texts = [f"{say_bytes(torch.cuda.max_memory_allocated(device))} allocated on {device}" for device in devices]
     if trace is not None:
@@ -370,7 +374,7 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Return whether a plan has rules for trained parameters that need an optimizer of paredown.optim."""
+    """Return whether a plan has formats for trained parameters or their state, which need an optimizer of paredown.optim."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
     return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
@@ -413,7 +417,7 @@ def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[C
 
 
 def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
-    """Return the format in use for a parameter's slot and why it is not the requested one; None if it is."""
+    """Return the format in use for a parameter's slot and why it is not the one requested; None if the requested one is in use."""
     owner = owner_of(parameter)
     if owner is None:
         return UNMODIFIED, NO_OPTIMIZER
@@ -433,7 +437,7 @@ def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tu
 
 
 def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
-    """Return the formats that `plan` requests for each parameter; raise an error if its optimizer cannot use them."""
+    """Return each parameter with the formats that `plan` requests for it; raise an error if its optimizer cannot use them."""
     rows: list[tuple[nn.Parameter, RequestedFormats]] = []
     checked: set[Any] = set()
     for name, parameter in model.named_parameters():

@@ -203,7 +203,7 @@ def _is_list_of_layers(module: nn.Module) -> bool:
 
 
 class SecondPasses:
-    """Packs the tensors that checkpointed layers save when backward runs them again, by the same rules as in forward."""
+    """Packs the tensors that checkpointed layers save when backward runs them again, by the same rules as tensors saved in forward."""
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations
@@ -314,7 +314,10 @@ class OffloadedInputs:
         return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
 
     def form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
-        """Return the stored form of a checkpoint's input whose codes are moved to host memory; None for other tensors."""
+        """Return the stored form of a checkpoint's input whose codes are moved to host memory; None for other tensors.
+
+        `stored`: the values of `piece` as `codec` encoded them.
+        """
         if saved.op != CHECKPOINT:
             return None
         if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():

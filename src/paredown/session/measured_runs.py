@@ -54,7 +54,7 @@ class MeasuredRuns:
     def storing(
         self, only: Collection[str] | None = None, *, is_exact: bool = False, on_packed: Observer | None = None
     ) -> Generator[None]:
-        """Return a context in which only the slots `only` are stored (None: all), exactly (float32) if `is_exact`.
+        """Return a context in which only slots named in `only` (None: all) are packed, in float32 instead of their formats if `is_exact`.
 
         `on_packed` is called after each saved tensor is packed.
         """
@@ -76,9 +76,9 @@ class MeasuredRuns:
 
     @contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """Return a context that undoes changes of decisions and counts when it ends, and in which no guard measures.
+        """Return a context in which no guard measures, and which restores slot decisions and the number of forward passes when it ends.
 
-        It yields a function that sets the number of forward passes back.
+        It yields a function that sets the number back at once, so that the next forward pass draws the same random bits.
         """
         with self._activations.restored_after() as rewind:
             try:

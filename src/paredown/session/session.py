@@ -105,7 +105,7 @@ class Session:
         make_guard: GuardFactory | None = None,
         chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
-        """Apply `plan` to a model, which may be wrapped in DistributedDataParallel or compiled."""
+        """Apply `plan`, with the random bits of `seed`, to the model `given`, which may be compiled or in DistributedDataParallel."""
         plan.check_stored()
         self.plan = self.applied = plan  # a guard changes `plan`
         is_compiled, model = is_wrapped_by_compile(given), unwrapped(given)
@@ -328,7 +328,7 @@ class Session:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a session that had the same plan."""
+        """Restore what `state_dict` of a session with the same plan returned; raise ApplyError for another state."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or not {"plan", "seed", "forwards"} <= set(state):
             raise ApplyError(
                 f"this is not the state of a session, version {VERSION}: it {describe_state(state)}. "
@@ -472,7 +472,7 @@ def start_session(
 ) -> Session:
     """Apply `plan` to `model` in store mode, and return the session, which is the model's open session until it is closed.
 
-    `make_guard`: makes the guard of the session. `chunked_loss`: compute the cross entropy of large vocabularies in chunks.
+    `make_guard`: makes the guard of the session; None: no guard. `chunked_loss`: compute the cross entropy of large vocabularies in chunks.
     """
     plain = unwrapped(model)
     check_is_not_graphed(plain)

@@ -64,11 +64,14 @@ class Signals:
 
     @property
     def device(self) -> torch.device:
-        """The device on which measurements are stored."""
+        """The device on which measurements are stored; the CPU before the first one."""
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
-        """Return the gradient norm and the measurements since the last call, the maximum over all processes."""
+        """Return, as maxima over all processes, the gradient norm `norm` and the measurements of each slot since the last call.
+
+        `norm`: that of this process; for None, the returned norm is negative unless another process has one.
+        """
         assert self._numbers is not None
         first = self._numbers.new_tensor([UNSEEN]) if norm is None else norm.detach().reshape(1).to(self._numbers)
         numbers = torch.cat([first, self._numbers.reshape(-1)])
@@ -82,9 +85,9 @@ class Signals:
         return values[0], {name: SlotSignal(error, largest) for name, error, largest in rows if error != UNSEEN}
 
     def is_due(self, num_calls: int) -> bool:
-        """Return whether measurements of a compiled graph's call with this number are used: the first, and every `every`-th.
+        """Return whether the measurements of a compiled graph's call with this number (from 1) are used.
 
-        These are the first call, and each `every`-th later one.
+        These are the first call and each `every`-th later one; all calls while `looks_at_all` is set.
         """
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
@@ -115,7 +118,7 @@ class Signals:
         return flat, form.codec.decode(form.stored, (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Return exact and decoded values of a part of a packed tensor; each measurement takes another part."""
+        """Return exact and decoded values of a part of the packed tensor of slot `name`; each measurement takes another part."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -143,7 +146,7 @@ def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tens
 
 
 class SessionGuard(ABC):
-    """The methods of a guard that its session calls."""
+    """The attributes and methods of a guard that its session uses."""
 
     slots: Mapping[str, Any]  # name -> traced slot, of those that it measures
     signals: Signals
@@ -161,7 +164,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
-        """Measure the gradient error that rounding each slot causes, and choose formats by it."""
+        """Measure on `batch` the gradient error that rounding each slot causes, choose formats by it, and return these sensitivities."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ TWICE = (
 class Reason(NamedTuple):
     """The reason why a module runs whole, rather than over pieces of the sequence.
 
-    `is_expected`: a rule for the layer around it did not mean modules of its class, such as attention.
+    `is_expected`: modules of its class, such as attention, never run in pieces, so a rule for the layer around it did not mean it.
     """
 
     text: str
@@ -116,7 +116,7 @@ class TiledModules:
 
     @contextmanager
     def attached(self) -> Generator[None]:
-        """Return a context in which modules run in pieces even after `detach`, as a second forward pass must repeat the first."""
+        """Return a context in which modules run in pieces even after `detach`, for second forward passes, which must repeat the first."""
         added = [call for call in self._calls.values() if call.attach()]
         try:
             yield
@@ -126,7 +126,7 @@ class TiledModules:
 
     @property
     def is_running(self) -> bool:
-        """Whether this thread runs a piece, or is in `paused`."""
+        """Whether this thread runs a piece of a tiled module, or is in the context of `paused`."""
         return getattr(self._local, "is_running", False)
 
     @contextmanager
@@ -142,7 +142,7 @@ class TiledModules:
             yield
 
     def check(self, asked: TiledCall) -> None:
-        """Raise ApplyError if a rule names a module that has run and that can never run in pieces."""
+        """Raise ApplyError if a rule names the module of `asked` and no module in it, nor itself, can run in pieces."""
         inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
         if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
             why = next((call.whole.text for call in inside if call.whole is not None), "")
@@ -151,7 +151,7 @@ class TiledModules:
     # --- what happened ---
 
     def changes(self, *, was_compiled: bool) -> Iterator[Change]:
-        """Yield a row for each module that runs whole although a rule was meant for it."""
+        """Yield a row for each module that runs whole although a rule was meant for it; `was_compiled`: torch.compile ran the model."""
         for path, text in self._asked.items():
             inside = {name: call for name, call in self._calls.items() if is_inside(name, path)}
             length = TILED.format(next(iter(inside.values())).length) if inside else text
@@ -213,7 +213,7 @@ class TiledCall:
         return self.is_by_token or self.whole is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module."""
+        """Return the output of the module, run over pieces if this call can be."""
         module = self.module()
         assert module is not None
         if self.tiles.is_running or is_dynamo_compiling() or not torch.is_grad_enabled():
@@ -233,7 +233,7 @@ class TiledCall:
         return self._tiled(module, x, trained, (args[1:], kwargs))
 
     def _whole(self, module: nn.Module, reason: Reason, args: Any, kwargs: Any) -> Any:
-        """Return the output of the module, run whole for this reason."""
+        """Return the output of the module, run whole; its first such call records the reason."""
         if self.whole is not None:
             return module._call_impl(*args, **kwargs)
         with OperationNames() as names:
@@ -244,7 +244,7 @@ class TiledCall:
         return out
 
     def _reason(self, module: nn.Module, tensors: list[Tensor], args: tuple[Any, ...]) -> Reason | None:
-        """Return why this call runs the module whole; None if it can run in pieces."""
+        """Return why this call runs the module whole; None if it can run in pieces. `tensors`: all tensors among its arguments."""
         if len(tensors) != 1 or not args or args[0] is not tensors[0]:
             return Reason(ARGUMENTS.format(len(tensors)), is_expected=True)
         x = tensors[0]
@@ -274,7 +274,7 @@ class TiledCall:
 class TileRun:
     """One call of a tiled module, with the data that its backward needs beside the saved input.
 
-    `out`: its output, until autograd has it.
+    `out`: its output, until `Tiles.forward` returns it.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class TileRun:
         self.out: Tensor | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of forward."""
+        """Return a context with the autocast settings that the call had in forward."""
         return uncached_autocast(*self._autocast)
 
     def of_piece(self, piece: Tensor) -> Any:
@@ -299,13 +299,13 @@ class TileRun:
         return self.module._call_impl(piece, *self.rest[0], **self.rest[1])
 
     def gradients(self, x: Tensor, gradient: Tensor, trained: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the input and of the parameters `trained`, from that of the output."""
+        """Return the gradients of the input `x` and of the parameters `trained`, given the `gradient` of the output."""
         with self.call.tiles.pieces(), self.autocast():
             return gradients_of_pieces(self.of_piece, x, gradient, trained, length=self.call.length, needs_input=self.needs_input)
 
 
 def pieces_of(x: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the position of each piece of `length` tokens of a tensor, and the piece."""
+    """Yield the first position and the values of each piece of `length` tokens (dimension -2) of a tensor; the last may be shorter."""
     for start in range(0, x.shape[-2], length):
         yield start, x.narrow(-2, start, min(length, x.shape[-2] - start)).contiguous()
 
@@ -327,7 +327,10 @@ def output_of_pieces(call: Callable[[Tensor], Any], x: Tensor, length: int) -> T
 def gradients_of_pieces(
     call: Callable[[Tensor], Any], x: Tensor, gradient: Tensor, trained: list[Tensor], *, length: int, needs_input: bool
 ) -> list[Tensor | None]:
-    """Return the gradients of `x` and of the parameters `trained`, from that of the output; `call` returns the output of a piece."""
+    """Return the gradients of `x` and of the parameters `trained`, given the `gradient` of the output.
+
+    `call` returns the output of a piece. `needs_input`: whether `x` needs a gradient.
+    """
     of_input = torch.empty_like(x) if needs_input else None
     sums = GradientSums(trained, gradient)
     for start, piece in pieces_of(x.detach(), length):
@@ -381,7 +384,7 @@ class TileInput(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *trained: Tensor) -> Tensor:
-        """Save the input."""
+        """Save `x`, and return an empty tensor, which requires a gradient if `x` or a parameter in `trained` does."""
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         return x.new_empty(0)
@@ -398,7 +401,7 @@ class Tiles(Function):
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:
-        """Return the module's output, which is computed already."""
+        """Return the module's output, which is computed already; `kept`: the result of `TileInput`."""
         ctx.run, ctx.trained = run, trained
         out, run.out = run.out, None
         assert out is not None
@@ -421,8 +424,8 @@ def autocast_of(x: Tensor) -> tuple[str, bool, Any]:
 
 
 def uncached_autocast(kind: str, is_enabled: bool, dtype: Any) -> AbstractContextManager[Any]:
-    """Return an autocast context without torch's cache of casts.
+    """Return an autocast context for a type of device (`kind`), without torch's cache of casts.
 
-    Other modules would find casts in it that were made without gradients.
+    Other modules would find casts in that cache that were made without gradients.
     """
     return torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=False)

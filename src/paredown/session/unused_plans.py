@@ -56,7 +56,7 @@ def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
 
 
 def warn_of_unused_plan(plan: Plan, model: nn.Module) -> None:
-    """Warn, at the line that calls the caller, if no rule of `plan` matches a parameter of `model`."""
+    """Warn if no rule of `plan` matches a parameter of `model`; the warning names the line that called this function's caller."""
     rows = unused_rules(plan, model)
     if rows and len(rows) == sum(assignment.format is not None for _, assignment in plan.rules):
         warnings.warn(
@@ -82,7 +82,7 @@ def scripted_changes(plan: Plan, paths: Iterable[str]) -> list[Change]:
 
 
 def does_nothing(plan: Plan, stored: Sequence[StoredBytes], *, has_run: bool) -> bool:
-    """Return whether a plan with rules packs nothing in this model."""
+    """Return whether a plan with rules packs nothing in this model; False before a forward pass has run."""
     return bool(plan.rules) and has_run and not any(row.stored < row.baseline for row in stored)
 
 

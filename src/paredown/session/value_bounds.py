@@ -59,7 +59,10 @@ READ_INTERVAL = 8
 
 @dataclass(eq=False, slots=True)
 class DeviceReading:
-    """Numbers that were read from a tensor on a device, while a copy of newer numbers to the host is under way."""
+    """Numbers that were read from a tensor on a device, while a copy of newer numbers to the host may be under way.
+
+    `forwards`: the number of the forward pass that asked for them last. `pending`: the newer numbers; None without a copy.
+    """
 
     values: list[float]
     forwards: int
@@ -76,7 +79,7 @@ class KnownReason(NamedTuple):
     format: Format
 
     def holds(self, format: Format) -> bool:
-        """Return whether a reason is still valid: the format is the same, and no newer numbers were read."""
+        """Return whether this reason is still valid: the format is the same, and no newer numbers were read."""
         return self.reading.pending is None and self.reading.values is self.values and self.format is format
 
 
@@ -89,12 +92,12 @@ class ValueBounds:
         self._last: DeviceReading | None = None  # the one that `_read` returned last
 
     def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
-        """Return the reason to leave a slot unmodified, if it is known without reading values; None if it is not known."""
+        """Return the reason to leave a slot unmodified, "" for none; None if forward pass number `forwards` must read values to know."""
         known = self._known.get(name)
         return known.reason if known is not None and forwards % READ_INTERVAL and known.holds(format) else None
 
     def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
-        """Return why the values of a saved tensor forbid packing it in this forward pass; "" if they do not."""
+        """Return why the values of a saved tensor forbid packing it in forward pass number `forwards`; "" if they do not."""
         self._last = None
         reason = self._reason(saved, format, forwards)
         if self._last is not None and saved.tensor is not None and saved.tensor.is_cuda:
@@ -197,7 +200,7 @@ def reason_of_spread(spread: float) -> str:
 
 
 def measure_attention(node: Any) -> Tensor:
-    """Return the numbers by which attention operands may be packed, computed from the tensors that an autograd node saved."""
+    """Return the four numbers that decide whether attention operands may be packed, from what the autograd node of attention saved."""
     query, scale = node._saved_query, node._saved_scale
     numbers = join_attention_parts(attention_parts(query, node._saved_key, node._saved_value, node._saved_output))
     return torch.cat([numbers[:1] * (query.shape[-1] ** -0.5 if scale is None else scale), numbers[1:]])
@@ -215,7 +218,10 @@ def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return four numbers for each attention, in one 1-D tensor."""
+    """Return four numbers for each attention in one 1-D tensor: the largest norms and mean variances of its heads.
+
+    `parts`: the results of `attention_parts` for each attention, one after the other.
+    """
     largest = [torch.stack(tuple(parts[i::4])).amax(1) for i in range(2)]
     means = [torch.stack(tuple(parts[i::4])).mean(1) for i in range(2, 4)]
     return torch.stack(largest + means, 1).reshape(-1)
@@ -246,9 +252,9 @@ def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
 
 
 def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
-    """Return the extremes of every BLOCK channels of many norms, in one 1-D tensor.
+    """Return the `extremes` of every BLOCK channels of many norms, in one 1-D tensor.
 
-    `statistics`: mean, rstd, mean, rstd, ...
+    `statistics`: mean and rstd of the first norm, mean and rstd of the second, ...
     """
     mean, rstd = (torch.cat([t.reshape(-1) for t in statistics[i::2]]).view(-1, BLOCK) for i in range(2))
     return torch.stack([rstd.amin(1), rstd.amax(1), mean.amin(1), mean.amax(1)], 1).reshape(-1)
@@ -269,7 +275,7 @@ def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
 
 
 def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
-    """Return whether a block of 64 values in memory can hold values of several channels, rows or groups."""
+    """Return whether a block of 64 values in memory can hold values of several of the `num_groups` channels, rows or groups of a norm."""
     if _lies_in_rows(tensor, op):
         return False  # such norms take rows of the last dimension together, and a block lies in one of them
     if not tensor.is_contiguous():
@@ -284,9 +290,9 @@ def _lies_in_rows(tensor: Tensor, op: str) -> bool:
 
 
 def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwards: int) -> bool:
-    """Read values whose copy to the host is complete, start a new copy now and then, and return whether there are new ones.
+    """Read values whose copy to the host is complete, start a copy every READ_INTERVAL passes, and return whether there are new values.
 
-    There is at most one copy at a time, and none is started while a CUDA graph is captured.
+    There is at most one copy at a time, and none is started while a CUDA graph is captured. `forwards`: the number of the pass.
     """
     reading.forwards = forwards
     if torch.cuda.is_current_stream_capturing():
@@ -318,8 +324,8 @@ class Bounds(NamedTuple):
 def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
     """Return what backward needs of a saved tensor, with the bounds of its mask or the dtype of its integers.
 
-    Several views of one storage may be saved. What depends on values is determined for one view only, so it must be part of the key: two
-    views may hold {0, 1} and {0, 2}, and they may share bits only if both decode to the same two values.
+    Both are part of the key of the stored form, since several views of one storage may be saved: two views may hold {0, 1} and {0, 2}, and
+    they may share bits only if both decode to the same two values.
     """
     if saved.use is Use.INSIDE:
         low = _bound_in(tensor.dtype, saved.node._saved_min_val, up=False)
@@ -345,7 +351,7 @@ def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[fl
 
 
 def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
-    """Return the value of `dtype` at a bound or next to it, since kernels compare 16-bit values in float32."""
+    """Return a bound in `dtype`; for 16 bits rounded up (`up`) or down, since kernels compare such values in float32."""
     exact = torch.tensor(bound, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
     near = exact.to(dtype)
     if dtype.itemsize == 2 and bool(near.float() < exact if up else near.float() > exact):
@@ -357,8 +363,8 @@ def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
 def _only_positive_value(tensor: Tensor) -> float | None:
     """Return the positive value of a tensor that otherwise holds only 0, such as a dropout mask; None for other tensors.
 
-    None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would synchronize with the device. The
-    answer is valid for this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
+    It is None on a GPU too, where dropout has a boolean mask and reading values would synchronize with the device. The answer is valid for
+    this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
     """
     if tensor.device.type != "cpu" or not tensor.is_floating_point() or not tensor.numel():
         return None

@@ -57,7 +57,7 @@ class ViewOutputs:
 
 
 def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """Return `output` as a tensor that is no view; None if nothing must be replaced."""
+    """Return `output`, a view of type `replaces`, as a tensor that is no view; None if it need not be replaced."""
     if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())

@@ -91,7 +91,7 @@ class CompiledGraphs:
         return [*rows, *self._not_recomputed()]
 
     def _not_recomputed(self) -> Iterator[Change]:
-        """Yield the slots that the plan recomputes and that a graph saves nevertheless, or that no graph has."""
+        """Yield a row of changes for each slot that the plan recomputes and that a graph saves nevertheless, or that no graph has."""
         refused = {name: reason for report in self.reports for name, reason in report.not_recomputed.items()}
         names = {*refused, *(name for report in self.reports for name in report.recomputed)}
         yield from (Change(name, RECOMPUTED, "saved", reason) for name, reason in refused.items())
@@ -126,7 +126,7 @@ class CompiledGraphs:
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def on_call(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
-        """Count a call with gradients of the graph that `report` describes.
+        """Count a call with gradients of the graph that `report` describes, which returned `outputs`.
 
         `num_calls`: how often this graph was called so far. `numbers`: what it measured in this call.
         """

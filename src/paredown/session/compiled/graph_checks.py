@@ -36,9 +36,10 @@ MAX_RANGES = 4096  # channels of a norm whose ranges are measured, with those of
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """Numbers that a compiled graph measures, from which follows whether the operands of an operation may be packed.
+    """Numbers that a compiled graph measures, which decide whether the operands of an operation may be packed.
 
     Checks of the same `kind` are measured together, by one call of `join` with the tensors of all of them; each check has `count` numbers.
+    `reason`: a function from these to a reason not to pack, or "".
     """
 
     kind: Hashable

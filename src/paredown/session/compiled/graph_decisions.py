@@ -162,7 +162,7 @@ def fits_bits(value: Tensor) -> bool:
 def mask_codec(value: Tensor, order: list[int]) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
     """Return two functions that encode and decode a boolean tensor: as bits where `fits_bits`, otherwise as a copy.
 
-    `order`: its dimensions as they lie in memory.
+    `order`: the dimensions of the tensor as they lie in memory.
     """
     if not fits_bits(value):
         return lambda x: (x.clone(),), lambda saved: saved.clone()

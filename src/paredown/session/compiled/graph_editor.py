@@ -111,7 +111,7 @@ class GraphEditor:
         return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save boolean tensors as bits, also those that backward would compute from tensors that are packed now."""
+        """Save boolean tensors as bits, also those that backward would compute from packed tensors; `packed`: the names of these."""
         with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
@@ -241,7 +241,8 @@ class GraphEditor:
     ) -> list[fx.Node]:
         """Insert the operations of `function` into a graph, and return the nodes of its outputs.
 
-        The function is traced once for all arguments of the same sizes, strides, dtypes and `name`.
+        The function is traced once for all arguments of the same sizes, strides, dtypes and `name`. `before`: the node before which to
+        insert; None: right behind the arguments.
         """
         values: list[Tensor] = [node.meta["val"] for node in arguments]
         key = (name, *((v.shape, v.stride(), v.dtype, v.device) for v in values))
@@ -252,7 +253,7 @@ class GraphEditor:
         return _insert(graph, self._traces[key], arguments, before or _after(arguments), self._constants[graph])
 
     def _measure(self, function: Callable[..., Tensor], sources: list[fx.Node]) -> fx.Node:
-        """Insert a function of `sources` at the end of the forward graph, and return the node of its result."""
+        """Insert `function` of the nodes `sources` at the end of the forward graph, and return the node of its result."""
         traced = _trace(lambda *t: (function(*t),), *(node.meta["val"] for node in sources))
         return _insert(self.forward.graph, traced, sources, self._output)[0]
 
@@ -294,7 +295,7 @@ class GraphEditor:
         return nbytes_of(parts[0])
 
     def _computed_in_forward(self, node: fx.Node) -> fx.Node:
-        """Return the forward node with the value of a backward node that needs no gradient, inserted if need be.
+        """Return the forward node with the value of a backward node that depends on no tangent.
 
         If forward has no such node, the backward node is copied there.
         """
@@ -326,7 +327,7 @@ class GraphEditor:
 
 
 def of_tangents(backward: fx.Graph) -> set[fx.Node]:
-    """Return the nodes of a backward graph that depend on gradients of the outputs (tangents)."""
+    """Return the nodes of a backward graph that depend on tangents (the gradients of the forward graph's outputs)."""
     found = {node for node in backward.find_nodes(op="placeholder") if _is_tangent(node)}
     for node in backward.nodes:
         if any(i in found for i in node.all_input_nodes):
@@ -374,7 +375,10 @@ def _insert(
 
 
 def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[Any, ...]) -> list[fx.Node]:
-    """Insert a call of an operation that returns several tensors, behind its arguments, and return the nodes of the results."""
+    """Insert a call of an operation that returns several tensors, behind its arguments, and return the nodes of the results.
+
+    `tensors`, `others`: its arguments that are nodes, and those after them.
+    """
     values: list[Tensor] = [node.meta["val"] for node in tensors]
     with values[0].fake_mode:  # type: ignore[attr-defined]
         results: list[Tensor] = target(*values, *others)

@@ -129,7 +129,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return repr, (self.uuid(),)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and the backward graph, with saved tensors packed."""
+        """Return the forward and the backward graph of the joint graph `gm`, with saved tensors packed."""
         if not self.plan.packs_activations:
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
             call_transposes(backward)
@@ -238,7 +238,7 @@ class PlanPartitioner(CustomPartitionerFn):
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
     """Return the operations of the model that are found in a joint graph; `options`: keyword arguments of the partitioner.
 
-    `roots`: as in `read_joint_graph`.
+    `roots`: the paths in the model of modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
@@ -257,7 +257,10 @@ def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[
 
 
 def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
-    """Return the names of recomputed tensors that should be saved instead, to lower the peak in backward."""
+    """Return the names of recomputed tensors that should be saved instead, to lower the peak in backward.
+
+    `bits`: the bits per value of each packed tensor, by name.
+    """
     return RecomputedChains(backward, of_tangents(backward)).to_save(bits)
 
 
@@ -266,7 +269,7 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor with a `PlanPartitioner`, and two more inputs for each graph."""
+    """A backend of torch.compile: Inductor with a `PlanPartitioner`, and two more inputs of each graph (step counter, measured numbers)."""
 
     graphs: CompiledGraphs  # the current plan, seed and step counters
     partitioner: PlanPartitioner
@@ -274,7 +277,7 @@ class PlanBackend:
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Return the compiled graph."""
+        """Return a graph of Dynamo, to be compiled by Inductor with a plan at work."""
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
@@ -351,7 +354,7 @@ def _row_choices() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has additional inputs, at the end."""
+    """Return a context in which a graph of Dynamo has additional inputs at the end, of which `examples` are given."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")

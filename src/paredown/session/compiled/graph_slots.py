@@ -73,7 +73,7 @@ _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 class GraphSlot:
     """A saved tensor of a compiled graph: the slot names that it has in eager mode, and what backward needs of it.
 
-    `reason`: if backward needs it exactly, why.
+    `reason`: why backward needs it exactly, "" if it does not.
     """
 
     names: tuple[str, ...]
@@ -215,7 +215,10 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """A value that backward computes from a saved tensor, with the operation and the first node on the way to it."""
+    """A value that backward computes from a saved tensor.
+
+    `number`: the seq_nr of its operation. `entry`: the input of that operation on the way from the saved tensor.
+    """
 
     value: fx.Node
     entry: fx.Node

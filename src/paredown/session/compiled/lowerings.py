@@ -189,7 +189,7 @@ def encode(x: Any, step: Any, order: Sequence[int], *options: Any) -> Any:
 
 
 def column_quantizer(*sizes: Any) -> Callable[..., None]:
-    """Return the function that generated code calls to quantize columns, f(g, factors, codes, scales)."""
+    """Return the function that generated code calls to quantize the columns of a matrix, f(g, factors, codes, scales)."""
     kernels = backend.find_kernels()
     assert kernels is not None
     return kernels.column_quantizer(*sizes)
@@ -221,7 +221,7 @@ def quantize_columns(g: Any, factors: Any, element: str) -> Any:
 
 @register_lowering(TRANSPOSED, type_promotion_kind=None)
 def transposed_codes(codes: Any) -> Any:
-    """Return the call that `call_transposes` inserted.
+    """Return the lowering of `paredown::transposed_codes`, a call of the operation or of its kernel.
 
     Torch 2.13 would not make the call by itself, because the operation has a decomposition too.
     """

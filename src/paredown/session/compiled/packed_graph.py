@@ -124,7 +124,7 @@ class Snapshot:
         self._host = torch.get_rng_state()
 
     def restore(self) -> None:
-        """Restore the random number generators and buffers."""
+        """Restore the random number generators and buffers as they were when the copy was made."""
         torch.set_rng_state(self._host)
         for device, state in self._random:
             torch.cuda.set_rng_state(state, device)

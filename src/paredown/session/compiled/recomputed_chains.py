@@ -49,7 +49,10 @@ class RecomputedChains:
         self._tensors = {self._viewed(node) for node in graph.nodes if self._is_recomputed(node) and self._is_read(node)}
 
     def to_save(self, bits: Mapping[str, float]) -> set[str]:
-        """Return the names of recomputed tensors that should be saved instead, to lower the peak."""
+        """Return the names of recomputed tensors that should be saved instead, to lower the peak.
+
+        `bits`: the bits per value of each packed tensor, by name.
+        """
         found = set[str]()
         for chain in self._chains():
             leaves = {i.name for node in self._cone(chain) for i in node.all_input_nodes if i.name in bits}
@@ -82,7 +85,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Return whether a kernel might compute these nodes early, for other users, before the node `first` is computed."""
+        """Return whether a kernel might compute `cone` early, for users other than `users`, before the node `first` is computed."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)

@@ -81,7 +81,7 @@ class RecomputedTensor:
 def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, RecomputedTensor]:
     """Return the saved tensors that backward could recompute, by name.
 
-    The first `num_outputs` results of `forward` are its own outputs.
+    The first `num_outputs` results of `forward` are its own outputs, the others are saved for backward.
     """
     returned: Any = forward.output_node().args[0]
     tensors = list(dict.fromkeys(node for node in returned if is_tensor(node)))
@@ -184,7 +184,10 @@ def recompute_saved(
 
 
 def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], order: dict[fx.Node, int]) -> None:
-    """Copy the computation of a forward node into backward, before the node `first`."""
+    """Copy the computation of a forward node into backward, before the node `first`; move it there if backward has it later.
+
+    `known`: backward's nodes by name. `order`: the positions of backward's nodes.
+    """
     old = known.get(node.name)
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: known[n.name])
     if old is None:
@@ -200,7 +203,10 @@ def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], or
 
 
 def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: int) -> fx.Node:
-    """Add a forward node to the saved tensors, and return its placeholder in backward."""
+    """Make forward save a node, and return the node's new placeholder in the backward graph `graph`.
+
+    `returned`: forward's results, of which the first `num_outputs` are its own.
+    """
     _save(node, returned, num_outputs)
     with graph.inserting_after(last_saved(graph)):
         placeholder = graph.placeholder(node.name)
@@ -228,7 +234,7 @@ def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
 
 
 def _save(node: fx.Node, returned: list[Any], num_outputs: int) -> None:
-    """Add a forward node to the saved tensors, which precede the symbolic sizes."""
+    """Add a forward node to the saved tensors in forward's results `returned`, where they precede the symbolic sizes."""
     returned.insert(end_of_tensors(returned, num_outputs), node)
 
 
@@ -238,7 +244,7 @@ def end_of_tensors(returned: list[Any], num_outputs: int) -> int:
 
 
 def last_saved(backward: fx.Graph) -> fx.Node:
-    """Return the last placeholder of a backward graph that is saved: no tangent."""
+    """Return the last placeholder of a backward graph that stands for something saved in forward, not for a tangent."""
     return [p for p in backward.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
 
 

@@ -81,9 +81,9 @@ class Activations:
     """The storage of one model's saved activations: packs each in forward, and unpacks it when backward uses it."""
 
     def __init__(self, plan: Plan, seed: int, *, form_of: FormOf | None = None, min_numel: int = MIN_PACKED_NUMEL) -> None:
-        """Prepare to pack as `plan` says.
+        """Prepare to pack as `plan` says, with the random bits of `seed`.
 
-        `form_of` makes another form for some encoded tensors, as offloading does.
+        `form_of` makes another form for some encoded tensors, as offloading does. Tensors of fewer than `min_numel` values stay unmodified.
         """
         self.plan, self.seed, self.min_numel, self._form_of = plan, seed, min_numel, form_of
         self.count = ForwardCount()
@@ -161,9 +161,9 @@ class Activations:
 
     @contextmanager
     def restored_after(self) -> Generator[Callable[[], None]]:
-        """Return a context that undoes changes of decisions and counts at its end.
+        """Return a context that restores slot decisions and the number of forward passes when it ends.
 
-        It yields a function that sets the number of forward passes back.
+        It yields a function that sets the number back at once.
         """
         forwards, restored = self.forwards, self.restored
         decisions, not_packed = dict(self.decisions), dict(self.not_packed)
@@ -185,7 +185,7 @@ class Activations:
         self._forget_slots()
 
     def report_small_to(self, on_small: Callable[[set[str], int], None]) -> None:
-        """Set the function that gets the slots too small to be packed, with their largest bytes."""
+        """Set the function that gets the slots that stay unmodified because they are small, and the bytes of the largest."""
         self.on_small = on_small
 
     def resume(self, seed: int, forwards: int) -> None:
@@ -198,7 +198,7 @@ class Activations:
         self._plan_number += 1
 
     def begin(self, *, is_sharded: bool) -> None:
-        """Begin a forward pass."""
+        """Begin a forward pass; `is_sharded`: parameters are freed between forward and backward."""
         self.count.add()
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
@@ -207,7 +207,10 @@ class Activations:
         self._running.append(storage)
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """Record that this thread's forward pass began with a call of a part of the model."""
+        """Record that this thread's forward pass began with a call of a part of the model, with `arguments` that earlier calls returned.
+
+        `outputs`: addresses of the storages of the outputs of those calls.
+        """
         storage = self._current_storage()
         self._local.outputs.begin(storage, arguments, outputs)
         storage.pack_again(self.count)
@@ -244,7 +247,8 @@ class Activations:
         """Choose the smallest tensors, which stay unmodified from the next pass on.
 
         If small tensors are left unmodified already, and this pass saved more than before, all of them are packed in the next pass, so that
-        their sizes are known. `baseline`: the bytes that the pass saves without a plan. `leave_out` gets the slots and the limit in bytes.
+        their sizes are known. `held`: keys of memory that stays allocated anyway. `baseline`: the bytes that the pass saves without a plan.
+        `leave_out` gets the slots and the limit in bytes.
         """
         has_changed = bool(self.small)
         if has_changed:
@@ -277,14 +281,15 @@ class Activations:
             self._store(saved, piece, slot, storage, saved.node, saved.raw)
 
     def saved_by(self, *ends: str) -> dict[str, tuple[torch.Size, int]]:
-        """Return shape and bytes of each saved slot with a name that ends with one of `ends`."""
+        """Return shape and bytes of each saved slot with a name that ends with one of `ends`, by name."""
         found = {name: slot.memory for name, slot in self._slots.items() if name.endswith(ends)}
         return {name: (size, nbytes) for name, (_, _, nbytes, size, *_) in found.items()}
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
         """Replace a saved tensor by its stored form, as decided in an earlier pass.
 
-        `seen` describes the earlier one. Decisions for its slot are used again if nothing that they depend on has changed.
+        `seen` describes what the same operation saved then; its decisions are used again if nothing that they depend on has changed. `raw`:
+        the handle by which autograd node `node` exposes the tensor. `inputs`: storages of the caller's tensors.
         """
         slot: SlotDecisions | None = seen.slot
         if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
@@ -309,7 +314,7 @@ class Activations:
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
-        """Return the decision how the saved tensors of a slot are stored, made now if need be."""
+        """Decide how the saved tensors of a slot are stored, and return the decision, which later passes use."""
         slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
         self._slots[saved.name] = slot
         return slot
@@ -317,7 +322,7 @@ class Activations:
     def _store(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Store a saved tensor packed, and measure the time that this takes on a CPU."""
+        """Store a saved tensor packed, and measure the time that this takes on a CPU; if `slot` is None, decide how it is stored."""
         start = self.packing_time.clock()
         with self._lock:
             self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)

@@ -51,12 +51,12 @@ class ForwardStorage:
     sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
     def baseline_bytes(self, unmodified: Mapping[int, int]) -> int:
-        """Return the bytes that this forward pass would save without a plan."""
+        """Return the bytes that this forward pass would save without a plan; `unmodified`: those of unmodified storages, by address."""
         originals = {key[0]: form.original_bytes for key, form in self.forms.items()}
         return sum({**originals, **unmodified}.values())
 
     def restore_held(self, held: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
-        """Make stored data refer to its original memory where a tensor in `held` keeps that memory allocated.
+        """Make stored data refer to its original memory where a tensor in `held` (by storage address) keeps that memory allocated.
 
         Returns two lists of keys: of the data that now refers to its original, and of the data whose original is alive although no known
         tensor refers to it.
@@ -76,7 +76,7 @@ class ForwardStorage:
         return restored, alive
 
     def packable_sizes(self, held: Iterable[Any]) -> list[int]:
-        """Return the bytes of each piece of memory that packing could free."""
+        """Return the bytes of each piece of memory that packing could free; `held`: keys of those that stay allocated."""
         packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in self.forms.items()}
         return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
 
@@ -86,7 +86,7 @@ class ForwardStorage:
         return entry[1] if entry is not None and entry[0] is node else None
 
     def pack_delayed(self) -> None:
-        """Pack the masks that wait to be packed with another tensor."""
+        """Pack the masks that were to be packed together with another tensor and are not packed yet."""
         for mask, slot in self.masks.values():
             if mask.delayed is not None:
                 slot.is_delayed = False
@@ -117,9 +117,9 @@ class PassOutputs:
         self.held: set[str] = set()  # slots of packed arguments that outlived the graph of their pass: the caller holds them
 
     def begin(self, storage: ForwardStorage, arguments: Iterable[Tensor], outputs: Collection[int]) -> None:
-        """Begin a call of a part of the model, with arguments that earlier calls returned.
+        """Begin a call of a part of the model, with `arguments` that earlier calls returned.
 
-        `outputs`: addresses of the storages of the outputs of those passes.
+        `outputs`: addresses of the storages of the outputs of those calls.
         """
         self._find_held()
         self._unmodified = {address: ref for address, ref in self._unmodified.items() if not ref.expired()}

@@ -168,7 +168,7 @@ class ProductLayers:
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
 
     def changes(self) -> Iterator[Change]:
-        """Yield a row for the layers that multiply codes, and one for each layer that does not although the plan requests it."""
+        """Yield a row for the layers that multiply codes, by format, and one for each layer that does not although the plan requests it."""
         multiplied = self.multiplied
         for element in dict.fromkeys(multiplied.values()):
             paths = [path for path, of in multiplied.items() if of == element]
@@ -212,7 +212,10 @@ def _resolved(element: str, device: torch.device) -> str:
 
 
 def _reason_to_leave(module: nn.Module, *, by_speed: bool, is_head: bool) -> str:
-    """Return the reason why a linear layer must not multiply codes; "" if it may."""
+    """Return the reason why a linear layer must not multiply codes; "" if it may.
+
+    `by_speed`: reasons that are about speed alone count too. `is_head`: the layer is the output head.
+    """
     if isinstance(module, nn.MultiheadAttention):
         return ATTENTION
     assert isinstance(module, nn.Linear)

@@ -44,9 +44,10 @@ IN_PLACE = (
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """How a slot is stored: the plan's format (`asked`), the one in use (None: unmodified), and why they differ.
+    """How the saved tensors of a slot are stored, and why that differs from what the plan requests.
 
-    `asked`: the plan's format. `format`: the format in use (None: unmodified). `reason`: why the two differ.
+    `asked`: the plan's format. `format`: the format in use (None: unmodified). `reason`: why the two differ. `tensor_id`: selects the
+    slot's random bits.
     """
 
     asked: Format | None

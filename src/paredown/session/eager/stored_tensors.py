@@ -182,7 +182,7 @@ class StoredValues(StoredForm):
     __slots__ = ("_copies", "_copy", "codec", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
-        """Hold what `codec.encode` returned for the piece."""
+        """Hold what `codec.encode` returned for the piece; `copies` may hold its decoded values."""
         super().__init__(piece)
         self.codec, self.stored, self._copies = codec, stored, copies
         self._copy: DecodedCopy | None = None  # of values that several saved tensors share
@@ -193,7 +193,7 @@ class StoredValues(StoredForm):
         return self.codec.packed(self.stored) if self.stored is not None else None
 
     def replace(self, codec: FlatCodec, stored: Any) -> None:
-        """Store the same values in another format."""
+        """Store the same values as `stored`, which `codec` encoded in another format."""
         self.codec, self.stored, self.plain_values = codec, stored, None
 
     def _packed_bytes(self) -> int:
@@ -202,7 +202,7 @@ class StoredValues(StoredForm):
     def _unpacked(self) -> Tensor:
         """Return the decoded values, shared with other saved tensors while they are alive.
 
-        If several saved tensors share the values, they get the copy that was decoded last, while it is alive.
+        If several saved tensors share the values, each gets the copy that was decoded last.
         """
         if self.num_views == 1:
             return self.codec.decode(self.stored, (self.numel,), (1,))
@@ -307,7 +307,10 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """Hold `bits`: 1 for values between `bounds`, decoded as `values[0]`, and 0 for others, decoded as `values[1]`."""
+        """Hold `bits`: 1 for values between `bounds`, decoded as `values[0]`, and 0 for others, decoded as `values[1]`.
+
+        `bits` is None if `delayed` is given.
+        """
         super().__init__(piece)
         self.bits, self.delayed, self.bounds = bits, delayed, bounds
         self.inside, self.outside = values

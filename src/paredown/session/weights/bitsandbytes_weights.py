@@ -51,7 +51,7 @@ def four_bit_weights(tensors: Mapping[str, FileTensor]) -> Iterator[PackedInFile
 
 
 def _read(parts: Mapping[str, FileTensor], state: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> PackedTensor:
-    """Return a 4-bit weight of bitsandbytes as a packed tensor with the same values."""
+    """Return a 4-bit weight of bitsandbytes as a packed tensor with the same values, from its `parts` (by suffix) and JSON `state`."""
     length = int(state["blocksize"])
     rows, cols = Format.rows_and_cols(shape)
     packed = parts[""].read()
@@ -69,7 +69,7 @@ def _scales(parts: Mapping[str, FileTensor], state: Mapping[str, Any]) -> Tensor
 
 
 def _reason_not_to_convert(parts: Mapping[str, FileTensor], state: Any) -> str:
-    """Return why a weight cannot be converted exactly; an empty text if it can."""
+    """Return why a weight with these `parts` and JSON `state` cannot be converted exactly; "" if it can."""
     is_nested = "nested_absmax" in parts
     needed = {"", "absmax", "quant_map"} | ({"nested_quant_map"} if is_nested else set())
     lengths = [state.get(name) for name in ("blocksize", *(("nested_blocksize",) if is_nested else ()))]

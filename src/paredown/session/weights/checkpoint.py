@@ -56,7 +56,7 @@ ADAPTED = ".base_layer."
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint, by the names that a model has for them."""
+    """The tensors of a checkpoint, by the names that a model has for them; `where`: its folder or file, for messages."""
 
     where: Path
     tensors: Mapping[str, FileTensor | PackedInFiles]
@@ -156,7 +156,7 @@ def load_packed(
 
 
 def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
-    """Return the name under which the files have a parameter; raise CheckpointError if tied names have different values."""
+    """Return which of the `names` of one parameter the files have; raise CheckpointError if tied names have different values."""
     first, *rest = [name for name in names if name in checkpoint.tensors]
     for name in rest:
         values = [value for value in (checkpoint.tensors[part].read() for part in (first, name)) if isinstance(value, Tensor)]
@@ -168,7 +168,7 @@ def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
 
 
 def _loaded(name: str, stored: FileTensor | PackedInFiles, slot: Tensor, plan: Plan, device: torch.device | str | None) -> Tensor:
-    """Return the value that a parameter or buffer gets from the files."""
+    """Return the value that a parameter or buffer gets from the files, in which it is `stored`; `slot`: what the model has now."""
     where = torch.device(device) if device is not None else slot.device if slot.device.type != "meta" else torch.device("cpu")
     value = moved(stored.read(), name, where, slot.dtype)
     if not isinstance(slot, nn.Parameter):
@@ -192,7 +192,10 @@ def parameter_of(name: str, value: Tensor | PackedTensor, plan: Plan) -> nn.Para
 
 
 def _check_fits(model: nn.Module, checkpoint: Checkpoint, slots: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
-    """Raise CheckpointError if the model and the checkpoint do not have the same tensors."""
+    """Raise CheckpointError if the model and the checkpoint do not have the same tensors.
+
+    `slots`: the model's tensors by name. `groups`: the names of each tensor, several if it is tied.
+    """
     stored = checkpoint.tensors
     missing = [names[0] for names in groups if not any(name in stored for name in names)]
     check_names(checkpoint, type(model).__name__, missing, sorted(stored.keys() - slots.keys()))
@@ -212,7 +215,10 @@ def _check_fits(model: nn.Module, checkpoint: Checkpoint, slots: Mapping[str, An
 
 
 def check_names(checkpoint: Checkpoint, model: str, missing: Sequence[str], unexpected: Sequence[str], advice: str = "") -> None:
-    """Raise CheckpointError if the checkpoint lacks tensors or has tensors that the model does not have."""
+    """Raise CheckpointError if the checkpoint lacks tensors or has tensors that the model does not have.
+
+    `model`, `advice`: the name of the model's class and the end of the message.
+    """
     if not missing and not unexpected:
         return
     texts = [f"lacks {listed(missing)} of the model"] if missing else []

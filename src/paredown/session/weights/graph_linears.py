@@ -49,7 +49,7 @@ def frozen_linear(x: Tensor, parts: list[Tensor], format: str, size: list[int], 
 
 
 def frozen_linear_input(grad: Tensor, parts: list[Tensor], format: str, size: list[int]) -> Tensor:
-    """Return the gradient of the input of `frozen_linear`."""
+    """Return the gradient of the input of `frozen_linear`, given the gradient of its output."""
     return grad @ _decoded(parts, format, size, grad.dtype)
 
 
@@ -105,7 +105,7 @@ class GraphLinears:
 
     @property
     def weights(self) -> set[int]:
-        """The ids of these parameters."""
+        """The ids of the parameters that may stay packed in compiled graphs."""
         return {id(module.weight) for module in self._modules.values()}
 
     def attach(self) -> None:
@@ -136,7 +136,7 @@ class GraphLinears:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    """Return the output of a layer; Dynamo traces this."""
+    """Return the output of a layer for `x`, as a function that Dynamo can trace."""
     weight: Weight | None = self._paredown_weight
     if weight is None:  # of a copy of the module, whose parameters are plain
         return functional.linear(x, self.weight, self.bias)

@@ -115,7 +115,7 @@ class Weights:
         return False
 
     def _adopt(self, name: str, weight: Weight, format: Format | None, reason: str | None) -> None:
-        """Take over a weight that was packed before the session; decode it if there is a `reason`."""
+        """Take over a weight that was packed before the session; decode it if there is a `reason` not to pack it."""
         if reason is not None:
             self.not_packed[name] = weight.format, reason
             weight.release()
@@ -294,7 +294,7 @@ class Weights:
         self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
 
     def in_graphs(self, model: nn.Module, head: nn.Module | None) -> Weights:
-        """Return the replacement of this class for a model whose graphs are compiled, since hooks would break graphs.
+        """Return the `Weights` that replace these when the model's graphs are compiled, which hooks would break.
 
         Weights of frozen linear layers stay packed, but for the output `head`; the others are decoded.
         """
@@ -354,7 +354,7 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Decode a parameter before its module runs, and count its references."""
+        """Decode a parameter before its module runs, and count the references to it, so that later ones are noticed."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
@@ -395,7 +395,10 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _free(self, weight: Weight, is_hooked: bool) -> None:
-        """Free the decoded values of a parameter, unless other code refers to them."""
+        """Free the decoded values of a parameter, unless other code refers to them.
+
+        `is_hooked`: saved-tensor hooks of other code may hold the parameter itself.
+        """
         if weight.is_referenced(by_objects=is_hooked):
             self._hold(weight, is_hooked)
             return
@@ -426,7 +429,10 @@ class Weights:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(weight))
 
     def retry(self, weight: Weight, *, in_backward: bool = False) -> None:
-        """Free a parameter's decoded values if the references that prevented it are gone."""
+        """Free a parameter's decoded values if the references that prevented it are gone.
+
+        `in_backward`: a hook on its gradient calls this.
+        """
         if weight not in self._held or weight.users:
             return
         is_hooked, _ = self._held[weight]
@@ -491,7 +497,10 @@ class Weights:
     # --- outside of modules -------------------------------------------------------------------------------------------
 
     def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """Replace the decoded values that an operation outside of the weights' modules saved for backward."""
+        """Replace the decoded `values` that an operation outside of the weights' modules saved for backward.
+
+        `result`: what the operation returned. `first`: the sequence number of its first autograd node.
+        """
         if torch.is_grad_enabled():
             release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
             if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
@@ -512,7 +521,7 @@ class Weights:
 
     @contextmanager
     def keeping_saved(self) -> Generator[None]:
-        """Return a context in which weights that autograd saves stay decoded."""
+        """Return a context in which weights that autograd saves for backward stay decoded."""
         finish = self._finish
         with patched_attributes(self, _finish=lambda call, output: finish(call, None), _held={}):
             yield

@@ -118,7 +118,7 @@ def find_tensors(source: PathText | Sequence[PathText], *, names: Sequence[str] 
 
 
 def _in_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the one index or file of weights in a folder."""
+    """Return the path of the index or file named in `names`, or of the only one in a folder; raise CheckpointError otherwise."""
     for name in names:
         for path in (folder / f"{name}{INDEX_SUFFIX}", folder / f"{name}{SUFFIX}"):
             if path.is_file():
@@ -133,7 +133,10 @@ def _in_folder(folder: Path, names: Sequence[str]) -> Path:
 
 
 def _merged(where: Path, files: Sequence[Path], file_of: Mapping[str, str] | None) -> FoundTensors:
-    """Return the tensors of all files together; raise CheckpointError if an index names others."""
+    """Return the tensors of all files together; raise CheckpointError if they are not those of the index.
+
+    `file_of`: the index, tensor name -> file name; None without one.
+    """
     tensors: dict[str, FileTensor] = {}
     metadata: list[Mapping[str, str]] = []
     for file in files:
@@ -268,11 +271,11 @@ def _remove(paths: Iterable[Path]) -> None:
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first `most` names as a text, and how many more there are."""
     every = [brief(name) for name in names]
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def is_or_are(names: Any) -> str:
-    """Return the verb for one or several names."""
+    """Return "is" for one name, "are" for several."""
     return "are" if len(names) > 1 else "is"

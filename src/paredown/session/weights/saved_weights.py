@@ -201,7 +201,7 @@ Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the Accumu
 
 
 def gradient_node(weight: Weight, known: Accumulators) -> Any:
-    """Return the autograd node that accumulates the gradient of a weight.
+    """Return the autograd node that accumulates the gradient of a weight; `known` has the nodes found before.
 
     It is None for frozen weights, and in inference mode.
     """
@@ -296,7 +296,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 class PackedModule:
-    """A module with packed parameters, and the recorded places at which autograd saves them in its calls."""
+    """A module with packed parameters, and the recorded places at which autograd saves them when the module is called."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 
