@@ -98,18 +98,17 @@ def assign(
     error_allowance: float | None = None,
     calibration: Calibration | None = None,
 ) -> Plan:
-    """Return the plan of least predicted gradient error whose predicted peak is within `budget`: bytes, "6GiB", or "50%" of the
-    baseline's.
+    """Return the plan of least predicted gradient error whose predicted peak is within `budget`: bytes, "6GiB", or "50%".
 
-    A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as for `Footprint.fits`. On CUDA it keeps a margin below the
-    budget for what is not predicted, which its reason states: `Footprint.bound_bytes` is within the budget too, unless that margin would
-    be more than an eighth of the budget, or no plan had it.
-    `method`: a row of METHODS. `levels`: the formats of activations, the best first (None: unmodified), for comparisons; then
-    parameters are unmodified. `seed`: of method "random". `recompute`: whether repeated layers may be checkpointed (activation
-    checkpointing), or single tensors of a compiled step recomputed, which costs time: None where formats would be slower or their errors
-    large, True where their errors would be large, False never (assignment/checkpointed_layers.py). With `levels`, and for methods that only
-    serve comparisons, None means: only if nothing else fits. Where no plan fits, layers run in tiles too (assignment/tiled_layers.py), but
-    not with `recompute` False, with `prefer`, or in these comparisons.
+    A percentage is of the baseline's peak. A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as for
+    `Footprint.fits`. On CUDA it keeps a margin below the budget for what is not predicted, which its reason states: `Footprint.bound_bytes`
+    is within the budget too, unless that margin would be more than an eighth of the budget, or no plan had it.
+
+    `method`: a row of METHODS. `sensitivities`: the result of `probe`, for method "sensitivity". `levels`: the formats of activations, the
+    best first (None: unmodified), for comparisons; then parameters are unmodified. `seed`: of method "random". `recompute`: whether
+    repeated layers may be checkpointed (activation checkpointing), or single tensors of a compiled step recomputed, which costs time: None
+    where formats would be slower or their errors large, True where their errors would be large, False never
+    (assignment/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only if nothing else fits.
 
     `prefer`: "accuracy" for the least error, with checkpointed layers only if nothing else fits; "speed" for the least predicted step
     time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"), by `calibration` (None: that
@@ -158,9 +157,9 @@ def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[t
 
 @dataclass(frozen=True)
 class Planning:
-    """The settings of a search: its budget, and whether the margin for unpredicted memory must fit too.
+    """The settings of a search: its budget, and the bytes (`within_bytes`) that a plan's peak must be within.
 
-    These are `bound_bytes` and `peak_bytes` of the plan's footprint.
+    `keeps_margin`: that peak is `Footprint.bound_bytes`, with a margin for unpredicted memory; otherwise `peak_bytes`.
     """
 
     budget_bytes: int
@@ -169,10 +168,7 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return the budget of a search that keeps a margin for memory that is not predicted.
-
-        The margin is at most an eighth of the budget.
-        """
+        """Return the settings of a search that keeps a margin of at most an eighth of the budget for memory that is not predicted."""
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
         return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)
@@ -201,7 +197,10 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan that `assign` finds: the quickest, if that is preferred, else the one of least predicted error."""
+    """Return the plan that `assign` finds: the quickest, if that is preferred, else the one of least predicted error.
+
+    `ladder`: the formats of the argument `levels`, None without.
+    """
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
     if recompute is None and ladder is None and problem_of(trace).method.order is None and recompute_choices(trace):
@@ -273,7 +272,10 @@ def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
 def _solve(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float, recompute: bool | None
 ) -> Solution:
-    """Return the choice of formats and checkpointed layers of least error within the budget; raise BudgetError if none fits."""
+    """Return the choice of formats and checkpointed layers of least error within the budget; raise BudgetError if none fits.
+
+    If `recompute` is True, layers are checkpointed also where the error would be above `tolerated`.
+    """
     problem = problem_of(trace)
     best = problem.best(budget_bytes)
     if best is not None and (not recompute or best.error <= tolerated):

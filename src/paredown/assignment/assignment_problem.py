@@ -145,9 +145,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
 
 
 def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
-    """Raise PlanError if `sensitivities` belong to another model, are missing though the method needs them, or are given
-    needlessly.
-    """
+    """Raise PlanError if `sensitivities` are of another model, are missing though the method needs them, or are given needlessly."""
     if sensitivities is None:
         if method.needs_sensitivities:
             advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
@@ -170,10 +168,10 @@ def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensi
 
 
 def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
-    """Return rules of a plan that give these formats to the slots of `trace`. Without `is_short`, parameters are matched by name
-    alone.
+    """Return rules of a plan that give these formats to the slots of `trace`.
 
-    A rule for a role or a pattern also matches small parameters. These stay unmodified, but then need `paredown.optim`.
+    Without `is_short`, parameters are matched by name alone. A rule for a role or a pattern also matches small parameters. These stay
+    unmodified, but then need `paredown.optim`.
     """
     rules = list(_activation_rules(trace, formats))
     for role in (Role.WEIGHT, Role.FROZEN, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):

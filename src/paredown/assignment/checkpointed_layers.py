@@ -70,7 +70,8 @@ def quickest_plan(
 ) -> Solution | None:
     """Return the solution (formats and checkpointed layers) within the budget whose plan takes the least predicted time.
 
-    Return None if no plan fits but one that packs weights or optimizer state and also checkpoints layers.
+    Return None if no plan fits but one that packs weights or optimizer state and also checkpoints layers. `problem_of` sets up the search
+    for plans of a trace, `plan_of` makes the plan of a solution, `size_of` has the bytes that must be within the budget.
     """
     small, tolerated = (tolerated_error(trace, LADDER, recompute) for recompute in (True, None))
     problem = problem_of(trace, None)
@@ -184,8 +185,8 @@ def _saved_bytes(trace: Trace, path: str) -> int:
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
     """Return the predicted error above which `assign` checkpoints layers rather than use fewer bits.
 
-    It is the error of all activations in the first format of `ladder` (formats, the most precise first); if checkpointing is the
-    last resort, in the second.
+    It is the error of all activations in the first format of `ladder` (formats, the most precise first); if checkpointing is the last
+    resort (`recompute` is not True), in the second.
     """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
@@ -257,9 +258,8 @@ ISSUED_AHEAD = replace(REFERENCE, host=replace(REFERENCE.host, operation=0.0))
 def added_seconds(trace: Trace, plan: Plan) -> float:
     """Return the predicted seconds that the plan adds to a step on one H200.
 
-    These are seconds of the device, and of the host for packed tensors and checkpoints.
-
-    A compiled step has few calls for the host to issue.
+    These are seconds of the device, and of the host for packed tensors and checkpoints; of a compiled step those of the device alone, since
+    the host issues few calls.
     """
     added = added_time(trace, plan, ISSUED_AHEAD)
     return added.device_seconds + (0.0 if trace.is_compiled else added.host_seconds)

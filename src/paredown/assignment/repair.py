@@ -73,9 +73,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: the trace, the budget, measured gradient errors of slots, and the formats that activations may
-    have.
-    """
+    """The constraints of a repair: trace, budget, gradient errors of slots (None: by the role table), and formats of activations."""
 
     trace: Trace
     budget_bytes: int
@@ -215,7 +213,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the change among `allowed` with the least added error per byte freed at operation `tick`; None if none frees any.
+        """Return the row in `allowed` with the least added error per byte freed at operation `tick`; None if none frees any.
 
         A tick is a position in the step's list of operations.
         """

@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """The user's preference of speed or accuracy, the error allowed for speed (None: by ALLOWANCE_FACTOR), and the costs of time."""
+    """A preference of "speed" or "accuracy", the error allowed for speed (None: by ALLOWANCE_FACTOR), and the costs of time."""
 
     prefer: str
     error_allowance: float | None
@@ -61,9 +61,7 @@ class Preference:
 
     @staticmethod
     def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
-        """Return the arguments `prefer`, `error_allowance` and `calibration` of `assign` as one checked value; None without a
-        preference.
-        """
+        """Return the arguments `prefer`, `error_allowance` and `calibration` of `assign` as one checked value; None if `prefer` is None."""
         if prefer not in (None, *PREFERENCES):
             raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
@@ -138,9 +136,8 @@ def quickest_solution(
 ) -> Candidate:
     """Return the quickest of the `candidates` and of further solutions that pack tensors.
 
-    The first candidate is the solution of prefer="accuracy".
-
-    `has_layers`: whether packed candidates may checkpoint layers.
+    The first candidate is the solution of prefer="accuracy". `problem_of` sets up the search for plans of a trace, `plan_of` makes the plan
+    of a solution. `has_layers`: whether packed candidates may checkpoint layers.
     """
     given = list(candidates)
     allowed = preference.allowed_error(given[0])
@@ -189,7 +186,10 @@ def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> I
 def packed_solutions(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, calibration: Calibration, allowed: float, *, has_layers: bool
 ) -> list[Solution]:
-    """Return the solutions that pack tensors, fit budget and allowed error, and take the fewest seconds, summed over tensors."""
+    """Return solutions that pack tensors, fit the budget, and have an error of at most `allowed`, the quickest first.
+
+    Their seconds are summed over tensors. At most MOST_PACKED are returned. `has_layers`: whether they may checkpoint layers.
+    """
     layers = repeated_layers(trace) if has_layers else []
     counts = sorted({len(layers) * part // 4 for part in range(5)} | ({1} if layers else set()))
     found: dict[tuple[object, ...], tuple[float, Solution]] = {}
@@ -209,7 +209,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds that each way to store a tensor adds to a step, on the device and on the host."""
+    """Return the seconds that each way to store a tensor (row of the ledger) adds to a step, on the device and on the host."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 

@@ -311,7 +311,10 @@ class Ledger:
 
     @staticmethod
     def of(trace: Trace, items: Sequence[Item], *, keeps_margin: bool = True) -> Ledger:
-        """Return the table of bytes for the activations and parameters (`items`) of a trace."""
+        """Return the table of bytes for the activations and parameters (`items`) of a trace.
+
+        `keeps_margin`: with the margin for what is not predicted.
+        """
         device = DEVICES[trace.device]
         allocated = partial(device.bound, is_compiled=trace.is_compiled) if keeps_margin else device.rounded
         rows = [option for item in items for option in item.options]
@@ -344,7 +347,7 @@ class Ledger:
     def load(self, chosen: Ints) -> Ints:
         """Return the bytes in memory at each operation of the step under a choice of formats, (ticks,).
 
-        What the optimizer's step allocates is left out.
+        `chosen`: the row of each item. What the optimizer's step allocates is left out.
         """
         return self.base + self.held[chosen].sum(axis=0)
 
@@ -372,7 +375,8 @@ class Ledger:
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
         """Return the peak bytes after each of `changes` to a choice of formats.
 
-        `changes` is (changes, 2): the new rows of two items, equal if one item changes. `columns`: the ticks that count; None: all.
+        `load`: the bytes at each tick before. `changes` is (changes, 2): the new rows of two items, equal if one item changes. `columns`:
+        the ticks that count; None: all.
         """
         first, second = changes[:, 0], changes[:, 1]
         before, is_pair = chosen[self.item_of], first != second
@@ -440,7 +444,11 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return a bound of the bytes in memory at each operation, summed over slots: the fewest (np.minimum) or the most (np.maximum)."""
+    """Return a bound of the bytes in memory at each operation, summed over items: the fewest (np.minimum) or the most (np.maximum).
+
+    `cells`: bytes of a row in a stretch of ticks. `stretch_of`: the index of each cell's stretch in `stretches`, where a stretch is the
+    number of its item times `period` plus its first tick.
+    """
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row
     reduce.at(bytes_of, stretch_of, cells)

@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A choice of formats for all slots, with its predicted peak and error."""
+    """A choice of formats for all slots, with its predicted peak and error. `chosen`: the row of the ledger for each item."""
 
     chosen: Ints
     peak_bytes: int
@@ -62,7 +62,7 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the choice of formats with the least error whose peak is within the budget; of equal ones, that of lowest peak."""
+    """Return the choice of formats with the least error whose peak is within the budget, of equal ones that of lowest peak; or None."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
@@ -83,7 +83,7 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the choices of formats that arise if slots are quantized one after the other, in this order.
+    """Return the choices of formats that arise if slots are quantized one after the other, in this order of items.
 
     All items get their second option one after the other, then all get their third, and so on.
     """
@@ -147,7 +147,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the change of one slot's storage that lowers the peak most; None if no change lowers it."""
+    """Return the row of the ledger that lowers the peak most if its item changes to it; None if none lowers it."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -158,7 +158,7 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the change in `rows` with the least added error per byte freed at operation `tick`; None if none frees any.
+    """Return the row in `rows` to change to with the least added error per byte freed at operation `tick`; None if none frees any.
 
     Of equal options, the one that frees most is returned.
     """
@@ -173,7 +173,10 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each storage option frees while the optimizer steps; 0 if `tick` lies outside of its step."""
+    """Return the bytes that each storage option frees while the optimizer steps; 0 if `tick` lies outside of its step.
+
+    `current`: for each option, the row that its item has now.
+    """
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
     for ticks, most in ledger.transients:
@@ -196,7 +199,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the change to a wider format that removes most error and keeps the peak below `cap` bytes; None if there is none."""
+    """Return the row to change to that removes most error and keeps the peak within `cap` bytes; None if there is none."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)

@@ -137,7 +137,8 @@ class GuardRunner(SessionGuard):
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
         """Return whether the optimizer step may run; repair the plan first if rounding errors are too large.
 
-        `taken`: statistics of the optimizer's previous steps.
+        `taken`: statistics of the optimizer's previous steps. `norm`: of its gradients. `measured`: rounding errors by slot. `is_new`: a
+        training step begins.
         """
         memory, signals = self.memory, self.signals
         alarm = self._alarm(taken, norm)

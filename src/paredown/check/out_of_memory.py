@@ -73,9 +73,9 @@ SMALL_RATE_TIERS = ("fine_tune",)  # in place of TIERS at small learning rates, 
 
 @dataclass(frozen=True)
 class Shortage:
-    """The role whose tensors grew most until the peak of a plan, and the next smaller plan.
+    """The role whose tensors grew most until the peak of a plan, and the name (`label`) and peak of the next smaller plan.
 
-    `next_bytes` is None if no known plan is smaller.
+    `next_bytes` is None if no known plan is smaller. `phase`: "in backward" and so on.
     """
 
     role: Role
@@ -189,11 +189,10 @@ def allocator_advice(message: str) -> str:
 
 
 class LastCall:
-    """Records the shapes and dtypes of a model's last call with gradients, so that the step can be traced after it ran out of
-    memory.
+    """Records shapes and dtypes of a model's last call with gradients, so that the step can be traced after it ran out of memory.
 
-    `traced_as`: arguments of `trace_step`; device and autocast are those of the call where it does not name them. `learning_rate`: that
-    of the training, if known.
+    `traced_as`: arguments of `trace_step`; device and autocast are those of the call where it does not name them. `learning_rate`: that of
+    the training, if known.
     """
 
     def __init__(self, model: nn.Module, **traced_as: Any) -> None:

@@ -159,6 +159,8 @@ class ProbeMeasurement:
 def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
     """Return at most `count` groups of slots, about equally large, each with neighbouring slots of the same operation.
 
+    `ops`: the operation that saved each slot, by its name.
+
     >>> groups({"a": "norm", "b": "gelu", "c": "norm", "d": "norm", "e": "gelu"}, 3)
     [['a'], ['c', 'd'], ['b', 'e']]
     """

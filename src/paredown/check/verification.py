@@ -87,7 +87,8 @@ class Compared:
 class Fault:
     """A slot whose storage makes a gradient wrong, and the parameter whose gradient has the largest error.
 
-    `error`: the gradient error with all slots of the failing set stored; `alone`: with only this slot stored.
+    `error`: the gradient error with all slots of the failing set stored; `alone`: with only this slot stored. `under`: "exact plan" or
+    "plan".
     """
 
     slot: str
@@ -124,8 +125,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """The verdict in words: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's
-        bound".
+        """The verdict: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound".
 
         It is too coarse if the tolerance is 1 or more: a gradient of zero would be ok too.
         """

@@ -100,8 +100,8 @@ def verify(
     """Return how far the gradients of a step under `plan` are from those of the unmodified model, and the slots at fault.
 
     `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. Leave `plan` out if the model
-    has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. Weights, gradients, buffers, hooks,
-    mode and random states of the model are afterwards what they were before.
+    has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. `seed`: of stochastic rounding.
+    Weights, gradients, buffers, hooks, mode and random states of the model are afterwards what they were before.
     """
 
     def step(part: Any) -> Tensor:
@@ -222,7 +222,10 @@ class VerificationRuns:
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan."""
+        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan.
+
+        `tolerance`: None for the one that follows from the formats.
+        """
         with self.session.runs.restored() as self._rewind:
             self._measure_baseline()
             noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
@@ -377,7 +380,10 @@ class VerificationRuns:
         ]
 
     def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
-        """Return the relative error of each gradient: 0 if its bits equal the baseline's, infinity if it is missing or not finite."""
+        """Return the relative error of each gradient: 0 if its bits equal the baseline's, infinity if it is missing or not finite.
+
+        `is_exact`: the baseline has the rounded values of packed weights, and products in 8 bits; otherwise those of the original model.
+        """
         baseline = self.baseline if is_exact or self.original is None else self.original
         return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
 
