@@ -109,6 +109,8 @@ def assign(
     repeated layers may be checkpointed (activation checkpointing), or single tensors of a compiled step recomputed, which costs time: None
     where formats would be slower or their errors large, True where their errors would be large, False never
     (assignment/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only if nothing else fits.
+    Where no plan fits, layers run in tiles too (assignment/tiled_layers.py), but not with `recompute` False, with `prefer`, or in these
+    comparisons.
 
     `prefer`: "accuracy" for the least error, with checkpointed layers only if nothing else fits; "speed" for the least predicted step
     time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"), by `calibration` (None: that
