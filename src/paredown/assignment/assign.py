@@ -149,7 +149,7 @@ def assign(
 
 
 def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[tuple[Trace, Tiles, Planning]]:
-    """Yield what is tried until a plan fits: with a margin, without, and with layers in tiles."""
+    """Yield (trace, rules for tiles, settings) for the searches to try until a plan fits: with a margin, without, with layers in tiles."""
     yield trace, (), planning
     if planning.has_margin:
         yield trace, (), Planning(planning.budget_bytes, planning.budget_bytes, keeps_margin=False)
@@ -297,7 +297,8 @@ def _solve(
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any], tiles: Tiles) -> Plan:
     """Return the plan that follows from a solution of the search; raise BudgetError if its footprint exceeds the budget.
 
-    It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py).
+    It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py). `tiles`: the plan's
+    rules for layers in tiles.
     """
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED

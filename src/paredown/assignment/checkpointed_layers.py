@@ -137,7 +137,7 @@ def exact_plan(trace: Trace, chosen: Iterable[str]) -> Plan:
 
 
 def with_choice(trace: Trace, chosen: tuple[str, ...]) -> Trace:
-    """Return the trace of the step in which backward recomputes `chosen`."""
+    """Return the trace of the step in which backward recomputes `chosen`: layers, or tensors of a compiled step."""
     return planned_step(trace, exact_plan(trace, chosen))
 
 

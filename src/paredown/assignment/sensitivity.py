@@ -121,7 +121,7 @@ class Sensitivities:
         return "\n".join([head, *(f"  {line}" for line in lines), *more])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version, step and the errors."""
+        """Return the sensitivities as a JSON value: version, step and the errors."""
         return {"version": VERSION, "step": self.step, "errors": {name: dict(row) for name, row in self.errors.items()}}
 
     @staticmethod
@@ -131,7 +131,7 @@ class Sensitivities:
         return Sensitivities(parts["errors"], parts.get("step", 0))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON to a file."""
+        """Write the sensitivities to a file, as JSON."""
         save_json(path, self.to_json(), PlanError, indent=1)
 
     @staticmethod
@@ -158,7 +158,7 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """Return a squared error from a file as a float; raise an error if it is not a finite number.
+    """Return a squared error from a file as a float; raise PlanError, with `what` as its subject, if it is not a number from 0 up.
 
     Infinity becomes LARGEST.
     """

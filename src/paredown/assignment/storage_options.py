@@ -198,7 +198,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Return options by rising error and falling bytes, without those that another option beats in both."""
+    """Return options by rising error; of equal ones, those with more bytes first."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 

@@ -159,7 +159,7 @@ def probe_steps() -> Iterator[int]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the norm of all gradients together, as a tensor on their device; infinity or NaN if a value is not finite."""
+    """Return the norm of all gradients together, as a tensor on their device (infinity or NaN if a value is not finite); None for none."""
     if not gradients:
         return None
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -213,7 +213,7 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Return whether a new training step begins with this call of `optimizer.step()`.
+        """Count a call of `optimizer.step()`, and return whether a new training step begins with it.
 
         If a model has several optimizers, a new step begins with the first one that has already run in the current step.
         """

@@ -53,8 +53,9 @@ def probe(
 ) -> Sensitivities:
     """Return the squared relative gradient error that rounding one activation of `trace` alone causes, by slot and by format.
 
-    `batch` and `loss` are those of `trace_step`; the batch may be smaller than the traced one, and should be where memory is short, since
-    a probe packs nothing. Gradients, buffers, mode and random states of the model are afterwards what they were before.
+    `batch` and `loss` are those of `trace_step`; the batch may be smaller than the traced one, and should be where memory is short, since a
+    probe packs nothing. `formats`: None for FORMATS. `backwards`: the most backward passes. `seed`: of stochastic rounding. Gradients,
+    buffers, mode and random states of the model are afterwards what they were before.
     """
     checked = _checked_formats(formats, backwards, trace)
     if any(isinstance(p, DTensor) for p in model.parameters()):

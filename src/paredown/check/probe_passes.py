@@ -114,7 +114,7 @@ class HeldForward:
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Round the saved tensors in `formats`, and make all others exact; `turn` selects the random bits."""
+        """Round the saved tensors that `formats` names to these formats, and make all others exact; `turn` selects the random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)

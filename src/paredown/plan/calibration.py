@@ -140,7 +140,7 @@ class Calibration:
         return max(moved, computed, self.kernel_seconds)
 
     def issue_seconds(self, operation: Operation) -> float:
-        """Return the predicted host seconds for one call of the operation, without those for modules and views."""
+        """Return the predicted host seconds for one call of the operation, or for one view; calls of modules are not included."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
         if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
@@ -188,7 +188,7 @@ class Calibration:
         return sorted(rows, key=lambda row: row[0])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the calibration as a JSON value."""
         return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod
@@ -202,7 +202,7 @@ class Calibration:
         return calibration
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the JSON, by default to the cache folder, and return the path."""
+        """Write the calibration as JSON, by default to the cache folder, and return the path."""
         target = calibration_path(self.device) if path is None else Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -420,9 +420,9 @@ def workspace_margin(trace: Trace) -> int:
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Return the bytes of a convolution's input and of both gradients, which cuDNN may copy in backward.
+    """Return the bytes of a convolution's input and of the gradients of input and output, which cuDNN may copy in backward.
 
-    The result is 0 for other dtypes than float32.
+    The result is 0 for other dtypes than float32. `arguments`: those of the call, as JSON.
     """
     (_, grad, _), (dtype, x, _) = (value["t"] for value in json.loads(arguments)[0][:2])
     return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0

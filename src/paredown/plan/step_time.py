@@ -106,7 +106,7 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that packing and activation checkpointing add to a step, without its optimizer."""
+    """Return the time that packing, activation checkpointing and tiles add to a step, without its optimizer."""
     checkpointed = planned_step(step, plan)
     again = _checkpointing(step, plan, calibration) + _tiling(step, plan, calibration)
     return sum((_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), again), StepTime(0.0, 0.0))

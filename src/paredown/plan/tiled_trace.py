@@ -118,7 +118,7 @@ class _TiledStep:
 
     @staticmethod
     def _at(spans: list[tuple[tuple[int, int], int]], tick: int) -> int:
-        """Return the index of the module in whose span a tick lies; -1 if there is none."""
+        """Return the index of the module in whose span a tick lies; -1 if there is none. `spans`: ((first tick, last tick), index)."""
         before = bisect_right(spans, tick, key=lambda pair: pair[0][0]) - 1
         return spans[before][1] if before >= 0 and tick <= spans[before][0][1] else -1
 

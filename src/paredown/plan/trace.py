@@ -288,7 +288,7 @@ class Trace:
         return "\n".join([head, f"  {roles}", f"  largest of {len(self.kept_activations)} saved tensors:", *rows, *notes])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the trace as a JSON value."""
         rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ROWS}
         return {"version": VERSION, **{name: dump_dataclass(getattr(self, name)) for name in FIELDS if name not in rows}, **rows}
 
@@ -303,7 +303,7 @@ class Trace:
         return trace
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON to a file."""
+        """Write the trace to a file, as JSON."""
         save_json(path, self.to_json(), TraceError)
 
     @staticmethod

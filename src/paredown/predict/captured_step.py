@@ -52,7 +52,7 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph and its backward graph, split from a joint graph; backward is None for a graph without gradients.
+    """A forward graph and its backward graph, split from AOTAutograd's joint graph; backward is None for a graph without gradients.
 
     Outputs of forward from index `num_outputs` on are saved for backward.
     """
@@ -131,7 +131,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class GraphCapture:
-    """The forward pass of a fake step under torch.compile, and a record of all calls of its graphs."""
+    """The forward pass of a training step on fake tensors under torch.compile, and a record of all calls of its graphs."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -187,7 +187,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Return a function that runs a graph that Dynamo captured on fake tensors, after tracing and partitioning it."""
+        """Return a function that runs the graph `gm`, which Dynamo captured, on fake tensors, after tracing and partitioning it."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -238,14 +238,14 @@ class GraphCapture:
         return run
 
     def _begin(self, graph: CapturedGraph, *, is_backward: bool) -> int:
-        """Advance the timeline of the step by one call of a graph, and return the time at which the call begins."""
+        """Advance the timeline of the step by one call of a graph, and return the tick at which the call begins."""
         timeline = self.step.timeline
         begin = timeline.current_tick + 1
         timeline.current_tick += graph.num_ticks(is_backward=is_backward)
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a graph's call as allocations of the timeline.
+        """Record the outputs of a graph's call, which began at the tick `begin`, as allocations of the timeline.
 
         Saved outputs are later stored as slots. `held`: allocations by the names of the nodes that forward returns, to be filled.
         """

@@ -80,7 +80,7 @@ class Buffer:
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a node of a graph: it is stored in a buffer, or (None) each kernel that reads it computes it again from `sources`."""
+    """The value of a node of a graph: in `buffer`, or, if that is None, each kernel that reads it computes it again from `sources`."""
 
     node: fx.Node
     buffer: Buffer | None = None

@@ -126,8 +126,8 @@ def _work(operation: Operation) -> float:
 def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
     """Return estimated seconds of operations that were not timed, from timed ones of the same name and dtype.
 
-    Both by `operation_key`. The rate is interpolated between the two operations that are nearest in size. Convolutions have rates of their
-    own for each size of their kernels: those of 1 x 1 move bytes, those of 3 x 3 compute.
+    `timed` and the result are by `operation_key`. The rate is interpolated between the two operations that are nearest in size.
+    Convolutions have rates of their own for each size of their kernels: those of 1 x 1 move bytes, those of 3 x 3 compute.
     """
     rates: dict[tuple[str, ...], dict[float, float]] = {}
     operations = [one for one in distinct(traces) if _work(one)]
@@ -257,7 +257,7 @@ def _or_none(measure: Callable[[], Any]) -> Any:
 
 
 def repeated_call(operation: Operation, device: str) -> Callable[[], object] | None:
-    """Return a function that repeats a traced operation on new tensors; None if it is not one of aten's."""
+    """Return a function that repeats a traced operation on new tensors; None for an operation of another library."""
     args, kwargs = json.loads(operation.arguments)
     bound = max(_index_bound(operation.op, args), 1)
     values, named = _values(args, device, bound), _values(kwargs, device, bound)
@@ -326,7 +326,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def _values(value: Any, device: str, bound: int) -> Any:
-    """Return the arguments of a traced call, with new tensors, from their JSON."""
+    """Return the arguments of a traced call from their JSON, with new tensors; integers are random numbers below `bound`."""
     if isinstance(value, list):
         return [_values(part, device, bound) for part in value]
     if not isinstance(value, dict):

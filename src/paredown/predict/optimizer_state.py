@@ -57,7 +57,7 @@ class StateTensor:
 class OptimizerState:
     """The tensors that an optimizer stores, and the memory that its step allocates and frees.
 
-    `transient_bytes`: of a step with nothing packed. `matrix_bytes`: of a step under every plan.
+    `transient_bytes`: of a step of torch.optim with nothing packed. `matrix_bytes`: of a step of Muon under every plan.
     """
 
     name: str

@@ -40,7 +40,7 @@ OUTSIDE = "it is outside of the model"
 class StoredPart:
     """The packed data of a saved tensor for one use in backward, and how often autograd holds it (`handles`).
 
-    `packed`, `released`: the ticks at which it is packed and freed. `bound`: of integers.
+    `packed`, `released`: the ticks at which it is packed and freed. `bound`: all integers are below it; None if unknown.
     """
 
     use: Use
@@ -251,9 +251,9 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """Return a flat tensor in place of the decoded values; uses in backward share it as long as it lives.
+        """Return a flat fake tensor in place of the decoded values of a stored part.
 
-        Values are decoded once while a copy is live; bits and integers each time.
+        While a decoded copy of values is live, it is returned again; bits and integers are decoded for each use.
         """
         last = part.decoded[-1] if part.decoded else None
         if last is not None and last.death is None and part.use is Use.VALUE:
@@ -371,7 +371,10 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 
 
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
-    """Return the time at which a saved tensor is freed in the baseline, where nothing is packed."""
+    """Return the tick at which a saved tensor is freed in the baseline, where nothing is packed.
+
+    `dropped`: the tick at which the original is freed if it is packed.
+    """
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 

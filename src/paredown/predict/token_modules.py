@@ -34,7 +34,7 @@ LENGTHS = PRIMES[4], PRIMES[12]  # tokens of pieces
 
 
 class InputShape(NamedTuple):
-    """The shape and dtype of an input, and whether it requires a gradient."""
+    """The shape and dtype of a module's input, and whether it requires a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -188,7 +188,7 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
     """Return the bytes that `run` has allocated at each tick, except the first tensor that it returns, and its results.
 
-    `there`: tensors that exist before.
+    `there`: tensors that exist before the call.
     """
     timeline = Timeline(str, device=step.device)
     for tensor in there:

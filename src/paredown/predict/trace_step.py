@@ -224,7 +224,7 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """Return when a packed weight is decoded because its modules run, or other operations read it."""
+        """Return the spans (first tick, last tick) in which a packed weight is decoded: its modules run, or other operations read it."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])

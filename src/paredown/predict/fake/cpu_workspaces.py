@@ -34,7 +34,7 @@ NATIVE_KERNEL = 3  # at most this wide
 
 
 def forward_workspace(args: Any, out: Tensor) -> int:
-    """Return the most bytes that aten::convolution holds beside its operands and its result."""
+    """Return the most bytes that a call of aten::convolution with these arguments holds beside its operands and its result."""
     x, weight, bias, stride, is_transposed, groups = *args[:4], args[6], args[8]
     if not _runs_in_onednn(x, weight, groups):
         return 0 if is_transposed else _column_bytes(weight, out)
@@ -51,7 +51,7 @@ def forward_workspace(args: Any, out: Tensor) -> int:
 
 
 def backward_workspace(args: Any, _: Any) -> int:
-    """Return the most bytes that aten::convolution_backward holds beside its operands and its results."""
+    """Return the most bytes that a call of aten::convolution_backward with these arguments holds beside operands and results."""
     grad, x, weight, stride, is_transposed, groups, (needs_x, *_) = *args[:3], args[4], args[7], *args[9:11]
     if not _runs_in_onednn(x, weight, groups):
         return 0 if is_transposed else _column_bytes(weight, grad)

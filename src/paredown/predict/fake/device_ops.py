@@ -209,7 +209,10 @@ class Recurrent(Function):
 
     @staticmethod
     def forward(ctx: Any, kind: str, sizes: tuple[int, int], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
-        """Return empty tensors of the shapes of (output, hy, cy). `sizes`: (number of layers, width of a gate)."""
+        """Return empty tensors of the shapes of (output, hy, cy).
+
+        `kind`: "lstm", "gru", "rnn_tanh" or "rnn_relu". `sizes`: (number of layers, width of a gate).
+        """
         num_layers, width = sizes
         length, num, _ = x.shape
         directions = 2 if hx.shape[0] == 2 * num_layers else 1
@@ -245,7 +248,10 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Return an empty tensor with the shape and layout of a fused CUDA kernel's attention output; None if no kernel applies."""
+    """Return an empty tensor with the shape and layout of a fused CUDA kernel's attention output; None if no kernel applies.
+
+    `grouped`: keys and values have fewer heads than queries.
+    """
     kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
     if kernel is Flash:
         return Flash.apply(query, key, value, causal)
@@ -257,7 +263,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
 ) -> type[Flash] | type[Efficient] | None:
-    """Return the fused attention kernel that CUDA would select; None if it would select the one without fusion."""
+    """Return the fused attention kernel that CUDA would select; None if it would select the one without fusion.
+
+    `grouped`: keys and values have fewer heads than queries.
+    """
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
         return None
     if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None):  # images as (num, channels, pixels), transposed

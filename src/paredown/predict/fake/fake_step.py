@@ -52,7 +52,10 @@ class Arguments:
 
     @staticmethod
     def of(batch: Any, loss: Any) -> Arguments:
-        """Return the parts of `batch`: with a loss, the last item of a tuple is the target, all others go to the model."""
+        """Return the parts of `batch`: with a loss, the last item of a tuple is the target, all others go to the model.
+
+        Without a loss (None) all go to the model.
+        """
         if isinstance(loss, type) or not (loss is None or callable(loss)):
             given = f"the class {loss.__name__}: pass an instance, {loss.__name__}()" if isinstance(loss, type) else repr(loss)
             raise TraceError(f"loss is a function of the model's output and the target, such as {LOSS_EXAMPLE}, not {given}.")
@@ -107,7 +110,7 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """Return the spans of time in which a module that owns `parameter` runs."""
+        """Return the spans (first tick, last tick) in which a module that owns `parameter` runs."""
         return merged(span for module in self._owners.get(id(parameter), ()) for span in self._spans[module])
 
     def _enter(self, module: nn.Module, args: Any) -> None:

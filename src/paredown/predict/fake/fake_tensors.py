@@ -164,7 +164,7 @@ def _flat(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise TraceError unless `model` is a module whose parameters and buffers are plain tensors."""
+    """Raise TraceError unless `model` is a module, not wrapped for several processes, whose tensors are of types that can be traced."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"the model is a torch.nn.Module, not {type(model).__name__}: trace_step(model, batch, ...).")
     if type(model).__name__ in WRAPPERS:
@@ -218,7 +218,7 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Restore the attributes of a module from what `_state_of` returned."""
+    """Restore the attributes of a module, and the contents of those that are containers from `copies`."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
@@ -310,7 +310,7 @@ class DeviceForms(TorchFunctionMode):
     # --- autocast ---
 
     def _autocast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return arguments as autocast on CUDA would cast them for this operation."""
+        """Return arguments as autocast on CUDA would cast them for the operation `name`."""
         if not torch.is_autocast_enabled("cuda"):
             return args, kwargs
         if name in BANNED:
@@ -329,7 +329,7 @@ class DeviceForms(TorchFunctionMode):
         return args, kwargs
 
     def _cast(self, args: Any, kwargs: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
-        """Return arguments with tensors of `dtypes` cast to another dtype; casts of parameters are cached."""
+        """Return arguments with tensors of `dtypes` cast to the dtype `to`; casts of parameters are cached."""
 
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype not in dtypes or tensor.dtype is to:

@@ -114,7 +114,7 @@ class ValuedFakeMode(FakeTensorMode):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
     def forget(self) -> None:
-        """Drop all recorded values, and `place`, which refers to the step."""
+        """Drop all recorded values, and the function `place`, which names the running module and refers to the step."""
         self._values, self.place = WeakTensorKeyDictionary(), str
 
     def array(self, fake: Tensor) -> Any:
