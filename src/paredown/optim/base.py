@@ -69,7 +69,7 @@ GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator
 
 
 def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientCopy | GradientMean | Releaser | None:
-    """Return the hook that processes a parameter's gradients in backward; None if `step()` reads p.grad instead."""
+    """Return the hook that processes a parameter's gradient as soon as backward has computed it; None if `step()` reads p.grad instead."""
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
@@ -116,7 +116,7 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
 
 
 def _start_of(optimizer: Optimizer, entry: ParameterState) -> Callable[[], None]:
-    """Return a function to call before gradients are summed, which raises OptimError if the last sum was interrupted."""
+    """Return a function to call before a new sum of gradients starts; it raises OptimError if the previous sum lacks microbatches."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def start() -> None:
@@ -161,7 +161,7 @@ class MemoryOptions:
 
 
 class TorchOptimizer(Protocol):
-    """The methods of a torch.optim optimizer that are used for parameters without packed tensors."""
+    """The part of torch.optim.Optimizer that is used for parameters of which nothing is packed."""
 
     state: Any
     param_groups: list[dict[str, Any]]
@@ -208,7 +208,9 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> Mapping[str, float]:
-        """Return the rule's hyperparameters at a step (from 1), by name (`rules.py`); `factor` multiplies gradients."""
+        """Return the update rule's hyperparameters at `step`, counted from 1, by their names in `rules.py`.
+
+        `group` is a parameter group; `factor` multiplies the gradients."""
 
     @abstractmethod
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -219,7 +221,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self.rule
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """Return the hyperparameters of a step in the order of the rule's `hyper_names`."""
+        """Return what `numbers` returns for a parameter group at `step`, in the order of the rule's `hyper_names`."""
         numbers = self.numbers(group, step, factor)
         return tuple(numbers[name] for name in self.rule_for(group).hyper_names)
 
@@ -245,7 +247,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def _remove_entries(self, num_entries: int) -> None:
-        """Remove all parameters but the first `num_entries`, after adding a group has failed."""
+        """Remove all parameters but the first `num_entries`, after `add_param_group` has failed."""
         for entry in self._entries[num_entries:]:
             self._by_id.pop(id(entry.parameter), None)
             remove_owner(entry.parameter, self)
@@ -295,7 +297,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._check_options(entry.group, choices)
 
     def follow_requests(self) -> None:
-        """Adopt the formats that a session's plan gives to the parameters, as if the optimizer had been made after `apply`."""
+        """Store gradients and state in the formats of a session's plan from now on, as if the optimizer had been made after `apply`."""
         for entry in self._entries:
             p = entry.parameter
             choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
@@ -350,7 +352,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _finish_sums(self) -> None:
-        """Mark the sums of gradients as used, so that the next gradient of each parameter starts a new one."""
+        """Mark the sums of gradients over microbatches as used, so that the next gradient of each parameter starts a new sum."""
         self._num_accumulated, self._is_unscaled = 0, False
         if self.microbatches > 1:
             for entry in self._entries:
@@ -366,13 +368,13 @@ class Optimizer(torch.optim.Optimizer, ABC):
             clear_factors(entry.gradient for entry in self._entries if entry.gradient is not None)
 
     def drop_gradients(self) -> None:
-        """Discard all gradients, so that the next `step()` changes nothing."""
+        """Discard all gradients, and those of earlier microbatches, so that the next `step()` changes nothing."""
         self._finish_sums()
         self.zero_grad()
         self._num_accumulated = self.microbatches - 1
 
     def _before_unscale(self) -> None:
-        """Raise OptimError if a GradScaler unscales gradients between microbatches."""
+        """Raise OptimError if the GradScaler, which is about to unscale gradients, does so between microbatches."""
         if not self.updates_next:
             raise OptimError(PARTIAL)
         self._is_unscaled = True
@@ -405,7 +407,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Update the parameters without packed tensors by torch.optim, with the same state and hyperparameters."""
+        """Update the parameters of which nothing is packed by torch.optim, with this optimizer's state and hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -452,12 +454,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the packed state and the codes of packed parameters: a run that loads it continues with the same bits."""
+        """Return a dict of the packed state and the codes of packed parameters; a training that loads it continues with the same bits."""
         self._batches.settle()
         return checkpoint.state_dict(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict()`, or the state of torch.optim or bitsandbytes, which is encoded."""
+        """Load the result of `state_dict()`, or the state of a torch.optim or bitsandbytes optimizer, which is then packed."""
         self._batches.clear()
         checkpoint.load_state_dict(self, state_dict, super().load_state_dict)
         self._torch = None
@@ -480,7 +482,7 @@ def _remove_all(hooks: list[Any]) -> None:
 
 
 def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
-    """Raise OptimError if the optimizer cannot store a weight in the format that was chosen for it.
+    """Raise OptimError if an optimizer cannot store the weight `parameter` in the format that `choices` has for it.
 
     `packed_format`: the format in which a session has packed the weight, or will pack it.
     """

@@ -28,7 +28,7 @@ Hyper = Sequence[float]
 
 
 class Batch:
-    """Parameters with the same update rule and formats, which one kernel launch updates together."""
+    """Parameters with the same update rule; those with the same formats and device are updated together by one kernel launch."""
 
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.seed = rule, list(units), seed
@@ -52,7 +52,7 @@ class Batch:
         """Update every parameter once.
 
         Parameter i has the hyperparameters hypers[rows[i]] and is at step steps[i], counted from 1. An int for `rows` or `steps`
-        applies to all units. `gradients`: new plain gradients, if they are not in the memory of the last ones.
+        applies to all parameters. `gradients`: plain gradients in new memory; None if they are where the previous update read them.
         """
         if gradients is not None:
             for unit, grad in zip(self.units, gradients, strict=True):
@@ -67,7 +67,9 @@ class Batch:
 
 
 def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
-    """Update one parameter with its state in place, with the new plain gradient `gradient` if one is given."""
+    """Update one parameter and its state in place by `rule`; `step` counts from 1.
+
+    `gradient`: a plain gradient in new memory; None if it is in the memory that `unit` has for it."""
     if gradient is not None:
         check_gradient(unit, gradient)
     layout = unit.how(rule.name)
@@ -79,7 +81,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum of gradients in place, by a kernel where one supports the format."""
+    """Add `grad` to a packed sum of gradients in place, as `how` says, by a kernel where one supports the format."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)
@@ -88,7 +90,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
-    """Return the sum of squares of each tensor, computed by kernels; None if they cannot process all of these tensors."""
+    """Return the sum of squares of each packed tensor, computed by kernels; None if kernels cannot read all of these tensors."""
     kernels = _find_kernels() if tensors[0].codes.is_cuda else None
     if kernels is None or not all(kernels.covers_squares(t.format, t.shape) for t in tensors):
         return None
@@ -127,7 +129,7 @@ def _at(numbers: Sequence[int] | int, places: Sequence[int]) -> Sequence[int] | 
 
 
 def check_gradient(unit: UpdateUnit, grad: Tensor) -> None:
-    """Raise OptimError if a new gradient has another dtype, size or layout than the gradient that the update was set up for."""
+    """Raise OptimError if a new plain gradient has another dtype, size or layout than the gradient for which `unit` was made."""
     before = unit.gradient.codes
     if unit.gradient.format is None and grad.dtype is before.dtype and grad.is_contiguous() and grad.numel() == before.numel():
         return

@@ -63,7 +63,7 @@ class Diagnostics(tuple[ParameterDiagnostics, ...]):
 
 
 class UpdateCounters:
-    """Counters of the updates of all packed parameters: int32 on their devices, and float64 sums on the host."""
+    """Counters of the updates of all packed parameters: int32 that kernels add to, and their float64 sums."""
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, list[Tensor]] = {}
@@ -73,7 +73,7 @@ class UpdateCounters:
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, device: torch.device) -> Tensor:
-        """Return a tensor of counters for one more parameter, (5,) int32."""
+        """Return a tensor of counters for one more parameter, (5,) int32 zeros on `device`."""
         counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
         on_device = self._counters.setdefault(device, [])
         self._places.append((device, len(on_device)))
@@ -87,7 +87,7 @@ class UpdateCounters:
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Count one more update: every 64 add the device's counters to the sums, every 512 check for warnings."""
+        """Follow update number `updates`: every 64 updates add the counters to the sums, every 512 check whether to warn."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
@@ -97,7 +97,7 @@ class UpdateCounters:
             self._send()
 
     def drain(self) -> None:
-        """Add the device's counters to the sums on the host, and set them to 0."""
+        """Add the counters of all parameters to their sums on the same device, and set the counters to 0."""
         for device, counters in self._counters.items():
             new = torch.stack(counters).double()
             before = self._sums.get(device)
@@ -129,7 +129,7 @@ class UpdateCounters:
             )  # fmt: skip
 
     def _send(self) -> None:
-        """Start copying the sums to the host, without synchronizing."""
+        """Start copying the sums of the counters to the host, without synchronizing."""
         self.drain()
         is_cuda = any(device.type == "cuda" for device in self._sums)
         copies = {device: sums.to("cpu", non_blocking=True) for device, sums in self._sums.items()}

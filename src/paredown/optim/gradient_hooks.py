@@ -57,12 +57,12 @@ NOT_ZEROED = (
 class PackedGradient(GradientTensor):
     """The p.grad of a parameter with a packed accumulator: a tensor whose torch functions `gradient_ops.py` defines.
 
-    `packed` has logical order; fold n draws the bits of `seed` at step n.
+    `packed` is in the order of the parameter's indices. The n-th gradient that is added is rounded with the bits of `seed` at step n.
     """
 
     @staticmethod
     def __new__(cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> PackedGradient:
-        """Return a tensor with the shape, dtype and device of the parameter, over the codes of `packed`."""
+        """Return a tensor of the shape, dtype and device of `packed` that shows its values; `weight` multiplies each gradient added."""
         return cls.over(Lease(GradientSum.over(packed, seed, weight=weight)), packed.dtype)
 
     @classmethod
@@ -132,7 +132,7 @@ class Accumulator(_Hook):
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Encode a plain p.grad, such as one that user code assigned, and return whether there is a gradient."""
+        """Pack a plain p.grad, such as one that user code assigned, into the sum, and return whether the parameter has a gradient."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
@@ -197,7 +197,7 @@ class GradientCopy(_Hook):
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:
-    """Set the factors of those `gradients` to 1 that no user code holds any more, in two kernel launches for all.
+    """Set the factors of those packed `gradients` to 1 that neither p.grad nor user code holds any more.
 
     This takes two kernel launches for all of them, instead of one for each gradient in backward.
     """
@@ -213,7 +213,7 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 class Releaser(_Hook):
     """A hook that updates a parameter with each gradient inside backward, after which p.grad has no values.
 
-    `is_updated` returns whether the parameter was updated since the last step().
+    `update` gets the gradient; `is_updated` returns whether the parameter was updated since the optimizer's last step().
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Releaser(_Hook):
         self._update(grad)
 
     def refuse_sum(self) -> NoReturn:
-        """Raise OptimError, since the gradient that another one would be added to is already used."""
+        """Raise OptimError for a gradient that would be added to an earlier one, which the update has already consumed."""
         raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
@@ -255,7 +255,7 @@ class ReleasedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: type[ReleasedGradient], like: Tensor, releaser: Releaser) -> ReleasedGradient:
-        """Return a tensor of the shape, dtype and device of `like`, without memory."""
+        """Return a tensor of the shape, dtype and device of `like`, without memory, for the hook `releaser`."""
         made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         made._releaser, made._is_zero = weakref.ref(releaser), False
         return made
@@ -274,7 +274,7 @@ class ReleasedGradient(Tensor):
         return released if func is not aten.detach.default else released._alias()
 
     def _add(self, grad: Tensor) -> None:
-        """Update the parameter with a gradient that autograd adds to p.grad in place."""
+        """Update the parameter with `grad`, which autograd adds to this p.grad in place."""
         releaser = self._releaser()
         if releaser is None or torch._C._current_graph_task_id() == -1:
             raise OptimError(GONE.format(op="add_"))
@@ -291,7 +291,7 @@ class ReleasedGradient(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The number 0, since there are no values."""
+        """The bytes of the values: 0, since there are none."""
         return 0
 
     def __repr__(self, **_: Any) -> str:

@@ -27,14 +27,14 @@ aten = torch.ops.aten
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a torch function that has packed gradients among its arguments."""
+    """Return func(*args, **kwargs) for a torch operator that has packed gradients among its arguments."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, args, kwargs)
     return on_values(func, args, kwargs) if result is NotImplemented else result
 
 
 def on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a torch function on decoded gradients; gradients that it writes to are encoded again."""
+    """Return func(*args, **kwargs) computed on decoded gradients; gradients that it writes to are encoded again."""
     if _returns_views(func) and isinstance(args[0], GradientTensor):
         return _view(func, args[0], args[1:], kwargs)
     plain: dict[int, Tensor] = {}
@@ -54,7 +54,7 @@ def on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[GradientTensor]:
-    """Yield the gradients among the arguments that a torch function writes to, according to its schema."""
+    """Yield the packed gradients among the arguments that a torch operator writes to, according to its schema."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -67,7 +67,7 @@ def _returns_views(func: Any) -> bool:
 
 
 def _view(func: Any, gradient: GradientTensor, args: Any, kwargs: Any) -> Any:
-    """Return a view, or a list of views, of a packed gradient.
+    """Return what `func`, an operator such as aten.view, makes of a packed gradient: a view, or a list of views.
 
     Reading a view applies `func` to the decoded values; writing to it encodes the whole gradient.
     """
@@ -91,7 +91,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """Return `x` as a number or a tensor with one value; None if it has more values or is a packed gradient."""
+    """Return a number `x` itself, a one-valued tensor as a 0-d one; None for more values, more than `dims` dimensions or packed ones."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, GradientTensor) else None
     return x
@@ -156,7 +156,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the norm of packed gradients, computed in float32 and converted to their dtype."""
+    """Return the norm of a packed gradient, computed in float32 and converted to its dtype."""
     gradient, dtype = args[0], kwargs.get("dtype")
     if not isinstance(gradient, GradientTensor):
         return NotImplemented
@@ -228,7 +228,7 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiply all gradients by the inverse scale, and set found_inf to 1 if a value is not finite, for GradScaler."""
+    """Multiply a list of gradients by GradScaler's inverse scale, and set its tensor found_inf to 1 if a value is not finite."""
     tensors, found_inf, inverse_scale = args
     packed, others = _split(tensors)
     if _has_views(tensors):

@@ -36,7 +36,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @final
 class _TorchOptimizers:
-    """A torch.optim.Muon and a torch.optim.AdamW that take their steps together, each with the groups of its rule."""
+    """A torch.optim.Muon and a torch.optim.AdamW that take their steps together, each with some of the parameter groups."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
@@ -55,12 +55,12 @@ class _TorchOptimizers:
 
 @final
 class Muon(Optimizer):
-    """An optimizer that updates matrices by Muon and all other parameters by AdamW, with formats for what it stores.
+    """An optimizer that updates matrices by Muon and all other parameters by AdamW, and stores state in low-bit formats.
 
     `adjust_lr_fn`: the learning rate of a matrix of shape (A, B) is lr * sqrt(max(1, A / B)) with "original" (or None), and
     0.2 * lr * sqrt(max(A, B)) with "match_rms_adamw", for which the learning rate and weight decay of AdamW are right.
     `adamw_lr`: the learning rate of AdamW parameters; it may be left out with "match_rms_adamw", where it is `lr`.
-    `adamw_weight_decay`: None: `weight_decay`. `adamw_params`: parameters of 2 dimensions to be updated by AdamW all the same.
+    `adamw_weight_decay`: None means `weight_decay`. `adamw_params`: parameters of 2 dimensions to be updated by AdamW all the same.
     """
 
     rule_name, torch_class = "muon", _TorchOptimizers
@@ -100,7 +100,7 @@ class Muon(Optimizer):
             raise
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return a parameter group as one or two groups, each with its rule: "muon" for matrices, "adamw" for the rest."""
+        """Return a parameter group split by rule into one or two: "muon" for matrices, "adamw" for all other parameters."""
         rule = group.get("rule")
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")
@@ -139,7 +139,7 @@ class Muon(Optimizer):
         )
 
     def _check_matrices(self, group: Mapping[str, Any]) -> None:
-        """Raise OptimError for parameters of a Muon group that are not matrices, or not whole on this process."""
+        """Raise OptimError for parameters of a Muon group that are not matrices, or of which this process has only some rows."""
         for parameter in group["params"] if group["rule"] == "muon" else ():
             name = self._by_id[id(parameter)].name
             if parameter.dim() != 2:
@@ -156,11 +156,11 @@ class Muon(Optimizer):
     # --- what the driver asks for -----------------------------------------------------------------------------------------
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """Return the rule of a group: Muon's or AdamW's."""
+        """Return the update rule of a parameter group: Muon's or AdamW's, as its "rule" says."""
         return RULES[group["rule"]]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if a hyperparameter of the group is out of range."""
+        """Raise ValueError if a hyperparameter of the parameter group is out of range."""
         check_numbers(group, "lr", "eps", "weight_decay")
         if group["rule"] == "adamw":
             return check_betas(group["betas"])
@@ -174,7 +174,7 @@ class Muon(Optimizer):
         return None
 
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
-        """Return the hyperparameters of the group's rule, defined in `rules.py`."""
+        """Return the hyperparameters of the group's rule at `step` (from 1) by name; `factor` multiplies the gradients."""
         if group["rule"] == "adamw":
             return adamw_numbers(group, step, factor)
         lr, (a, b, c) = lr_of(group), (float(n) for n in group["ns_coefficients"])

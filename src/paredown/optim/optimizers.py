@@ -34,7 +34,7 @@ from paredown.optim.rules import RULES, Rule
 
 @final
 class SGD(Optimizer):
-    """Stochastic gradient descent with optional (Nesterov) momentum, with torch.optim.SGD's arguments, and formats."""
+    """Stochastic gradient descent with optional (Nesterov) momentum: torch.optim.SGD's arguments, and formats of what it stores."""
 
     rule_name, torch_class = "sgdm", torch.optim.SGD
 
@@ -51,7 +51,7 @@ class SGD(Optimizer):
         super().__init__(params, {**defaults, "maximize": maximize, **torch_options}, memory)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """Return the update rule of a group: plain SGD, with momentum, or with Nesterov momentum."""
+        """Return the update rule of a parameter group: SGD without momentum, with momentum, or with Nesterov momentum."""
         return RULES["sgd" if not group["momentum"] else "nesterov" if group["nesterov"] else "sgdm"]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class SGD(Optimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
-        """Return the hyperparameters of the rule, defined in `rules.py`."""
+        """Return the update rule's hyperparameters at `step` (from 1) by name; `factor` multiplies the gradients."""
         momentum = float(group["momentum"])
         return {
             "factor": factor, "lr": lr_of(group), "weight_decay": float(group["weight_decay"]), "momentum": momentum,
@@ -71,7 +71,7 @@ class SGD(Optimizer):
 
 @final
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay, with torch.optim.AdamW's arguments, and formats."""
+    """Adam with decoupled weight decay: torch.optim.AdamW's arguments, and formats of what it stores."""
 
     rule_name, torch_class = "adamw", torch.optim.AdamW
 
@@ -100,7 +100,7 @@ class AdamW(Optimizer):
         check_betas(group["betas"])
 
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
-        """Return the hyperparameters of the rule, defined in `rules.py`."""
+        """Return the update rule's hyperparameters at `step` (from 1) by name; `factor` multiplies the gradients."""
         return adamw_numbers(group, step, factor)
 
 
@@ -134,12 +134,12 @@ class Lion(Optimizer):
         check_betas(group["betas"])
 
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
-        """Return the hyperparameters of the rule, defined in `rules.py`."""
+        """Return the update rule's hyperparameters at `step` (from 1) by name; `factor` multiplies the gradients."""
         return _numbers_of_means(group, factor)
 
 
 def adamw_numbers(group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
-    """Return the hyperparameters of the rule "adamw" at a step (counted from 1)."""
+    """Return the hyperparameters of the rule "adamw" at `step` (from 1) by name; `factor` multiplies the gradients."""
     numbers = _numbers_of_means(group, factor)
     step_size, inverse_root = numbers["lr"] / (1.0 - numbers["beta1"] ** step), 1.0 / sqrt(1.0 - numbers["beta2"] ** step)
     return {**numbers, "step_size": step_size, "inverse_root": inverse_root, "eps": float(group["eps"])}
@@ -152,7 +152,7 @@ def _numbers_of_means(group: Mapping[str, Any], factor: float) -> dict[str, floa
 
 
 def lr_of(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a group as a float; raise OptimError if it is a tensor on a GPU."""
+    """Return the learning rate of a parameter group as a float; raise OptimError if it is a tensor on a GPU."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         raise OptimError(
@@ -163,7 +163,7 @@ def lr_of(group: Mapping[str, Any]) -> float:
 
 
 def check_numbers(group: Mapping[str, Any], *names: str) -> None:
-    """Raise ValueError, as torch.optim does, for negative hyperparameters and for tensors of several values."""
+    """Raise ValueError, as torch.optim does, if a hyperparameter in `names` is negative or a tensor of several values."""
     for name in names:
         value = group[name]
         if isinstance(value, Tensor) and value.numel() != 1:

@@ -46,8 +46,7 @@ from paredown.optim.reference import Fold
 class GradientSum:
     """A packed sum of the gradients of one parameter, which `GradientTensor` shows to user code.
 
-    The optimizer changes its buffers in place. The optimizer changes its buffers in place; other code reads them through a
-    `GradientTensor`.
+    The optimizer changes its buffers in place; other code reads them through a `GradientTensor`.
     """
 
     packed: PackedTensor
@@ -63,9 +62,9 @@ class GradientSum:
 
     @staticmethod
     def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> GradientSum:
-        """Return a sum in the buffers of `packed`, whose codes have logical order (that of the indices).
+        """Return a sum that is stored in `packed`, whose codes are in the order of the parameter's indices.
 
-        `weight`: the factor of each gradient before it is added.
+        `weight`: the factor of each gradient before it is added. `seed`: of stochastic rounding.
         """
         if packed.order != tuple(range(len(packed.shape))):
             raise OptimError(
@@ -96,13 +95,13 @@ class GradientSum:
         self._reset_factor()
 
     def factor_to_change(self) -> Tensor:
-        """Return the tensor with the factor of all values, for an operation that multiplies it in place."""
+        """Return the scalar tensor that multiplies all decoded values, for an operation that changes it in place."""
         self.settle()
         self.is_scaled = True
         return self.factor
 
     def clamp_min(self, floor: float) -> None:
-        """Clamp values to at least `floor`, at the time when the codes are next read.
+        """Clamp the sum's values to at least `floor`; the codes change when they are next read.
 
         clip_grad_value_ clamps at each bound in a call of its own; because the first is deferred, codes are rounded once.
         """
@@ -114,12 +113,12 @@ class GradientSum:
         self.store(self.decode(torch.float32).clamp_(max=ceiling))
 
     def settle(self) -> None:
-        """Apply a lower bound that was deferred (`clamp`) to the codes."""
+        """Encode the sum again if `clamp_min` has set a lower bound that the codes do not have yet."""
         if self.floor is not None:
             self.store(self.decode(torch.float32))
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the values as a contiguous tensor: decoded * factor in float32, then converted to `dtype`."""
+        """Return the sum's values as a contiguous tensor: decoded * factor in float32, then converted to `dtype`."""
         if not self.is_scaled and self.floor is None and dtype in DTYPES:
             return self.packed.decode(dtype)
         values = self.packed.decode(torch.float32)
@@ -130,13 +129,13 @@ class GradientSum:
         return values.to(dtype)
 
     def copy(self, device: torch.device | None = None) -> GradientSum:
-        """Return a copy of the sum in new buffers, on `device` if given."""
+        """Return a copy of the sum in new buffers, on `device`, or on the same device for None."""
         target = device or self.packed.device
         copied = self.packed.mapped(lambda part: part.to(target, copy=True))
         return replace(self, packed=copied, factor=self.factor.to(target, copy=True))
 
     def _reset_factor(self) -> None:
-        """Set the factor to 1 and drop a deferred bound, which new codes do not need."""
+        """Set the factor to 1 and forget the lower bound of `clamp_min`, since new codes include both."""
         self.floor = None
         if self.is_scaled:
             self.factor.fill_(1.0)
@@ -177,7 +176,7 @@ def norms(sums: list[GradientSum]) -> list[Tensor | None]:
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
-    """Return a gradient as a contiguous tensor that the codec encodes; raise OptimError if it cannot be added to `packed`."""
+    """Return a gradient as a contiguous tensor of a dtype that the codec encodes; raise OptimError if it cannot be added to `packed`."""
     if grad.layout is not torch.strided or grad.is_complex():
         what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
         raise OptimError(
@@ -200,16 +199,16 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 @dataclass(eq=False)
 class Lease:
-    """A shared reference to a packed gradient, which is replaced by a copy before the optimizer overwrites the gradient."""
+    """A reference to a packed sum, shared by tensors that show it; it changes to a copy before the optimizer overwrites the sum."""
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`
 
 
 class GradientTensor(Tensor):
-    """A tensor subclass for a packed gradient: `packed` has the codes, and `factor` multiplies decoded values.
+    """A tensor subclass that shows a packed gradient: `packed` has the codes, and `factor` multiplies decoded values.
 
-    User code meets its subclass `PackedGradient`.
+    p.grad is an object of its subclass `PackedGradient`.
     """
 
     _lease: Lease
@@ -219,7 +218,9 @@ class GradientTensor(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> Self:
-        """Return a tensor that shows a packed gradient through `views`; `like` has the resulting shape, strides and dtype."""
+        """Return a tensor that shows a packed gradient through `views`.
+
+        `like` has the resulting shape, strides and dtype; None: those of the gradient, in `dtype`."""
         packed = lease.total.packed
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -233,7 +234,7 @@ class GradientTensor(Tensor):
         return made
 
     def with_view(self, view: View, like: Tensor) -> Self:
-        """Return a tensor that shows this gradient through one more view."""
+        """Return a tensor that shows this gradient through one more view, with the shape, strides and dtype of `like`."""
         return self.over(self._lease, self._dtype, (*self._views, view), like)
 
     def alias(self) -> Self:
@@ -267,7 +268,7 @@ class GradientTensor(Tensor):
         return self.packed.nbytes + self.factor.nbytes
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded values as an ordinary tensor."""
+        """Return the decoded values as an ordinary tensor, in `dtype` if given."""
         if not self._views:
             return self.total.decode(dtype or self._dtype)
         values = _through(self._views, self.total.decode(self._dtype))
@@ -286,7 +287,7 @@ class GradientTensor(Tensor):
     def lend(self, dtype: torch.dtype) -> Self:
         """Return a new tensor over the same codes, to be assigned to `p.grad`; the optimizer is about to overwrite the codes.
 
-        If a tensor that an earlier call returned is still referenced, it gets a copy of the buffers, and keeps its values.
+        The tensor that the previous call of `lend` returned, if still referenced, gets a copy of the codes and so keeps its values.
         """
         last = self._lease.last() if self._lease.last is not None else None
         if last is not None:
@@ -296,7 +297,7 @@ class GradientTensor(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Return whether `other` reads exactly the codes of this gradient; if it does, apply a bound that was deferred."""
+        """Return whether `other` shows the whole of this gradient's codes; if it does, apply the bound of `clamp_min` to them."""
         if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -309,7 +310,7 @@ class GradientTensor(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The gradient itself; assigning to it replaces values, dtype and device, as model.to() does."""
+        """The detached gradient; assigning to `data` replaces values, dtype and device, as model.to() does."""
         return self.detach()
 
     @data.setter

@@ -82,7 +82,9 @@ class PackedParameter(Tensor):
 
     @staticmethod
     def __new__(cls: type[PackedParameter], weight: Weight, like: Tensor, base: Tensor | None = None) -> PackedParameter:
-        """Return a view of a packed weight with the size, strides and offset of `like`, a view of the decoded values `base`."""
+        """Return a view of a packed weight with the size, strides and offset of `like`.
+
+        `base`: the decoded values of which `like` is a view; None if they are not at hand."""
         view: PackedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -98,12 +100,12 @@ class PackedParameter(Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Whether torch treats this tensor as an nn.Parameter, as isinstance does."""
+        """Whether isinstance(tensor, nn.Parameter) is true: for parameters, and not for their views."""
         return bool(vars(self).get(IS_PARAMETER, True))
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """Accept the mark that nn.Parameter(x) sets on x.detach(), which must be of the same class as x."""
+        """Set whether torch takes this tensor for an nn.Parameter, as nn.Parameter(x) does with x.detach()."""
         if vars(self).get(IS_PARAMETER) is None:
             raise OptimError(NEW_PARAMETER)
         vars(self)[IS_PARAMETER] = value
@@ -123,7 +125,7 @@ class PackedParameter(Tensor):
         return repr(decoded_copy(self))
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return the decoded values as another class; torch's own method would read memory that does not exist."""
+        """Return the decoded values as a tensor of class `cls`; torch's own method would read memory that does not exist."""
         return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
 
     @classmethod
@@ -140,9 +142,9 @@ class PackedParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run calls from C++, such as those of DistributedDataParallel, on decoded values.
+        """Run an operator that C++ calls, such as those of DistributedDataParallel, on decoded values.
 
-        Arguments that the schema marks for writing are encoded again.
+        Arguments that the operator's schema marks for writing are encoded again.
         """
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:  # of a DTensor, which dispatches to its local tensor
@@ -183,7 +185,7 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
-        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: the pack hook of a checkpoint, or None."""
+        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: the pack hook of torch.utils.checkpoint, or None."""
         values = weight.decode(dtype)
         ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
         if on_save is not None:
@@ -192,7 +194,7 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """Return the gradient of `x`."""
+        """Return the gradient of `x`, and None for the other arguments of forward."""
         weight: Weight = ctx.weight
         weight.check_version(ctx.version)
         return grad @ weight.decode(ctx.dtype), None, None, None, None
@@ -202,7 +204,7 @@ _apply_frozen_linear: Any = super(torch.autograd.Function, FrozenLinear).apply  
 
 
 def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
-    """Return the result of F.linear for a frozen packed weight; None for any other weight.
+    """Return F.linear(x, packed, bias) for a frozen packed weight; None for any other weight.
 
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
@@ -224,14 +226,14 @@ def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Ten
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of `call_decoded`, which torch.compile does not trace."""
+    """Return func(*args, **kwargs) on decoded weights, as `call_decoded` does, in a call that torch.compile does not trace."""
     if "torch._dynamo" not in sys.modules:
         return call_decoded(func, args, kwargs)
     return _call_decoded_eagerly()(func, args, kwargs)
 
 
 def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of `call_outside_compile`, and record that a compiled graph called it."""
+    """Return func(*args, **kwargs) on decoded weights, untraced, and record that a compiled graph used the packed parameters."""
     for packed in [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]:
         if not _is_view(packed):
             _weight(packed).was_compiled = True
@@ -251,7 +253,7 @@ def _call_decoded_eagerly() -> Any:
 
 
 def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a torch function that has packed tensors among its arguments."""
+    """Return func(*args, **kwargs) for a torch function that has packed parameters, or views of them, among its arguments."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
@@ -291,7 +293,7 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on decoded values; packed parameters that it writes to are encoded again."""
+    """Return func(*args, **kwargs), named `name`, on decoded values; packed parameters that it writes to are encoded again."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
@@ -309,9 +311,10 @@ class DecodedValues:
     """The decoded values of packed tensors among the arguments of one torch function."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        """Prepare a call of a function; `writes`: it works in place, on values not encoded yet if there are any.
+        """Prepare the call of one torch function.
 
-        `tracks_gradients`: gradients flow through decoding to the parameters.
+        `tracks_gradients`: gradients flow through decoding to the parameters. `writes`: the function works in place, and so on the
+        values that an earlier function wrote, if these are not encoded yet.
         """
         self._tracks, self._writes = tracks_gradients, writes
         self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
@@ -375,7 +378,7 @@ class DecodedValues:
                     torch._C._increment_version((packed,))
 
     def report_use(self, result: Any, first: int) -> None:
-        """Call `Weight.on_use` with the result and the decoded values, so that the session frees the latter until backward.
+        """Tell the session of the function's result and the decoded values, so that it frees the latter until backward.
 
         `first`: the sequence number of the first autograd node that the call made.
         """
@@ -399,7 +402,7 @@ class DecodedValues:
 
 
 def _may_be_view(result: Any) -> bool:
-    """Return whether a result may be a view: a plain tensor with a storage and without a gradient."""
+    """Return whether a function's result may be a view of an argument: an ordinary tensor with a storage and without grad_fn."""
     is_plain = type(result) is Tensor and result.grad_fn is None and result.layout is torch.strided and result.device.type != "meta"
     return is_plain and not torch._C._functorch.is_batchedtensor(result)
 
@@ -416,7 +419,7 @@ def _is_view(packed: Tensor) -> bool:
 
 
 def _held(packed: Tensor) -> Tensor | None:
-    """Return the decoded values that a view was made from; None if the weight has changed since."""
+    """Return the decoded values from which the view `packed` was made; None if it has none, or the weight has changed since."""
     held = vars(packed).get(HELD)
     return held[1] if held is not None and held[0] == _weight(packed).version else None
 

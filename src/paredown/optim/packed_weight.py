@@ -106,7 +106,7 @@ class Weight:
         self._take(parameter, packed)
 
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
-        """Adopt the codes of `packed`, and the size, strides, dtype and device of the tensor `like`."""
+        """Hold the codes of `packed` from now on, with the size, strides, dtype and device of the tensor `like`."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
         self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
         self.device_type = like.device.type
@@ -134,7 +134,7 @@ class Weight:
         return self.on_use is not None
 
     def attach(self, on_use: weakref.WeakMethod[OnUse], hook_of_checkpoint: Callable[[], PackHook | None]) -> None:
-        """Make a session the owner of a weight that is packed already, with the functions of the constructor."""
+        """Make a session the owner of this weight, by two functions of the session that the constructor describes."""
         self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
 
     def detach(self) -> None:
@@ -150,7 +150,7 @@ class Weight:
 
     @property
     def is_released(self) -> bool:
-        """Whether the parameter is an ordinary one again, or belongs to another `Weight`."""
+        """Whether the parameter is an ordinary nn.Parameter again, or belongs to another `Weight`."""
         parameter = self.parameter
         return parameter is not None and weight_of(parameter) is not self
 
@@ -187,7 +187,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """Return the decoded values for reading only: the last decoded tensor while it is alive, else a new one."""
+        """Return the decoded values in `dtype`, for reading only: the tensor of the previous call while it is alive, else a new one."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -199,12 +199,12 @@ class Weight:
         return made
 
     def check_version(self, version: int) -> None:
-        """Raise autograd's error for modified saved tensors if the values were changed after `version`."""
+        """Raise autograd's error for modified saved tensors if the values were changed after they had this version number."""
         if self.version != version:
             raise RuntimeError(MODIFIED.format(version, self.version))
 
     def exported(self) -> Tensor:
-        """Return the decoded values; calls return the same tensor as long as it is alive and unchanged."""
+        """Return the decoded values; further calls return the same tensor as long as it is alive and unchanged."""
         version, count, ref = self._exported
         made = ref() if ref is not None and version == self.version else None
         if made is None or made._version != count:
@@ -215,7 +215,7 @@ class Weight:
     def write(self, values: Tensor) -> None:
         """Replace the values by a tensor of the same shape and dtype.
 
-        The tensor is encoded later, and must not be changed until then.
+        They are encoded when the codes are next read, and must not be changed until then.
         """
         if self.address or self.in_graphs:
             self.store(values)
@@ -234,7 +234,7 @@ class Weight:
             self.store(values)
 
     def store(self, values: Tensor) -> None:
-        """Encode new values, rounded to nearest; the parameter gets their dtype, device and shape."""
+        """Replace the codes by those of `values`, rounded to nearest; the parameter gets their dtype, device and shape."""
         self.written = None
         if not _can_be_packed(values):
             self.release(values)
@@ -245,7 +245,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Encode new values, and return whether size, strides, dtype or device differ from those before."""
+        """Replace the codes by those of `values`; return whether these differ from the previous ones in size, strides, dtype or device."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -266,14 +266,14 @@ class Weight:
         return is_other
 
     def unencoded(self) -> Tensor | None:
-        """Return the values that were written and not encoded yet; None if there are none."""
+        """Return the values that the codes may lack: those given to `write`, or else the decoded parameter; None if neither exists."""
         parameter = self.parameter
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
     def update_errors(self, values: Tensor) -> tuple[float, float]:
-        """Return the relative sizes of an update and of its rounding error: |update| / |values|, |rounding| / |update|.
+        """Return how large the change to `values` is, |change| / |values|, and its rounding error in this format, |error| / |change|.
 
-        Both are measured on the first rows; (1, 0) if shape, dtype or device differ.
+        Both are measured on the first rows; (1, 0) if shape, dtype or device differ from the parameter's.
         """
         if not self._is_like(values):
             return 1.0, 0.0
@@ -286,9 +286,9 @@ class Weight:
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
-        """Return whether these values are the current ones, bit for bit, in the same shape, dtype, device and strides.
+        """Return whether `values` equal the decoded ones bit for bit, in the same shape, dtype, device and strides.
 
-        The first row is compared first.
+        The first row is compared before all others are decoded.
         """
         if not self._is_like(values) or strides_of(values) != self.stride:
             return False
@@ -297,7 +297,7 @@ class Weight:
         return same_bits(self.decode(), values)
 
     def _is_like(self, values: Tensor) -> bool:
-        """Return whether `values` have the current shape, dtype and device, and are not empty."""
+        """Return whether `values` have the shape, dtype and device of the parameter, and are not empty."""
         mine = self.size, self.dtype, self._packed.device
         return (values.size(), values.dtype, values.device) == mine and self.size.numel() > 0
 
@@ -318,7 +318,7 @@ class Weight:
     # --- the parameter ------------------------------------------------------------------------------------------------
 
     def _swap(self, data: Tensor, kind: type[Tensor]) -> Any:
-        """Give the parameter other data and another class, and return it; return None if it was deleted.
+        """Set the parameter's .data to `data` and its class to `kind`, and return it; return None if it was deleted.
 
         While a module runs, only the class nn.Parameter itself is an ordinary parameter to all code: functions of torch would call the
         `__torch_function__` of another class, and those that check for the exact type would take a slower path or refuse. Afterwards the
@@ -365,7 +365,7 @@ class Weight:
         return tensors > tensors_before or (by_objects and objects > objects_before)
 
     def keep_changes(self) -> bool:
-        """Encode what was written into the decoded parameter since `show`, and return whether anything was."""
+        """Encode the decoded parameter if other code has written to it since `show`, and return whether it has."""
         parameter = self._ref()
         if parameter is None or not self.address:
             return False
@@ -383,7 +383,9 @@ class Weight:
         return is_other
 
     def gather(self) -> bool:
-        """Encode what was written into the decoded parameter, before the codes are read and changed."""
+        """Encode the decoded parameter if other code has written to it, also by .data, and return whether it has.
+
+        This is called before the codes are read and changed."""
         if not self.address:
             return False
         self.is_checked = False  # compare values, since .data may have been written
@@ -401,9 +403,9 @@ class Weight:
         self.is_pinned = True
 
     def release(self, values: Tensor | None = None) -> None:
-        """Make the parameter an ordinary nn.Parameter for good, with `values` or else the decoded ones.
+        """Make the parameter an ordinary nn.Parameter for good.
 
-        It gets `values`, which cannot be packed, or if there are none the decoded values.
+        It gets `values`, which cannot be packed, or for None the decoded values.
         """
         parameter = self.parameter
         if parameter is not None and not self.is_released:
@@ -416,12 +418,12 @@ class Weight:
 
 
 def weight_of(parameter: Tensor) -> Weight | None:
-    """Return the codes (`Weight`) of a packed parameter; None for other tensors."""
+    """Return the `Weight` that holds the codes of a packed parameter; None for other tensors."""
     return vars(parameter).get(KEY)
 
 
 def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **hooks: Any) -> Weight:
-    """Pack a parameter in `format`, rounded to nearest, and return its codes.
+    """Pack a parameter in `format`, rounded to nearest, and return the `Weight` that holds its codes.
 
     References to its old memory stay valid. `packed_class` and `hooks` are arguments of `Weight`.
     """
@@ -460,7 +462,7 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def _num_sampled_rows(shape: torch.Size) -> int:
-    """Return the number of rows of this shape that together have about SAMPLED values, at least 1."""
+    """Return how many rows of a tensor of this shape have about SAMPLED values together, at least 1."""
     return max(SAMPLED * shape[0] // max(shape.numel(), 1), 1)
 
 
@@ -474,7 +476,7 @@ def _first_rows(packed: PackedTensor, num_rows: int) -> PackedTensor:
 
 
 def _can_be_packed(values: Tensor) -> bool:
-    """Return whether values of this dtype, device and layout can be packed; integers are cast before."""
+    """Return whether a parameter with these values can be packed, which depends on their dtype, device and layout."""
     is_real = values.dtype in DTYPES or not (values.is_floating_point() or values.is_complex())
     return is_real and values.device.type in DEVICES and values.layout is torch.strided
 

@@ -79,7 +79,7 @@ def withdraw_requests(model: nn.Module) -> None:
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record which optimizer updates a parameter, and tell the previous optimizer to let go of it."""
+    """Record that the optimizer `owner` updates a parameter; the previous one removes its hooks from the parameter."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -87,7 +87,7 @@ def set_owner(parameter: Tensor, owner: Any) -> None:
 
 
 def remove_owner(parameter: Tensor, owner: Any) -> None:
-    """Remove the record that `owner` updates a parameter."""
+    """Remove the record that the optimizer `owner` updates a parameter; the record of any other owner stays."""
     if owner_of(parameter) is owner:
         _OWNERS.pop(parameter, None)
 
@@ -113,11 +113,11 @@ class SlotFormats:
     slots: Mapping[Role, Choice]
 
     def format(self, role: Role) -> Format | None:
-        """Return the format of a slot; None if it is plain."""
+        """Return the format of the slot with this role; None if it is not packed."""
         return self.slots[role][0]
 
     def rounding(self, role: Role) -> Rounding:
-        """Return the rounding of a slot."""
+        """Return the rounding of the slot with this role."""
         return self.slots[role][1]
 
 
@@ -125,9 +125,9 @@ PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
 def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
-    """Return the formats of a parameter, its gradient and its moments, from its parameter group and the plan's `request`.
+    """Return the formats of a parameter, its gradient and its moments, from its parameter group `group` and the plan's `request`.
 
-    `default_name` is the parameter's name if there is no plan.
+    `request` is None if there is no plan; `default_name` is the parameter's name then.
     """
     name = request.name if request is not None else default_name
     wanted = {role: _wanted(role, group, request) for role in OF_PARAMETER}
@@ -181,7 +181,7 @@ def _format(keyword: Any, role: Role) -> Format | None:
 
 
 def _check(wanted: Mapping[Role, Choice], name: str) -> None:
-    """Raise OptimError if a parameter cannot be stored in this combination of formats; `name` is for the message."""
+    """Raise OptimError if a parameter cannot be stored in the `wanted` formats together; the message calls it `name`."""
     weight, residue = wanted[Role.WEIGHT][0], wanted[Role.RESIDUE][0]
     if residue is not None and (str(residue) != "int8" or weight is None or str(weight) != "bf16"):
         raise OptimError(
@@ -243,7 +243,7 @@ class ParameterState:
 
     @property
     def first_index(self) -> int:
-        """The index of this process's first value in the whole parameter; 0 unless it is a DTensor."""
+        """The index of this process's first value in the whole parameter; 0 unless the parameter is a DTensor."""
         return 0 if not isinstance(self.parameter, DTensor) else _first_index(self.parameter, self.name)
 
 
@@ -302,20 +302,20 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """Return how often the square root of a slot is taken before it is stored: 1 or 2 for packed second moments, otherwise 0."""
+    """Return how often the square root of a tensor is taken before it is packed: 1 or 2 for second moments, otherwise 0."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
 
 
 def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Reset the step count of a parameter whose state was cleared, as torch.optim does."""
+    """Set the step count of a parameter to 0 if user code has cleared its `state`, as torch.optim does."""
     if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
         entry.step = 0
 
 
 def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Add the tensors that a parameter's state lacks for its rule, filled with zeros."""
+    """Add the moments that `rule` needs and a parameter's `state` lacks, filled with zeros, and the residue and codes of its weight."""
     plain = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
         format = entry.choices.format(role)
@@ -348,7 +348,7 @@ def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
 
 
 def parts_in(state: dict[str, Any], name: str) -> PackedParts:
-    """Return the codes, scales and minimums that `put` has added to `state`."""
+    """Return the codes, scales and minimums that `put` has added to `state` under `name`."""
     return PackedParts(state[f"{name}.codes"], state.get(f"{name}.scales"), state.get(f"{name}.minimums"))
 
 
@@ -356,7 +356,7 @@ def parts_in(state: dict[str, Any], name: str) -> PackedParts:
 
 
 def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: Tensor) -> UpdateUnit:
-    """Return the tensors that an update of this parameter reads and writes."""
+    """Return the tensors that an update of this parameter by `rule` reads and writes."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue") if has_residue(entry) else None
@@ -387,7 +387,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """Return the tensor that an update reads and writes as the weight: codes of a packed weight, or the parameter itself.
+    """Return the slot that an update reads and writes as the weight: the codes of a packed weight, or the parameter itself.
 
     If the parameter is not contiguous, the update writes to a contiguous copy of it, its shadow.
     """
@@ -406,9 +406,9 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """Return the tensor that an update reads as the gradient.
+    """Return the slot that an update reads as the gradient.
 
-    A plain gradient is a new tensor in each step, so that its slot has its dtype and size without memory.
+    A plain gradient is a new tensor in each step, so its slot has only dtype and size, without memory.
     """
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)

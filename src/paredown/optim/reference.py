@@ -72,7 +72,7 @@ PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "
 
 
 class SlotKind(NamedTuple):
-    """The way in which one tensor of an update is stored: its format or dtype, its rounding, and `roots` of `UpdateSlot`."""
+    """The way in which one tensor of an update is stored: format or dtype, rounding, and how often its root is taken before."""
 
     format: Format | None
     dtype: torch.dtype | None
@@ -101,7 +101,7 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """The way in which this tensor is stored, as a hashable key."""
+        """The way in which this tensor is stored (format or dtype, rounding, roots), as a hashable key."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property
@@ -111,7 +111,7 @@ class UpdateSlot:
         return self.parts.codes
 
     def rows(self, rows: slice) -> UpdateSlot:
-        """Return the same slot for some of its rows."""
+        """Return a slot whose tensors are views of these rows."""
         codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
         return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
@@ -143,7 +143,7 @@ class UpdateUnit:
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
     def how(self, rule: str) -> UpdateLayout:
-        """Return the layout by which a kernel updates these tensors with the rule of this name."""
+        """Return the layout (rule, formats and dtypes) of these tensors' update by the rule with this name."""
         return UpdateLayout(rule, *self._stored)
 
     @cached_property
@@ -170,7 +170,7 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """Update a parameter and its state in place; `step` is counted from 1."""
+    """Update a parameter and its state in place by `rule`; `hyper`: the rule's hyperparameters; `step` is counted from 1."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -192,7 +192,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """Return the matrix that Muon orthogonalizes, bfloat16 (rows, cols), computed from momentum and gradient."""
+    """Return the matrix that Muon orthogonalizes, bfloat16 (rows, cols), computed from the momentum and `factor` times the gradient."""
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
     for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))
@@ -212,7 +212,7 @@ class Fold(NamedTuple):
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum in place, rounded as `how` says."""
+    """Add a gradient to a packed sum of gradients in place, weighted and rounded as `how` says."""
     slot = UpdateSlot(packed.format, how.rounding, packed.parts)
     num_rows, cols = packed.format.rows_and_cols(packed.shape)
     grad = grad.detach().reshape(num_rows, cols)
@@ -227,7 +227,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
-    """Return the decoded float32 values of one tensor of an update, (rows, cols), times `factor`."""
+    """Return the decoded float32 values of one tensor of an update, (rows, cols), times `factor` if given."""
     if slot.format is None:
         x = slot.codes.float()
         return x if factor is None else x * factor
@@ -250,7 +250,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of rows of a (rows, cols) tensor that an update processes one after the other, to save memory."""
+    """Yield the slices of rows of a (rows, cols) parameter that an update processes one after the other, to save memory."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -283,7 +283,7 @@ class _Piece:
         return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode the updated parameter and moments, except for blocks with a value that is not finite."""
+        """Encode the updated parameter `p` and moments, except for blocks with a value that is not finite; `old`: the parameter before."""
         is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
             is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT
@@ -324,9 +324,9 @@ class _Piece:
         _put(slot, parts, skipped, self.unit.cols)
 
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
-        """Return the codes of `x` with new scales, or with the scales of `given`.
+        """Return `x` encoded as `slot` is stored, with new scales or with those of `given`.
 
-        `multiplier` gives each slot of an update random bits of its own from one hash.
+        `multiplier` turns the random bits that all slots share into those of this slot.
         """
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
@@ -358,7 +358,7 @@ class _Piece:
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
     """Return the int32 random bits of `count` weights, of which the first has the index `seed.first_index`.
 
-    The codec makes bits for four weights at a time, which are multiplied by four odd numbers.
+    Four adjacent weights share one hash, which is multiplied by a different odd number for each.
     """
     first = seed.first_index >> 2
     quad_bits = cpu.random_bits(seed, first, (seed.first_index + count + 3 >> 2) - first, device)
@@ -406,12 +406,12 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Return whether the scales of a weight in `format` are kept from step to step as long as possible (e8m0 scales)."""
+    """Return whether a weight in `format` keeps its scales from step to step as long as they fit its values (e8m0 scales)."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
 def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
-    """Return the scales that a weight has after an update, as e8m0 codes, (rows, blocks)."""
+    """Return the scales that a weight gets with its updated values `p`, as e8m0 codes, (rows, blocks); `slot`: the weight before."""
     format, old = slot.format, slot.parts.scales
     assert format is not None and format.block and format.scale and old is not None
     largest = in_blocks(p, format.block, 0.0).abs().amax(2)
@@ -435,7 +435,7 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
 
 
 def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
-    """Write new codes and scales into a slot, except for values in the mask `skipped`."""
+    """Write new codes and scales into a slot, except where the mask `skipped` is True; None: everywhere."""
     slot.parts.copy_(parts if skipped is None else _keep(slot, parts, skipped, cols))
 
 

@@ -60,7 +60,7 @@ class Rule:
     is_of_matrix: bool = False  # an update of one value depends on the whole matrix
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """Return the hyperparameters by name, rounded to the precision in which the rule computes."""
+        """Return the hyperparameters by name, rounded to float32 except for rules of whole matrices (Muon's)."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
         return dict(zip(self.hyper_names, hyper if self.is_of_matrix else map(as_float32, hyper), strict=True))
@@ -104,7 +104,7 @@ def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
 
 
 def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return the parameter after a step of SGD without momentum."""
+    """Return the parameter after a step of SGD without momentum, and no moments."""
     return fused(-h["lr"], fused(h["weight_decay"], p, g), p), ()
 
 
@@ -138,14 +138,14 @@ def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Mo
 def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
     """Return parameter and momentum after a step of Muon, which orthogonalizes the whole matrix of updates.
 
-    `reference.update` calls the three parts of it on some rows at a time.
+    `reference.update` calls its parts `look_ahead` and `step_along` on some rows at a time, and `newton_schulz` between.
     """
     m, u = look_ahead(g, moments[0], h)
     return step_along(newton_schulz(u.bfloat16(), h), p, h, p.shape), (m,)
 
 
 def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the next momentum, and the update (Nesterov's) that Muon orthogonalizes."""
+    """Return the next momentum, and Nesterov's combination of it with the gradient, which Muon orthogonalizes."""
     m = torch.lerp(m, g, 1 - h["momentum"])
     return m, torch.lerp(g, m, h["momentum"]) if h["nesterov"] else m
 
@@ -166,9 +166,9 @@ def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
 
 
 def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -> Tensor:
-    """Return the parameter after weight decay and a step along some rows of the orthogonalized update.
+    """Return some rows of the parameter after weight decay and a step along the same rows of the orthogonalized update, `direction`.
 
-    The ratio of the step to lr: root(max(1, rows / cols)), or 0.2 root(max(rows, cols)) if `match_rms`, as in updates of AdamW.
+    The step's length is lr root(max(1, rows / cols)), or 0.2 lr root(max(rows, cols)) if `match_rms`; `shape`: the whole parameter's.
     """
     rows, cols = shape
     ratio = 0.2 * sqrt(max(rows, cols)) if h["match_rms"] else sqrt(max(1, rows / cols))

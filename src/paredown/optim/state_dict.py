@@ -53,7 +53,7 @@ BNB_NAMES = ("state1", "state2")
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the packed state of an optimizer; `base` is `state_dict` of torch.optim.Optimizer."""
+    """Return the state of an optimizer with packed tensors; `base` is the method `state_dict` of torch.optim.Optimizer."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()
@@ -75,7 +75,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
 
 
 def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
-    """Add to `state` how many gradients were added so far; between microbatches (`is_partial`) also their sum."""
+    """Add to `state` how many gradients the packed sum has received so far; between microbatches (`is_partial`) also the sum."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.total.folds)
     with torch._C.DisableTorchFunctionSubclass():
@@ -182,7 +182,7 @@ def _load(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[
 
 
 def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Restore the formats of the parameter groups after loading, and options that the loaded groups lack."""
+    """Give the parameter groups their formats of `before` loading again, and the options that the loaded groups lack."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     optimizer.updates, optimizer._num_accumulated = int(first.get("updates", 0)), int(first.get("waiting", 0))
     optimizer.seed = int(first.get("seed", optimizer.seed))
@@ -196,7 +196,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loaded state of one parameter in this optimizer's formats; raise OptimError if it does not fit."""
+    """Return `source`, the loaded state of one parameter, in this optimizer's formats; raise OptimError if it does not fit."""
     source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
@@ -220,7 +220,7 @@ def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str,
 
 
 def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise OptimError if loaded state has other moments than `names`, those of this optimizer."""
+    """Raise OptimError if `source`, the loaded state, has other moments than `names`, those of this optimizer."""
     known = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
     unknown = [name for name in source if not name.startswith(known)]
     if unknown and not any(name.startswith(names) for name in source if names):
@@ -307,7 +307,7 @@ def _shapes(entry: ParameterState, name: str, value: Any, like: Tensor) -> str:
 
 
 def _local_rows(value: Any, entry: ParameterState) -> Any:
-    """Return the rows of a state tensor that belong to this process."""
+    """Return the rows of a loaded state tensor that belong to this process; any other value is returned unchanged."""
     if isinstance(value, DTensor):
         return value._local_tensor
     if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(entry.parameter, DTensor):
@@ -335,7 +335,7 @@ def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: 
 
 
 def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> None:
-    """Adopt checked state for a parameter; codes are copied into the buffers that it has."""
+    """Replace the state of a parameter by `new`, which was checked; codes are copied into the existing buffers."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
         p.grad = distributed_like(grad, p)

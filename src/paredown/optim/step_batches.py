@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class StepBatch:
-    """Parameters that share a rule and a type of gradients, with the `Batch` that updates them."""
+    """Parameters that share an update rule and a type of gradients (packed or plain), with the `Batch` that updates them."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[ParameterState, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]
@@ -47,7 +47,7 @@ class StepBatch:
         self.weights = [entry.weight for entry in self.entries if entry.weight is not None]
 
     def run(self, optimizer: Optimizer, gradients: list[Tensor] | None) -> None:
-        """Update all parameters of the batch once; `gradients` are new plain gradients."""
+        """Update all parameters of the batch once; `gradients`: their plain gradients; None if gradients are packed."""
         for parameter, shadow in self.shadows:
             shadow.copy_(parameter)
         groups = optimizer.param_groups
@@ -87,7 +87,7 @@ class StepBatches:
         self._batches, self._entries, self._built_for = [], None, None
 
     def settle(self) -> None:
-        """Write the step counts of the batches back into the states of the parameters."""
+        """Write the step counts that the batches hold back into the states of the parameters."""
         for batch in self._batches:
             for entry, step in zip(batch.entries, batch.steps, strict=True):
                 entry.step = step
@@ -116,12 +116,12 @@ class StepBatches:
                 batch.run(optimizer, plain)
 
     def _gradients(self) -> list[Any]:
-        """Return the gradient of each parameter (this process's rows of it), or None."""
+        """Return the gradient of each parameter, this process's rows of it; None for parameters without one."""
         gradients: list[Any] = [p.grad for p in self._parameters]
         return [None if g is None else local(g) for g in gradients] if self._is_spread else gradients
 
     def _signature(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
-        """Return a key that changes when the batches cannot be used again.
+        """Return a key that differs from that of the last step when the batches have to be built anew.
 
         It consists of the types of all gradients, the rules, and the addresses of parameters and accumulators.
         """
@@ -146,7 +146,7 @@ class StepBatches:
         return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
-        """Build batches for the present gradients, and return these by batch.
+        """Build new batches for parameters with these `gradients`, and return the gradients again.
 
         If user code assigned a plain gradient in place of a packed one, it is encoded.
         """

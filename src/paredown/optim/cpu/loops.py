@@ -87,7 +87,7 @@ class EntrySlot(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sizes of an update: rows, columns, values in a tile and in a block, the first index, and whether random bits are used."""
+    """The sizes of an update: rows, columns, values per tile and block, the index of the first value, and whether rounding is random."""
 
     rows: int
     cols: int
@@ -106,7 +106,7 @@ class Scales(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Buffers for encoding one tensor of a tile."""
+    """Buffers for encoding the values of one slot (weight or moment) in a tile."""
 
     y: Any  # float32
     scaled: Any
@@ -123,7 +123,7 @@ class Scratch(NamedTuple):
 
 @intrinsic
 def fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c of float32, rounded once."""
+    """Return a * b + c of float32 values, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -178,7 +178,7 @@ def lion(h, p, g, m, new_p, new_m):
 
 @inner
 def apply_rule(rule, h, old, new, count):
-    """Write the new parameter and moments into `new`, from the old ones and the gradient in `old`."""
+    """Write the updated parameter and moments into `new`, computed by `rule` from the previous ones and the gradient in `old`."""
     p, m, v, g = old[0, :count], old[1, :count], old[2, :count], old[3, :count]
     new_p, new_m, new_v = new[0, :count], new[1, :count], new[2, :count]
     if rule == SGD:
@@ -195,7 +195,7 @@ def apply_rule(rule, h, old, new, count):
 
 @inner
 def take_roots(x, roots, y):
-    """Write `rules.stored_root` of x into y."""
+    """Write x into y if `roots` is 0, its square root if it is 1, and about its fourth root if it is 2."""
     if roots == 0:
         for i in range(len(x)):
             y[i] = x[i]
@@ -226,7 +226,7 @@ def invert_roots(y, roots):
 
 @intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
-    """Return a pointer to an address."""
+    """Return an address, an int64, as a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -258,7 +258,7 @@ def tables_of(how):
 
 @inner
 def blocks_of(n, row, cols, begin, count):
-    """Return a tile's first block in its row, the number of its blocks, and the place of the first in the tensor."""
+    """Return the index within the row of a tile's first block, the number of its blocks, and the first block's index in the tensor."""
     if n.block == 0:
         return 0, 0, 0
     first = begin // n.block
@@ -267,14 +267,14 @@ def blocks_of(n, row, cols, begin, count):
 
 @inner
 def bytes_of(parts, n, row, cols, begin, count):
-    """Return the codes of a tile as a view of memory."""
+    """Return the bytes of codes of a tile, `count` values from column `begin` of a row, as a view."""
     first = row * ((cols * n.width + 7) // 8) + begin * n.width // 8
     return parts.codes[first : first + (count * n.width + 7) // 8]
 
 
 @inner
 def read(slot, row, cols, begin, y, codes, scales):
-    """Write the decoded values of a tile, times the factor, into y, and its scales into `scales`."""
+    """Write the decoded values of a slot's tile, times the slot's factor, into y, and the tile's scales into `scales`."""
     n, count, factor = slot.numbers, len(y), slot.how.factor
     first, blocks, start = blocks_of(n, row, cols, begin, count)
     if slot.how.kind == PACKED:
@@ -297,7 +297,7 @@ def read(slot, row, cols, begin, y, codes, scales):
 
 @inner
 def read_residue(weight, residue, place, y):
-    """Write the weights, of 24 bits each, into `y`: 16 bits are the bfloat16 weight, and 8 bits the residue."""
+    """Write 24-bit weights, from index `place` on, into `y`: 16 bits are the bfloat16 weight, and 8 bits the residue."""
     words, low, bits = weight.view(np.int16), residue.view(np.int8), y.view(np.int32)
     for i in range(len(y)):
         bits[i] = S(S(S(words[place + i]) << S(16)) + S(S(low[place + i]) << S(8)))
@@ -308,7 +308,7 @@ def read_residue(weight, residue, place, y):
 
 @inner
 def draw_bits(bits, quads, call, index, count):
-    """Write the random bits of weights from an index on, four from each hash."""
+    """Return the random bits of `count` weights from `index` on, written into `bits`, four from each hash."""
     first, offset = index >> 2, index & 3
     part = quads[: (offset + count + 3) >> 2]
     fill_bits(part, call, first)
@@ -343,7 +343,7 @@ def whole_codes(y, bits, codes, begin, first_block, n, scales):
 
 @inner
 def sticky_scales(top, n, scale_values, old, scales):
-    """Write the next scales of a weight's blocks: the old scale wherever it can still represent the values well."""
+    """Write the scales of a weight's blocks after an update: the `old` scale wherever it still fits the block's largest value."""
     least = F(STAYS_ABOVE * np.float64(n.max_value))
     for b in range(len(top)):
         largest = from_bits(top[b])
@@ -357,7 +357,7 @@ def sticky_scales(top, n, scale_values, old, scales):
 
 @inner
 def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes):
-    """Write scales and codes of a tile whose format has blocks."""
+    """Encode a tile's values `y`, in a format with blocks, into `scales` and `codes`."""
     n, count = slot.numbers, len(y)
     top, low, high = made.ends[0, :blocks], made.ends[1, :blocks], made.ends[2, :blocks]
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
@@ -387,7 +387,7 @@ def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes)
 
 @inner
 def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
-    """Encode a tile's values x and store the codes, except of values in `skipped`."""
+    """Encode a tile's values x and store codes and scales in the slot, except where the mask `skipped` is set (empty: everywhere)."""
     n, count = slot.numbers, len(x)
     y, codes, old_codes, random = made.y[:count], made.codes[:count], made.old_codes[:count], made.bits[:count]
     first, blocks, start = blocks_of(n, row, cols, begin, count)
@@ -422,7 +422,7 @@ def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
 
 @inner
 def store_scales(slot, begin, first, blocks, start, skipped, scales):
-    """Store scales and minimums of a tile, except of blocks whose first value is in `skipped`."""
+    """Store scales and minimums of a tile, except of blocks whose first value is set in the mask `skipped`."""
     n, values, minimums, codes = slot.numbers, scales.values, scales.minimums, scales.codes
     if not len(skipped):
         write_scales(slot.parts, start, n, codes[:blocks], values[:blocks], minimums[:blocks])
@@ -447,7 +447,7 @@ def write_residue(weight, residue, place, x, skipped):
 
 @inner
 def find_not_finite(slots, new, count, lost):
-    """Mark values of a tile for which a new number is not finite, and return how many there are."""
+    """Mark in `lost` the values of a tile whose new weight or moment is not finite, and return how many there are."""
     num = 0
     for i in range(count):
         lost[i] = np.uint8(not abs(new[0, i]) < LIMIT)
@@ -463,7 +463,9 @@ def find_not_finite(slots, new, count, lost):
 
 @inner
 def skip_blocks(begin, block, old, new, count, lost, skipped):
-    """Mark all values of blocks with a number that is not finite, and return how many blocks these are."""
+    """Mark in `skipped` all values of the blocks that have a value marked in `lost`, and return how many blocks these are.
+
+    Their new weights become the old ones."""
     num = 0
     for b in range(begin // block, (begin + count - 1) // block + 1):
         start, stop = place_of(b, block, begin, count)
@@ -480,7 +482,7 @@ def skip_blocks(begin, block, old, new, count, lost, skipped):
 
 @inner
 def half_step(p, scale, min_exponent, mantissa_bits):
-    """Return half the distance between the representable values around `p`, where `scale` is that of the block (1 without blocks)."""
+    """Return half the distance between the format's neighbouring values at `p`; `scale` is that of the block (1 without blocks)."""
     inverse = F(F(1) / scale)
     y = F(p * (inverse if inverse < INF else ZERO))
     least = S(S(min_exponent + 127) << S(23))
@@ -490,7 +492,7 @@ def half_step(p, scale, min_exponent, mantissa_bits):
 
 @inner
 def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored, old, skipped, counters):
-    """Add the sampled blocks of a tile to the counters of diagnostics."""
+    """Add the sampled blocks of a tile to the counters of diagnostics: how many weights changed, before and after rounding."""
     first = begin // n.block if n.block else 0
     for b in range(begin // block, (begin + len(p) - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(p))
@@ -508,7 +510,7 @@ def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored
 
 @inner
 def has_sampled(first_number, last_number):
-    """Return whether a block between two numbers, both included, is sampled for diagnostics."""
+    """Return whether any block with a number from `first_number` to `last_number` is sampled for diagnostics."""
     every = SAMPLED_BLOCKS * SAMPLED_EVERY
     return first_number % every < SAMPLED_BLOCKS or first_number // every != last_number // every
 
@@ -537,7 +539,7 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
     """
 
     def update(numbers, records, residue, shape, k0, k1, rule, h, counters):
-        """Update one parameter and its state in place."""
+        """Update one parameter and its state in place, tile by tile."""
         assert codec_version >= 0
         slots = (
             EntrySlot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0]),

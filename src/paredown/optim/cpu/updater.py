@@ -35,7 +35,7 @@ WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
 
 @lru_cache(maxsize=1024)
 def covers(layout: UpdateLayout, cols: int) -> bool:
-    """Return whether compiled loops update this layout with `cols` columns.
+    """Return whether `loops.py` can update parameters of this layout with `cols` columns.
 
     They do not cover rules of whole matrices, formats with one scale for the whole tensor, and blocks that are longer than a tile (the
     values that a loop decodes at once).
@@ -45,14 +45,16 @@ def covers(layout: UpdateLayout, cols: int) -> bool:
 
 
 class Updater:
-    """The update of one parameter in compiled loops; the addresses of its tensors are looked up once."""
+    """The update of one parameter in loops that numba compiles; the addresses of its tensors are looked up once."""
 
     def __init__(self, rule: Rule, unit: UpdateUnit) -> None:
         self.rule, self.unit, self.layout = rule, unit, unit.how(rule.name)
         self._memory: Any = None
 
     def update(self, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None = None) -> None:
-        """Update the parameter and its state in place, with the new plain gradient `gradient` if one is given."""
+        """Update the parameter and its state in place; `step` counts from 1.
+
+        `gradient`: a plain gradient in new memory; None if the unit's gradient is used."""
         unit = self.unit
         if not covers(self.layout, unit.cols) or codec.find_loops(unit.weight.codes) is None:
             reference.update(self.rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
@@ -71,7 +73,7 @@ class Updater:
 
 
 def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
-    """Return the tensors of a parameter with `grad` as its plain gradient."""
+    """Return `unit`, the tensors of a parameter's update, with `grad` as its plain gradient."""
     return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))
 
 
@@ -85,7 +87,7 @@ def _unit_len(layout: UpdateLayout) -> int:
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum of gradients, as `reference.fold` defines, in compiled loops if they cover the format."""
+    """Add `grad` to a packed sum of gradients in place, as `how` says, in compiled loops if they support the format."""
     rows, cols = packed.format.rows_and_cols(packed.shape)
     unit_len = lcm(WHOLE_BYTES, packed.format.block or 1)
     fits = min(unit_len, cols) <= LONGEST_TILE and not packed.format.has_tensor_scale and grad.dtype in DTYPES
@@ -123,7 +125,7 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
-    """Return rows, columns and tile length (values decoded at once) of a slot."""
+    """Return rows, columns and tile length (values decoded at once) for a (rows, cols) tensor, as one row if tiles allow it."""
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
     return rows, cols, min(max(LONGEST_TILE // unit_len, 1) * unit_len, cols)
@@ -145,7 +147,7 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return the numbers by which compiled loops know this encoding, with the addresses and lengths of its tables."""
+    """Return the numbers that describe this encoding to compiled loops, its tables, and the tables' addresses and lengths."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 

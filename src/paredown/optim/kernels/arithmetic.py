@@ -79,7 +79,7 @@ def reciprocal(x):
 
 @triton.jit
 def companded(r):
-    """Return the number that is stored for a second moment in few bits, from its root r > 0 (`rules.stored_root`)."""
+    """Return about the square root of r > 0, the root of a second moment; it is stored where the moment has few bits."""
     return as_float((as_bits(r) >> 1) + HALF_BITS)
 
 
@@ -91,7 +91,7 @@ def expanded(y):
 
 @triton.jit
 def momentum_step(p, g, m, h):
-    """Return (d, m'): the step direction and the new momentum of SGD."""
+    """Return (d, m'): the gradient with weight decay, and the new momentum of SGD; `h`: its hyperparameters."""
     d = fused(h[4], p, g)
     return d, fused(h[2], m, h[3] * d)
 
@@ -100,7 +100,7 @@ def momentum_step(p, g, m, h):
 def apply_rule(p, g, m, v, h, RULE: tl.constexpr):
     """Return (p', m', v', root(v')): the parameter and moments after one update by the rule RULE.
 
-    Moments that the rule does not have stay unchanged. h: its hyperparameters except the factor.
+    Moments that the rule does not have stay unchanged. h: the hyperparameters except the factor of the gradient.
     """
     r = v
     if RULE == SGD:
@@ -137,9 +137,9 @@ PLACE_3 = tl.constexpr(0x60BDADCF)
 
 @triton.jit
 def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offset of each block of a tile (NB,), and how many entries follow in its row.
+    """Return the offset of each block of a tile, (NB,), and how many entries its row has from there on.
 
-    An entry has VALUES values.
+    An entry is a place in memory with VALUES values: 2 for 4-bit codes, else 1.
     """
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     row = b // at[2]
@@ -150,7 +150,7 @@ def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of the entries of a tile, (NB, BLOCK / VALUES), and a mask of those inside of the tensor.
+    """Return the offsets of the entries (VALUES values each) of a tile, (NB, BLOCK / VALUES), and a mask of those inside the tensor.
 
     Offsets count from the tile's start if the tile is a RUN, else from the tensor's.
     """
@@ -169,13 +169,13 @@ def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def run_start(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the base pointer for the offsets that `places` returns."""
+    """Return the offset to add to those that `places` returns: where the tile starts if it is a RUN, else 0."""
     return at[0] * (TILE[1] * TILE[2] // VALUES) if TILE[0] == RUN else tl.zeros_like(at[0])
 
 
 @triton.jit
 def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the values of a tile, with 0 outside of the tensor."""
+    """Return a tile's entries, (NB, BLOCK / VALUES), of the tensor at `ptr`, with 0 outside of the tensor."""
     offsets, inside = places(at, VALUES, TILE)
     ptr = ptr + run_start(at, VALUES, TILE)
     if TILE[0] == RUN:
@@ -186,7 +186,7 @@ def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Store the values of a tile, except blocks that are not finite."""
+    """Store a tile's entries `x` in the tensor at `ptr`, except for blocks marked in `broken`, (NB,)."""
     offsets, inside = places(at, VALUES, TILE)
     ptr = ptr + run_start(at, VALUES, TILE)
     keep = tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2] // VALUES))
@@ -195,7 +195,7 @@ def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """Return the stored scales (NB,) as int32: float32 bits, bf16 bits, or codes."""
+    """Return the stored scales of a tile's blocks, (NB,), as int32: float32 bits, bf16 bits, or codes."""
     if SCALE == BF16:
         ptr = ptr.to(tl.pointer_type(tl.uint16))
     elif SCALE != E8M0:
@@ -209,7 +209,7 @@ def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """Store the scales of a tile, except those of blocks with values that are not finite."""
+    """Store the scales of a tile's blocks, except for those marked in `broken`, (NB,)."""
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     keep = ~broken if TILE[0] == RUN else ~broken & (b < at[3])
     if SCALE == BF16:
@@ -222,7 +222,7 @@ def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def high_key(index):
-    """Return what `formats.rounding.high_key` does, on the device."""
+    """Return the change of the second key of the random bits for element indices of 2^32 and more; 0 for smaller ones."""
     high = (index >> 32).to(tl.uint32) * HIGH_INDEX
     return (high ^ (high >> 15)) * MULTIPLIER_2
 
@@ -249,7 +249,7 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
 
 @triton.jit
 def place_multiplier(place):
-    """Return the factor by which the random bits of four adjacent values give those of the value at `place` (0 to 3)."""
+    """Return the factor that turns the hash that four adjacent values share into the random bits of the value at `place` (0 to 3)."""
     return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
 
 

@@ -58,7 +58,7 @@ ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 @cache
 def covers(how: UpdateLayout) -> bool:
-    """Return whether a kernel updates this layout: floats and integers of 4 or 8 bits in blocks of one length, or plain tensors."""
+    """Return whether a kernel can update parameters stored as `how` says: 4 or 8 bits in blocks of one length, or plain tensors."""
     kinds = (how.weight, *how.moments, how.gradient)
     return (
         how.rule in RULE_NUMBERS
@@ -77,7 +77,7 @@ def _covers_kind(kind: SlotKind, block: int) -> bool:
 
 @cache
 def covers_format(format: Format) -> bool:
-    """Return whether the kernels read and write this format."""
+    """Return whether the update and fold kernels can read and write this format."""
     element = format.element
     return (
         format.block is not None
@@ -117,7 +117,7 @@ def constants_of(how: UpdateLayout) -> dict[str, Any]:
 
 
 class UpdateTiles(NamedTuple):
-    """The tiles of a tensor: `full` tiles that are one run of memory, then `others` of the shape EVEN or RAGGED."""
+    """The numbers of tiles of a tensor: first `full` tiles that are contiguous in memory, then `others` of the shape EVEN or RAGGED."""
 
     full: int
     others: int
@@ -129,7 +129,7 @@ class UpdateTiles(NamedTuple):
 
 @cache
 def tile_blocks(shape: int, block: int) -> int:
-    """Return the number of blocks in a tile of this shape."""
+    """Return the number of blocks of length `block` in a tile of this shape (RUN, EVEN or RAGGED)."""
     return min((RAGGED_TILE if shape == RAGGED else TILE) // block, MOST_BLOCKS)
 
 
@@ -174,7 +174,7 @@ class LaunchGroup:
         self._set_addresses(np.array([_addresses(u.gradient) for u in units], np.int64))
 
     def _row(self, unit: UpdateUnit, tiles: UpdateTiles, seed: int, first: list[int]) -> list[int]:
-        """Return the row of one parameter in the table that the kernel reads; `first`: the numbers of its first programs."""
+        """Return the row of one parameter in the table that the kernel reads; `first`: its first program for each shape of tiles."""
         m, v = [*unit.moments, None, None][:2]
         pointers = [*_addresses(unit.weight), _addresses(unit.residue)[0], *_addresses(m), *_addresses(v)]
         for address in pointers:
@@ -186,13 +186,13 @@ class LaunchGroup:
         return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys(), tiles.full]
 
     def _owners_of(self, shape: int) -> Tensor:
-        """Return which parameter each program (thread block) of a launch works on."""
+        """Return the index of the parameter that each program (thread block) works on, in the launch for tiles of this shape."""
         runs = [-(-tiles.full // self._turns) for tiles in self._tiles]
         counts = runs if shape == RUN else [tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Replace the plain gradients of the group by others of the same dtype and size."""
+        """Use other plain gradients, of the same dtype and size, from now on."""
         addresses = np.zeros((len(gradients), 2), np.int64)
         addresses[:, 0] = [grad.data_ptr() for grad in gradients]
         self._set_addresses(addresses)
@@ -206,7 +206,9 @@ class LaunchGroup:
         self._launches = _launches(self.how, self._has_factor, aligned % 16 == 0, tuple(len(o) for o in self._owners))
 
     def update(self, hypers: Sequence[Sequence[float]], rows: Sequence[int] | int, steps: Sequence[int] | int) -> None:
-        """Update all parameters of the group once, as `batched_update.Batch.update` documents."""
+        """Update all parameters of the group once.
+
+        Parameter i has the hyperparameters hypers[rows[i]] and is at step steps[i] (from 1); an int applies to all."""
         alike = isinstance(rows, int) and isinstance(steps, int)
         count = 1 if alike else len(self.units)
         numbers = np.zeros((len(hypers), NUM_HYPERS), np.float32)
@@ -226,7 +228,7 @@ class LaunchGroup:
 
 @lru_cache(maxsize=1024)
 def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """Return the kernel launches for these numbers of programs (thread blocks)."""
+    """Return the launches of `update_kernel` for tiles of the shapes RUN, EVEN and RAGGED, given their programs; None for 0 programs."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
         Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None
@@ -235,7 +237,7 @@ def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tup
 
 
 def tile_constant(shape: int, block: int) -> tuple[int, int, int]:
-    """Return the compile-time constant TILE for a shape of tiles, as `arithmetic.py` documents it."""
+    """Return the compile-time constant TILE, (shape, number of blocks, block length), for a shape of tiles."""
     return shape, tile_blocks(shape, block), block
 
 
@@ -250,7 +252,7 @@ def _addresses(slot: UpdateSlot | None) -> tuple[int, int]:
 
 
 def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
-    """Update one parameter with its state; `gradient`, if given, replaces its plain gradient."""
+    """Update one parameter and its state in place; `gradient`, if not None, replaces the unit's plain gradient."""
     w, g = unit.weight.parts, unit.gradient.parts
     pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
     for moment in unit.moments:
@@ -271,7 +273,7 @@ def _launches_of_one(how: UpdateLayout, rows: int, cols: int, first_index: int, 
 
 
 def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dict[str, Any]) -> list[Launch]:
-    """Return the kernel launches for one tensor: one for its full tiles, one for the rest."""
+    """Return the launches of `kernel` for one tensor: one for its full tiles, one for the rest."""
     sizes = (cols, tiles.blocks_per_row, tiles.num_blocks)
     parts = ((tiles.full, 0, RUN), (tiles.others, tiles.first_other, tiles.shape))
     return [
@@ -282,7 +284,7 @@ def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dic
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a contiguous gradient to a packed sum, in place."""
+    """Add a contiguous gradient to a packed sum of gradients in place, as `how` says."""
     k0, k1 = map(signed, how.seed.keys())
     has_factor = how.factor is not None and not how.is_first
     arguments = (packed.codes, packed.scales, grad, how.factor if has_factor else packed.codes)

@@ -44,10 +44,7 @@ SMALLEST_STICKY_CODE = tl.constexpr(27)
 
 @triton.jit
 def shifted_bytes(packed, FLIP: tl.constexpr):
-    """Return 2^15 + (byte ^ FLIP) as float32 for each byte of `packed`, without a conversion from integers.
-
-    It works on four bytes at a time, with one operation each.
-    """
+    """Return 2^15 + (byte ^ FLIP) as float32 for each byte of `packed`, without a conversion from integers."""
     if USES_PTX:
         bits = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 t; xor.b32 t, $4, {FLIP * 0x01010101}; prmt.b32 $0, t, 0x47000000, 0x7404;
@@ -61,7 +58,7 @@ def shifted_bytes(packed, FLIP: tl.constexpr):
 
 @triton.jit
 def shifted_halves(packed, FLIP: tl.constexpr):
-    """Return the lower and the upper 4 bits of each byte as float32, in the form in which `shifted_bytes` returns bytes."""
+    """Return the lower and the upper 4 bits of each byte as float32, shifted as `shifted_bytes` shifts whole bytes."""
     if USES_PTX:
         low, high = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 s, t; xor.b32 t, $8, {FLIP * 0x11111111}; shr.b32 s, t, 4; and.b32 t, t, 0x0F0F0F0F; and.b32 s, s, 0x0F0F0F0F;
@@ -82,7 +79,7 @@ def shifted_halves(packed, FLIP: tl.constexpr):
 def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
     """Return the decoded values of a tile in blocks, code value * scale, (NB, BLOCK).
 
-    IS_SHORT: the scale has 8 bits, and one fused operation is exact.
+    IS_SHORT: the scale has at most 8 significant bits, so that one fused operation is exact.
     """
     WIDTH: tl.constexpr = ELEMENT[1]
     packed = load_2d(codes_ptr, at, 8 // WIDTH, TILE)
@@ -128,7 +125,7 @@ def load_slot(
 
 @triton.jit
 def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Return the values of a plain tensor's tile as float32.
+    """Return one tile of an unpacked tensor as float32, (NB, BLOCK).
 
     bf16 is loaded as int16, since a cast is wrong in Triton's interpreter below 2^-126.
     """
@@ -165,7 +162,7 @@ def largest_of(x):
 
 @triton.jit
 def over_max_value(largest, SLOT: tl.constexpr):
-    """Return largest / max_value, correctly rounded from 2^-126 on, and rounded down below."""
+    """Return largest / max_value of the slot's format, correctly rounded from 2^-126 on, and rounded down below."""
     if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
         return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
     else:
@@ -181,7 +178,7 @@ def cover_scale(largest, SLOT: tl.constexpr):
 
 @triton.jit
 def sticky_scale(largest, old, SLOT: tl.constexpr):
-    """Return the next e8m0 scale of each weight block, which is the `old` one wherever it can still represent the values well."""
+    """Return the e8m0 scale of each weight block after an update: the `old` one wherever it still fits the block's `largest` value."""
     cover = tl.maximum((as_bits(over_max_value(largest, SLOT)) + 0x7FFFFF) >> 23, SMALLEST_STICKY_CODE)
     enough = largest >= SLOT[7] * load_scale(old, E8M0)
     return tl.where((largest == 0.0) | ((cover <= old) & enough), old, cover)
@@ -189,7 +186,7 @@ def sticky_scale(largest, old, SLOT: tl.constexpr):
 
 @triton.jit
 def inverse_of(stored, SLOT: tl.constexpr):
-    """Return 1 / scale; for a scale of 0, some finite number."""
+    """Return 1 / scale for each stored scale; for a scale of 0, some finite number."""
     if SLOT[4]:
         return as_float((254 - tl.maximum(stored, SMALLEST_STICKY_CODE)) << 23)
     elif SLOT[3] == E8M0:
@@ -201,7 +198,7 @@ def inverse_of(stored, SLOT: tl.constexpr):
 
 @triton.jit
 def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the codes that an update stores for the values `x` under given scales, in the lowest bits of each number."""
+    """Return the codes (int32) that an update stores for the values `x` in blocks with the `stored` scales."""
     IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
     if IS_INTEGER and (SLOT[1] == STOCHASTIC or SLOT[1] == NEAREST_EVEN):
         codes = whole_codes(x, inverse_of(stored, SLOT), random, SLOT, ELEMENT)
@@ -214,7 +211,7 @@ def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return x * inverse rounded down or to nearest, (NB, BLOCK) and (NB,) as in `reference.whole_parts`, not yet cut to the width."""
+    """Return x (NB, BLOCK) * inverse (NB,) rounded to whole numbers, stochastically or to nearest, as int32."""
     if ELEMENT[0] == UINT and SLOT[2] == 0:
         x = tl.maximum(x, 0.0)
     if SLOT[1] == NEAREST_EVEN:
@@ -248,7 +245,7 @@ def floored(x, inverse, random):
 
 @triton.jit
 def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the codes that the codec gives to x under the given scales, which cover x."""
+    """Return the codes that the codec gives to x in blocks with the `stored` scales, with which no value overflows."""
     y = x * inverse_of(stored, SLOT)[:, None]
     if (ELEMENT[0] == INT or ELEMENT[0] == UINT) and SLOT[1] == STOCHASTIC:
         return stochastic(y, random, ELEMENT)
@@ -258,9 +255,9 @@ def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def stochastic(y, random, ELEMENT: tl.constexpr):
-    """Return the codes of y rounded stochastically to whole numbers, as `rounded_magnitude` in `codec/reference.py` does.
+    """Return the codes of y rounded stochastically to whole numbers, with the top random bits.
 
-    It takes the top random bits, and rounds magnitudes: below zero the shift rounds down, and adding the complement gives the same.
+    Magnitudes are rounded: below zero the shift rounds down, and adding the complement of the random bits gives the same.
     """
     KEPT: tl.constexpr = 30 - ELEMENT[2]
     steps = (y * (1 << KEPT)).to(tl.int32)
@@ -274,7 +271,7 @@ def stochastic(y, random, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Store codes of 8 or 4 bits, as 0 past the end of a row."""
+    """Store a tile's codes of 8 or 4 bits, except for blocks marked in `broken`; 4-bit codes past the end of a row are 0."""
     if WIDTH == 4:
         if TILE[0] != RUN:
             _, inside = places(at, 1, TILE)
@@ -286,7 +283,7 @@ def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the bits (int32) of a finite x rounded to the dtype of a plain tensor."""
+    """Return the bits (int32) of a finite x rounded to the dtype of an unpacked slot."""
     bits = as_bits(x)
     if SLOT[0] == PLAIN_FP32:
         return bits
@@ -312,7 +309,7 @@ def decoded_plain(x, bits, STORAGE: tl.constexpr):
 
 @triton.jit
 def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Store the values of a tile in a plain tensor."""
+    """Store one tile in an unpacked tensor: float32 `x`, or its `bits` in 16-bit dtypes, except for blocks marked in `broken`."""
     if STORAGE == PLAIN_FP32:
         store_2d(ptr.to(tl.pointer_type(tl.float32)), x, broken, at, 1, TILE)
     else:
@@ -321,7 +318,7 @@ def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return half the distance between the representable values around `p`; `scale` (NB,) has the scales of blocks."""
+    """Return half the distance between the format's neighbouring values at `p`; `scale` (NB,) has the scales of blocks."""
     if SLOT[0] == BLOCKS:
         p = p * inverse_scale(scale)[:, None]
     binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]

@@ -65,7 +65,7 @@ COLUMNS = tl.constexpr(18)  # of the table
 def store_moment(
     codes_ptr, scales_ptr, x, random, largest, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr
 ):
-    """Encode a moment and store it."""
+    """Encode a tile of a moment and store it, except for blocks marked in `broken`; `largest`: of each block."""
     if SLOT[0] == BLOCKS:
         scale = cover_scale(largest, SLOT)
         store_scales(scales_ptr, scale, broken, at, SLOT[3], TILE)
@@ -76,7 +76,7 @@ def store_moment(
 
 @triton.jit
 def count(counters_ptr, p, new, stored, scale, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Add a sampled tile to the counters: p was updated to `new` and stored as `stored`."""
+    """Add a tile to the counters of diagnostics: its weights p were updated to `new`, which was rounded to `stored`."""
     _, inside = places(at, 1, TILE)
     inside = inside & tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2]))
     moved = inside & (new != p)
@@ -92,9 +92,9 @@ def store_weight(
     codes_ptr, scales_ptr, residue_ptr, counters_ptr, new, random, largest, broken, at,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode a weight's tile, update the counters, and store it.
+    """Encode a tile of new weights and store it, except for blocks marked in `broken`; add a sampled tile to the counters.
 
-    A sampled tile loads the old weight a second time, which saves registers.
+    For these the old weights are loaded a second time, which saves registers.
     """
     is_sampled = (at[0] * TILE[1] // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
     if SLOT[0] == BLOCKS:
@@ -169,7 +169,7 @@ def update_tile(
 
 @triton.jit
 def step_key(key, step):
-    """Return a base key of the random bits with the step mixed in."""
+    """Return a key of the random bits for this step: a hash of a base key and the step."""
     return mixed(key.to(tl.uint32) ^ step.to(tl.uint32))
 
 
@@ -189,7 +189,7 @@ def update_kernel(
 ):  # fmt: skip
     """Update one tile of one of many tensors, or `turns` tiles if these are contiguous in memory.
 
-    The tile is drawn above. Data of the tensor is looked up once.
+    The table's row of the tensor (addresses, sizes, keys) is read once.
     """
     pid = tl.program_id(0)
     owner = tl.load(owners_ptr + pid)
@@ -270,7 +270,7 @@ def fold_kernel(
     codes_ptr, scales_ptr, grad_ptr, factor_ptr, first_tile, cols, blocks_per_row, num_blocks, first_index, k0, k1, weight,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient's values of one tile to a packed sum."""
+    """Add one tile of a gradient, times `weight`, to a packed sum of gradients; store it alone if IS_FIRST."""
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8))
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
     zero = tl.zeros((), tl.int64)

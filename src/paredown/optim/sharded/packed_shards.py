@@ -62,7 +62,7 @@ class PackedShard:
 
     @property
     def padding(self) -> int:
-        """The number of rows of zeros that all processes together store in order to have equally many rows."""
+        """The number of rows of zeros that all processes together add to the parameter in order to store equally many rows."""
         return self.padded_rows * self.num_processes - self.parameter.shape[0]
 
     @property
@@ -91,9 +91,9 @@ class PackedShard:
         return tuple(self.padded.tensors()), None
 
     def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """Return the whole parameter, decoded from the codes and scales of all processes, which are then freed.
+        """Return the whole parameter, decoded from `gathered`, the codes and scales of all processes, which are then freed.
 
-        `out`: the memory to decode into; None for new memory.
+        `out`: the tensor to decode into; None for a new one.
         """
         shape, own, received = self.parameter.shape, self.weight.packed, iter(gathered)
         if self.num_processes > 1:  # one process alone has replicas, and FSDP2 copies the first input only
@@ -107,7 +107,7 @@ class PackedShard:
         return made
 
     def release(self) -> None:
-        """Replace the packed rows in FSDP2 by an ordinary tensor with their values."""
+        """Replace the packed rows that FSDP2 manages by an ordinary tensor with their values."""
         if self.is_replaced:
             return
         managed, rows = self.managed, self.weight.size[0]
@@ -121,7 +121,9 @@ class PackedShard:
 
 
 def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
-    """Pack this process's rows of a parameter under fully_shard, and put them in place of its local tensor."""
+    """Pack this process's rows of a parameter under fully_shard, and put them in place of its local tensor.
+
+    `managed`: the FSDPParam of torch that manages the parameter."""
     values = parameter._local_tensor.detach()
     with torch.no_grad():
         packed = encode(values, format, order="logical")
@@ -143,7 +145,7 @@ def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """Return codes or scales with rows of zeros at the end, `rows` in all."""
+    """Return codes or scales with rows of zeros added at the end, so that there are `rows` of them."""
     if part.shape[0] == rows:
         return part
     made = part.new_zeros((rows, *part.shape[1:]))
@@ -152,7 +154,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _extend(local: PackedParameter, shard: PackedShard) -> None:
-    """Give a local tensor the functions by which FSDP2 all-gathers packed rows."""
+    """Set the attributes of a local tensor that FSDP2 calls before and after an all-gather, to gather codes and decode them."""
 
     def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return shard.gather_inputs()
@@ -178,7 +180,7 @@ def plain_copy(value: DTensor) -> DTensor:
 
 
 def forget_gathered(managed: Any) -> None:
-    """Make FSDP2 allocate the memory for its next all-gather anew, since packed rows have another size."""
+    """Make FSDP2 allocate new memory for the next all-gather of a parameter (its FSDPParam), since packed rows have another size."""
     managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
     if hasattr(managed, "_unsharded_param"):
         del managed._unsharded_param
@@ -213,9 +215,9 @@ def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
 
 
 def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format) -> str | None:
-    """Return why a sharded parameter is not packed in any process; None if it is packed in all.
+    """Return why a sharded parameter cannot be packed in `format` in any process; None if it can.
 
-    Its values are checked by `finite_everywhere`.
+    Whether its values are finite is not checked here but by `finite_everywhere`.
     """
     if managed is None:
         return NOT_OF_FSDP
@@ -254,7 +256,7 @@ Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it 
 
 
 def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
-    """Pack these parameters of a model under fully_shard; return the packed ones by name, and the others with the reason."""
+    """Pack the `wanted` parameters of a model under fully_shard; return the packed ones by name, and reasons for those that cannot be."""
     reshard(model)
     managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}

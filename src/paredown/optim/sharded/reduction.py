@@ -45,7 +45,7 @@ NO_HOOK = "this torch ({}) has no FSDPModule.set_custom_reduce_scatter: update t
 def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: int = 0) -> Reduction:
     """Make the processes that train `model` exchange gradients as codes of `format`, and return the reduction.
 
-    Gradients are summed in float32. Call it in all of them, before the first step. The model is under DistributedDataParallel or
+    Gradients are summed in float32. Call it in all processes, before the first step. The model is under DistributedDataParallel or
     fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()`
     of the result goes into a checkpoint.
     """
@@ -79,14 +79,14 @@ def _checked(format: Format | str) -> Format:
 
 
 class Reduction:
-    """The exchange of gradients between processes in a low-bit format: the format and the random bits."""
+    """The exchange of gradients between processes in a low-bit format; it has the format, the seed and the counts of reductions."""
 
     def __init__(self, format: Format, seed: int) -> None:
         self.format, self.seed = format, seed
         self.counts: dict[int, int] = {}  # buffer -> number of its reductions so far
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed and the counts of reductions, from which a resumed run draws the same random bits."""
+        """Return the seed and the counts of reductions, with which a resumed training draws the same random bits."""
         return {"seed": self.seed, "counts": {str(buffer): count for buffer, count in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,14 +94,14 @@ class Reduction:
         self.seed, self.counts = int(state["seed"]), {int(buffer): int(count) for buffer, count in state["counts"].items()}
 
     def begin(self, buffer: int) -> int:
-        """Count one more reduction of a buffer of gradients, and return its number."""
+        """Count one more reduction of the buffer of gradients with this index, and return its number, from 1."""
         self.counts[buffer] = self.counts.get(buffer, 0) + 1
         return self.counts[buffer]
 
     def own_chunk(self, chunks: Tensor, buffer: int, group: Any) -> Tensor:
         """Return the float32 sum over all processes of the chunk of gradients that this process reduces.
 
-        `chunks`: (processes, values in a chunk).
+        `chunks`: this process's gradients, (processes, values in a chunk); row r is summed by process r of `group`.
         """
         count, rank = self.begin(buffer), dist.get_rank(group)
         seed = Seed(self.seed, buffer * len(chunks) + rank, count)
@@ -114,7 +114,9 @@ class Reduction:
         return total
 
     def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
-        """Return the reduced chunks of all processes, (processes, values), decoded from the same codes in each process."""
+        """Send the chunk that this process has reduced to all others, and return the chunks of all, (processes, values).
+
+        Every process decodes them from the same codes."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         seed = Seed(self.seed, SUM_IDS + buffer, self.counts[buffer], first_index=rank * chunk.numel())
         packed = encode(chunk[None], self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
@@ -138,7 +140,7 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
 
 
 def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Replace a bucket of DistributedDataParallel by the mean gradient over all processes, and return it as a future."""
+    """Replace the gradients in a bucket of DistributedDataParallel by their means over all processes, and return these as a future."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():
