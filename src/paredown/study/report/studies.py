@@ -148,9 +148,9 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """Return the plans that take less memory than the baseline and may be as accurate.
+        """Return the marks of plans that take less memory than the baseline and may be as accurate.
 
-        A plan may be if its interval of error reaches the baseline's interval or is lower.
+        A plan may be as accurate if the lower end of its error's interval is not above the upper end of the baseline's.
         """
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
@@ -158,7 +158,7 @@ class Study:
         return [mark for mark, least in known if least is not None and most is not None and least <= most]
 
     def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
-        """Return this study with further footprints, and with label and peak of the baseline if it had none."""
+        """Return this study with the memory of further plans (`kept`), and with the baseline's label and peak if it had none."""
         known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
         return replace(self, kept=(*self.kept, *kept), **known)
 
@@ -199,7 +199,7 @@ class ReportedProgress:
 def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ...]:
     """Return the plan to pick for each budget: the least error, and of equals the fewest bytes.
 
-    None is above the baseline, which has the label `written`.
+    No picked plan takes more bytes than the baseline, which has the label `written`.
 
     >>> choose([PlanMark("a", 10, 0.5), PlanMark("b", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 5)])
     (BudgetPick(nbytes=10, label='a'), BudgetPick(nbytes=30, label='c'))
@@ -216,9 +216,9 @@ def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ..
 
 
 def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
-    """Return the marks, with those on the chart's line marked: plans to pick for some budget, among them the picked one.
+    """Return the marks with `on_front` set for the chart's line: plans to pick for some budget, among them the picked one.
 
-    A plan with less memory and less error than `picked` is not on it; the page says beside it why it was not picked.
+    A plan with less memory and less error than `picked` is not on the line; the page says why it was not picked.
 
     >>> marks = [PlanMark("a", 10, 0.5), PlanMark("quicker", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 40, 0.6)]
     >>> picks = [BudgetPick(mark.nbytes, mark.label) for mark in marks]
@@ -302,7 +302,7 @@ LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuB
 
 
 def study_of_pick(picked: Picked) -> Study:
-    """Return the study that shows a pick."""
+    """Return the study that shows the answer of a `pick`: a mark for each plan, the Pareto front, and the reason."""
     frontier = picked.frontier
     counts = Counter(trial.plan.key for trial in picked.trials)
     marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
@@ -365,7 +365,7 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
 
 
 def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
-    """Return a plan's mark in the chart, from its trials; None if no trial measured a peak."""
+    """Return the mark in the chart of the plan `label`, from its trials; None if no trial has a measured or predicted peak."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
     if not sizes and not measured:
@@ -426,13 +426,13 @@ def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[t
 
 
 def parts_of(values: Sequence[Any], most: int = MOST_POINTS) -> list[Sequence[Any]]:
-    """Return the values divided into at most `most` parts of neighbours."""
+    """Return the sequence `values` cut into at most `most` consecutive parts."""
     width = -(-len(values) // most) or 1
     return [values[i : i + width] for i in range(0, len(values), width)]
 
 
 def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
-    """Return the memory of a step under each of these plans, which are given by label."""
+    """Return the predicted memory of the traced step under each of `plans`, which are given by label."""
     return tuple(_kept(trace, label, plan) for label, plan in plans.items())
 
 

@@ -124,7 +124,7 @@ LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates the
 
 
 def prepare(connection: Connection, name: str) -> None:
-    """Create the tables where there are none, inside the connection's transaction; `name` is for messages."""
+    """Create the tables if there are none, otherwise check their version; `name` is the store's name in messages."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
     version = find_version(connection)
@@ -332,11 +332,11 @@ class Database:
             return work(connection)
 
     def _first_try(self, work: Callable[[], T]) -> T:
-        """Run `work` while opening the store; a server that has never answered is not retried."""
+        """Return the value of `work()`, run while the store is opened; if the server does not answer, it is not retried."""
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Return the value of `work` on the store, retried after temporary errors for up to `patience_seconds`.
+        """Return the value of `work()`, which uses the store, retried after temporary errors for up to `patience_seconds`.
 
         `is_open`: whether the store was open before; if not, a server that does not answer is an error at once.
         """

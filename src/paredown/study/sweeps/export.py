@@ -39,7 +39,7 @@ COLUMNS = ("key", "sweep", "task", "seed", "mode", "label", "plan", "propensity"
 
 
 def rows(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
-    """Return the trials of a sweep, or of all sweeps, as JSON values; `trial` is the whole result, None for unfinished ones."""
+    """Return the trials of a sweep (None: of all sweeps) as JSON values; the field `trial` is the result, None if unfinished."""
     query = select(TRIALS).order_by(TRIALS.c.sweep, TRIALS.c.place, TRIALS.c.key)
     trials = store.database.read(lambda c: c.execute(query if sweep is None else query.where(TRIALS.c.sweep == sweep)).all())
     return [_row(row) for row in trials]
@@ -159,7 +159,7 @@ def _copy(row: Row[Any]) -> dict[str, Any]:
 
 
 def _check(row: Row[Any]) -> None:
-    """Raise StoreError for an unreadable row, which is then not copied."""
+    """Raise StoreError if a row of a trial is unreadable, before it is copied."""
     to_spec(row)
     with readable("a result"):
         if row.state == FINISHED:

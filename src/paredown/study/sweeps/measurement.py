@@ -53,7 +53,7 @@ MAX_REASON_CHARS = 2000
 
 @dataclass
 class Measurer:
-    """Runs trials of one task, and returns those that earlier calls finished.
+    """Runs trials of one task, and returns those that earlier picks finished.
 
     With the `address` of a store (`paredown[sweeps]`) it runs them as a sweep of it, whose name is `name` and the task's; None: no store.
     """
@@ -80,7 +80,7 @@ class Measurer:
         return f"{self.name} {self.runner.task.name}"
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
-        """Return the finished trials of an earlier call with the same name, and other finished trials of the same task."""
+        """Return two lists of finished trials of the task: those of this sweep, from an earlier pick, and those of others."""
         if self._store is None:
             return [], []
         self._store.reopen(self.sweep, [Status.FAILED, Status.KILLED])
@@ -88,7 +88,7 @@ class Measurer:
         return [t for is_of_sweep, t in trials if is_of_sweep], [t for is_of_sweep, t in trials if not is_of_sweep]
 
     def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
-        """Run the trial of this plan and seed, and return it with the trials that other workers finished meanwhile."""
+        """Run the trial of this plan and seed, and return it with trials of the sweep that other workers finished meanwhile."""
         if self._store is None:
             return [self.runner(plan, seed, progress)]
         from paredown.study.sweeps.engines.engine import InlineEngine

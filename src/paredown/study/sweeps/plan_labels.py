@@ -30,7 +30,7 @@ TaskPlan = tuple[str, Hashable]  # a task and `plan.key`
 
 
 class Labels:
-    """The names of plans in tables and pages, made when they are first used."""
+    """The labels of plans in tables and pages: the given ones, and others that are made when they are first used."""
 
     def __init__(self, known: Mapping[str, Plan] | None = None, *, of_tasks: Mapping[TaskPlan, str] | None = None) -> None:
         self._labels: dict[Hashable, str] = {plan.key: label for label, plan in (known or {}).items()}

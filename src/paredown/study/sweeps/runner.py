@@ -65,7 +65,7 @@ class TaskFolder:
         return replace(trial, task=spec.task)  # the text of the sweep, which may differ from the task's name
 
     def setting(self, spec: TrialSpec) -> TrainingSetup:
-        """Return the task, plan, seed and device of a trial."""
+        """Return the task, plan, seed, device and mode of a trial as a TrainingSetup; raise TaskError if the task is refused."""
         if (reason := self.refuses(spec.task)) is not None:
             raise TaskError(f"task {spec.task!r}: {reason}")
         task, settings = cached_task(spec.task, self.path), spec.settings
@@ -114,7 +114,7 @@ def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddRes
 
 
 def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
-    """Run the open trials of a sweep, in parallel with other workers, and return how many trials this worker finished.
+    """Add a sweep to a store, run its unfinished trials beside other workers, and return how many trials this worker finished.
 
     Infeasible trials are reported to `options.say` first, and are not counted.
     """
@@ -125,7 +125,7 @@ def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None =
 
 
 def report_infeasible(store: Store, sweep: str, say: Callable[[str], object]) -> None:
-    """Call `say` with a message about the infeasible trials of a sweep, if it has any."""
+    """Call `say` with a message about the trials of a sweep for which no plan fits the budget, if there are any."""
     if pairs := find_infeasible(store, sweep):
         say(say_infeasible(pairs, sum(counts.total for counts in count(store) if counts.sweep == sweep)))
 

@@ -136,7 +136,7 @@ NUM_NAMED_PAIRS = 3  # in one message
 
 
 def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
-    """Return a message with the number of infeasible trials, of `total`, and the first sentence of the first few reasons."""
+    """Return a message with the number of infeasible trials out of `total`, and the first few tasks and templates with reasons."""
     num, more = sum(pair.num_trials for pair in pairs), len(pairs) - NUM_NAMED_PAIRS
     verbs = "is infeasible and does" if num == 1 else "are infeasible and do"
     others = f" And {more} more, which `paredown sweep status` lists." if more > 0 else ""
@@ -144,7 +144,7 @@ def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
 
 
 def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
-    """Return the infeasible pairs of task and template of a sweep, in its order."""
+    """Return the infeasible trials of a sweep by task and template, in the sweep's order."""
     columns = (TRIALS.c.task, TRIALS.c.label, TRIALS.c.plan, TRIALS.c.result)
     query = select(*columns).where(TRIALS.c.sweep == sweep, IS_INFEASIBLE).order_by(TRIALS.c.place)
     pairs: dict[tuple[str, str], InfeasibleTrials] = {}
@@ -227,7 +227,10 @@ class Pace:
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add a count, and return trials per minute over the window; None until a trial has finished in it."""
+        """Add the count of trials `finished` at time `now`, and return trials per minute over the last WINDOW_SECONDS.
+
+        None if no trial has finished in them.
+        """
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()
@@ -261,7 +264,7 @@ class SweepProgress:
 
 
 class SweepWatcher:
-    """A reader of the progress of one sweep in a store (None: of all sweeps), at most once in `seconds`."""
+    """A reader of the progress of one sweep in a store (None: of all sweeps), which queries it at most once in `seconds`."""
 
     def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
         self._store, self._sweep, self._seconds = store, sweep, seconds
@@ -271,7 +274,7 @@ class SweepWatcher:
     def look(self, *, is_due: bool = False) -> list[SweepProgress]:
         """Return the progress of the sweeps.
 
-        It is empty if the last call was less than `seconds` ago, unless `is_due`.
+        It is empty if the previous reading was less than `seconds` ago, unless `is_due`.
         """
         now = time.monotonic()
         if now < self._next and not is_due:

@@ -88,7 +88,7 @@ RELEASE_UNCOUNTED = update(TRIALS).where(OURS).values({**FREE, "attempts": TRIAL
 
 
 def beat(connection: Connection, worker: str) -> None:
-    """Count a heartbeat. A worker that was taken for dead is registered again; its trials were released."""
+    """Count a heartbeat of a worker. If it was removed as dead, which released its trials, it is registered again."""
     connection.execute(_beat_statement(connection.dialect.name), {"id": worker})
 
 
@@ -113,13 +113,13 @@ def claim(connection: Connection, request: ClaimRequest) -> list[Claim]:
 
 
 def held_claims(connection: Connection, request: ClaimRequest) -> list[Claim]:
-    """Return the trials that this request has claimed already: its transaction was committed, and the reply was lost."""
+    """Return the trials that this request has claimed already, in a committed transaction whose reply was lost; often none."""
     query = select(TRIALS).where(TRIALS.c.worker == request.worker, TRIALS.c.claim == request.token)
     return [_to_claim(row) for row in connection.execute(query)]
 
 
 def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult:
-    """Write a result that ended at time `now`, unless the trial has one, and return what was written.
+    """Write the result of a trial that ended at time `now`, unless it has one, and return what was written.
 
     If the trial's process died, the trial is released, up to MAX_ATTEMPTS times.
     """
@@ -136,13 +136,13 @@ def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult
 
 
 def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = RELEASE_UNCOUNTED) -> None:
-    """Release claimed trials whose claims are still valid."""
+    """Release claimed trials whose claims are still valid; `statement` decides whether the attempt counts, by default not."""
     for held in claims:
         connection.execute(statement, {"of_key": held.key, "of_claim": held.token})
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Remove a dead worker from the store, and return how many of its trials were released.
+    """Remove a worker if its row meets the SQL `condition`, release its trials, and return how many were released.
 
     After MAX_ATTEMPTS attempts a trial is not released but finished as killed.
     """
@@ -165,12 +165,12 @@ def to_spec(row: Row[Any]) -> TrialSpec:
 
 @lru_cache(maxsize=1024)
 def parsed_plan(text: str) -> Plan:
-    """Return the plan of the JSON in a row; cached, since rows of one sweep repeat it for every task and seed."""
+    """Return the plan of a row's JSON `text`; cached, since rows of one sweep repeat it for every task and seed."""
     return Plan.from_json(json.loads(text))
 
 
 def result_values(trial: Trial, token: str, times: RunTimes) -> dict[str, Any]:
-    """Return the columns of the database for a finished trial."""
+    """Return the values of the database's columns for a finished trial; `token` is that of its claim."""
     numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
     result = {"result": json.dumps(trial.to_json()), **times._asdict()}
     return {"state": FINISHED, "worker": None, "claim": token, **numbers, **result}
@@ -293,7 +293,7 @@ class Store:
         return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
 
     def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
-        """Write the result of a claim, and return its outcome."""
+        """Write the result of a claimed trial, and return the outcome."""
         return self.exchange(worker, (ended,), 0)[0][0]
 
     def exchange(
@@ -317,7 +317,7 @@ class Store:
             self.database.write(lambda connection: give_back(connection, claims))
 
     def beat(self, worker: str) -> None:
-        """Count one heartbeat."""
+        """Count one heartbeat of a worker."""
         self.database.write(lambda connection: beat(connection, worker))
 
     def beats(self) -> dict[str, int]:
@@ -329,7 +329,7 @@ class Store:
         return self.database.write(lambda connection: bury(connection, worker, WORKERS.c.id == worker))
 
     def free(self, worker: str, beats: int) -> int:
-        """Remove a dead worker and release its trials, unless its heartbeats exceed `beats`; return the number of trials."""
+        """Remove a dead worker and release its trials, unless its heartbeats exceed `beats`; return how many were released."""
         same = and_(WORKERS.c.id == worker, WORKERS.c.beats == beats)
         return self.database.write(lambda connection: bury(connection, worker, same))
 
@@ -364,12 +364,12 @@ def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
 
 
 def _infeasible_values(drawn: DrawnTrial) -> dict[str, Any]:
-    """Return the columns of the database for a trial that no worker runs, since no plan fits its budget."""
+    """Return the values of the database's columns for a trial that no worker runs, since no plan fits its budget."""
     spec = drawn.spec
     trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
     return {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}
 
 
 def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield batches of rows, each for one statement."""
+    """Yield batches of at most BATCH rows, each for one SQL statement."""
     return (values[i : i + BATCH] for i in range(0, len(values), BATCH))

@@ -69,7 +69,7 @@ class TrialSettings:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """A trial before it runs: task, plan, seed and settings."""
+    """What a trial is to run: task, plan, seed and settings."""
 
     task: str
     plan: Plan
@@ -201,7 +201,7 @@ class Sweep:
                 )
 
     def _why_empty(self, word: str) -> str:
-        """Return a sentence on why a sweep has no tasks, seeds or plans (`word`) that can run."""
+        """Return a sentence on why a sweep has nothing to run; `word` says what it lacks: "tasks", "seeds" or "plans"."""
         if word != "plans" or not self.infeasible:
             return f"sweep {self.name!r} has no {word}; it needs at least one."
         first = self.infeasible[0]
@@ -252,7 +252,7 @@ class Sweep:
         ]
 
     def _labels(self) -> dict[TaskPlan, str]:
-        """Return the label of every plan on every task."""
+        """Return the label of every plan on every task, by task and `plan.key`."""
         given: dict[Hashable, str] = {named.key if isinstance(named, Plan) else str(named): label for label, named in self.labels}
         shared = [(plan, label_of(plan, given)) for plan in self.plans]
         requests = [(task, plan, label) for task in self.tasks for plan, label in shared]
@@ -315,7 +315,7 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Return which pairs of task and plan are drawn, as booleans.
+    """Return which pairs of task and plan are drawn, as booleans, for the probability of each pair.
 
     With the method `full` all pairs are drawn.
     """

@@ -193,13 +193,13 @@ def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Entry]:
 
 
 def _crossed(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every combination of the values of a table's lists, each as a table."""
+    """Return a table for every combination of the values in a table's lists; other values are in all of them."""
     choices = [value if isinstance(value, list) else [value] for value in table.values()]
     return [dict(zip(table, choice, strict=True)) for choice in product(*choices)]
 
 
 def _names(table: dict[str, Any], word: str) -> list[str]:
-    """Return the texts at a key of a table: one text, or a list of texts."""
+    """Return the value of the key `word` of a table as a list: a text alone, or the texts of a list."""
     names = table[word] if isinstance(table[word], list) else [table[word]]
     if not names or not all(isinstance(name, str) for name in names):
         raise SweepError(f'{word} is a text or a list of texts, such as {word} = ["lpmm", "activations4"], not {table[word]!r}.')

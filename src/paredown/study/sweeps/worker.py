@@ -126,9 +126,9 @@ def wait_for_store(
 
 
 def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable[[str], object]) -> None:
-    """Wait until `why_not()` is None; its sentence is reported at intervals.
+    """Wait until `why_not()` returns None; while it returns a sentence, that is passed to `say` at intervals.
 
-    After `deadline`, a time of the monotonic clock, the sentence is a StoreError.
+    After `deadline`, a time of the monotonic clock, the sentence is raised as a StoreError.
     """
     start, reported = time.monotonic(), -math.inf
     while (reason := why_not()) is not None:
@@ -185,7 +185,10 @@ class WorkerOptions:
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials until all are finished, and return how many this worker finished. When interrupted, it releases its claims."""
+    """Run trials of a store until all are finished, and return how many this worker finished.
+
+    When interrupted, it releases its claims; `options` None means the defaults.
+    """
     return Worker(store, engine, options or WorkerOptions()).run()
 
 
@@ -222,7 +225,7 @@ class Worker:
         return self._num_finished
 
     def _turn(self) -> bool:
-        """Write results, claim and start as many trials as there are free slots, and return False once all are finished."""
+        """Write results, claim and start a trial for each free slot, and return whether any trial runs or is unfinished."""
         claims = self._write(self._engine.slots - len(self._claims) + len(self._ended))
         for claim in self._accepted(claims):
             self._engine.start(claim)
@@ -242,7 +245,7 @@ class Worker:
         return claims
 
     def _wait(self) -> list[EndedTrial]:
-        """Return the trials that ended within IDLE_SECONDS; if no trial runs here, pause and return none."""
+        """Return trials of this worker that ended within IDLE_SECONDS; if it runs none, pause that long and return none."""
         if self._claims:
             return self._engine.wait(IDLE_SECONDS)
         time.sleep(IDLE_SECONDS)
@@ -261,7 +264,7 @@ class Worker:
             self._options.say(f"{about}: {result.reason}. It will run again ({claim.attempt} of at most {MAX_ATTEMPTS} attempts).")
 
     def _accepted(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims whose tasks this worker runs; the others are released, and their tasks are not claimed again."""
+        """Return the claims whose tasks this worker runs; release the others, and claim no trials of their tasks again."""
         for task in dict.fromkeys(claim.spec.task for claim in claims):
             if (reason := self._options.refuses(task)) is not None:
                 self._refused[task] = reason
@@ -273,11 +276,11 @@ class Worker:
         return [claim for claim in claims if claim not in refused]
 
     def _is_over(self) -> bool:
-        """Return whether no open trial is left that this worker could run."""
+        """Return whether every trial that this worker could run is finished; False if it stays for new trials."""
         return not self._options.stays and not count_open(self._store, self._options.sweep, without=tuple(self._refused))
 
     def _give_up(self) -> None:
-        """Stop running trials, write finished results, and release all claims."""
+        """Kill the running trials, write the results of ended ones, and release all other claims."""
         self._engine.stop()
         self._write(0)
         self._store.give_back(list(self._claims.values()))

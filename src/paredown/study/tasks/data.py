@@ -62,7 +62,7 @@ class Data(ABC):
         """Return all test examples, in batches of at most `batch`."""
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return the same batches as `batches`, but made several at a time: faster, with more memory."""
+        """Return the same batches as `batches`; a subclass may make several at a time, which is faster and takes more memory."""
         return self.batches(batch, seed=seed, device=device)
 
     @property
@@ -188,7 +188,7 @@ class Examples(Data):
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of `size` training examples at a time."""
+        """Return an endless iterator of `size` training examples at a time; a pass leaves out what does not fill a `batch`."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch
@@ -205,9 +205,9 @@ class Examples(Data):
             yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """Return the order of one pass over the examples, and the random offset of each picture.
+        """Return the random order of one pass over the training examples, and the random offset of each picture.
 
-        They are example indices (num,), and offsets (down, right, mirrored) of each, (num, 3) or (num, 0).
+        They are `num` indices of examples, (num,), and offsets (down, right, mirrored), (num, 3), or (num, 0) if none is moved.
         """
         order = torch.randperm(self.num_train, generator=source)[:num]
         bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
@@ -288,5 +288,5 @@ class Text(Data):
 
 
 def _shifted(pieces: Tensor) -> Pair:
-    """Return inputs and next bytes, both (num, length), of pieces (num, length + 1)."""
+    """Return inputs and answers (the next bytes), both (num, length), of pieces of text (num, length + 1)."""
     return pieces[:, :-1].long(), pieces[:, 1:].long()

@@ -112,7 +112,7 @@ def _are_labels(array: Array, num: int) -> bool:
 
 
 def split(x: Array, y: Array) -> Arrays:
-    """Return the arrays of both splits: every fifth example of each class is a test example."""
+    """Return pictures `x` and labels `y` divided into two splits: every fifth example of each class is a test example."""
     rank = np.zeros(len(y), dtype=np.int64)  # of each example within its class
     for label in np.unique(y):
         rank[y == label] = np.arange((y == label).sum())
@@ -134,7 +134,10 @@ def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, fil
 
 
 def examples_of(splits: Mapping[tuple[str, str], Array], file: str) -> Examples:
-    """Return arrays of pictures and labels as examples, with classes numbered from 0 in the order of their labels."""
+    """Return arrays by (split, kind) as Examples, with classes numbered from 0 in the order of their labels.
+
+    `file` is the name for error messages.
+    """
     labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)
@@ -251,7 +254,7 @@ def is_idx(folder: Path) -> bool:
 
 
 def _idx_array(folder: Path, name: str) -> Array:
-    """Return the array of an idx file, a tensor of bytes.
+    """Return the array of uint8 values in the idx file `name`, or `name`.gz.
 
     Layout: two zero bytes, the byte 8 (for uint8), the number of dimensions, each dimension as big-endian uint32, then the values.
     """
@@ -273,7 +276,7 @@ def _idx_array(folder: Path, name: str) -> Array:
 def read_folder(folder: Path, *, side: int | None = None) -> Examples:
     """Return the pictures in one folder per class, under `train` and `test`.
 
-    Without these two, every fifth picture is a test example.
+    Without these two folders, every fifth picture of a class is a test example. `side`: resize to `side` x `side` pixels; None: do not.
     """
     if is_idx(folder):
         return read_idx(folder)
@@ -301,7 +304,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _pictures(folder: Path, names: Sequence[str], side: int | None) -> tuple[Array, Array]:
-    """Return all pictures, (num, height, width, 3) uint8, and their class numbers."""
+    """Return the pictures in the class folders `names`, (num, height, width, 3) uint8, and their class numbers, from 0."""
     paths = [
         (path, number)
         for number, name in enumerate(names)

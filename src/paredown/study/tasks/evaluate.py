@@ -272,13 +272,13 @@ def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> floa
 
 
 def empty_trial(setting: TrainingSetup) -> Trial:
-    """Return a trial with what is known before it runs: names, predicted peak, device, versions."""
+    """Return a trial with what is known before it runs: task, plan, seed, predicted peak, device, versions and commit."""
     head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
     return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
 
 
 def curve_of(task: Task) -> LossCurve:
-    """Return the loss curve of a task before its first step."""
+    """Return an empty loss curve for a run of a task."""
     return LossCurve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
 
 
@@ -307,9 +307,9 @@ def find_device(device: Any) -> torch.device:
 def _outcome(
     head: Trial, setting: TrainingSetup, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module | None]:
-    """Return the trial and the model after training, also if memory ran out.
+    """Train, and return the trial, `head` with its results, and the model; None for the model if memory ran out.
 
-    After running out of memory, memory that the exception held is freed.
+    In that case the memory that the exception held is freed.
     """
     task, curve = setting.task, curve_of(setting.task)
     try:
@@ -331,7 +331,7 @@ def _outcome(
 def _run(
     head: Trial, setting: TrainingSetup, curve: LossCurve, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module]:
-    """Train, evaluate, and return the trial and the model; the session is closed after an exception too."""
+    """Train, evaluate, and return the trial, `head` with its results, and the model; an exception closes the session too."""
 
     def after(step: int) -> None:
         meter.after(step)
@@ -357,7 +357,7 @@ def _run(
 
 
 def _predicted(setting: TrainingSetup) -> int | None:
-    """Return the predicted peak bytes of a training; None if they cannot be predicted.
+    """Return the predicted peak bytes of a training, or None.
 
     None if the step cannot be traced, or if a simulated plan has rules for values that no step stores.
     """

@@ -146,7 +146,7 @@ WITHOUT_CONVOLUTIONS = ("mlp", "vit")  # channels_last gains nothing: a vit has 
 
 
 def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> Task:
-    """Return the task of a built-in model on `data`."""
+    """Return the task called `name` that trains a built-in model on `data`, as `options` say."""
     is_text = isinstance(data, Text)
     model = options.get("model", "gpt" if is_text else "resnet18")
     _check_model(model, is_text=is_text)
@@ -167,7 +167,7 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
 
 
 def _new_model(build: partial[nn.Module], start: str, seed: int) -> nn.Module:
-    """Return a new model, with the weights of the file `start` if there is one; `evaluate` seeds torch before the call."""
+    """Return `build()`, a new model, with the weights of the file `start` unless that is ""; the caller seeds torch for `seed`."""
     model = build()
     return load_weights(model, find_file(start, None)) if start and not next(model.parameters()).is_meta else model
 
@@ -280,7 +280,7 @@ def _errors_as_task_errors(name: str) -> Generator[None]:
 
 
 def _imported(path: Path) -> Any:
-    """Return the module of a file, which may import modules of its folder."""
+    """Import the Python file `path` and return its module; it may import modules of its folder."""
     name = f"paredown_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -292,7 +292,7 @@ def _imported(path: Path) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Return a module by name; the current folder is searched too."""
+    """Import and return the module `name`; the current folder is searched too."""
     with _on_sys_path(Path()):
         return importlib.import_module(name)
 
@@ -403,12 +403,12 @@ def _text(path: Path, options: Mapping[str, Any]) -> Text:
 
 @lru_cache(maxsize=4)
 def _arrays(path: Path, superclass: int | None, stamp: Stamp) -> Examples:
-    """Return the arrays of a file, cached until the file changes (`stamp`)."""
+    """Return the examples in an `.npz` file, cached until the file changes (its `stamp` is another)."""
     return read_arrays(path, superclass=superclass)
 
 
 def _name(head: str, options: Mapping[str, Any]) -> str:
-    """Return the name of a task with its options in alphabetical order, so that equal tasks have equal names."""
+    """Return the name of a task, `head` and its options in alphabetical order, so that equal tasks have equal names."""
     return head + "#" * bool(options) + ",".join(f"{name}={value}" for name, value in sorted(options.items()))
 
 
@@ -471,7 +471,7 @@ NUM_CACHED = 32  # a sweep that runs cheap plans first alternates between its ta
 
 
 def cached_task(text: str, folder: Path | None) -> Task:
-    """Return `find_task(text, folder)`, cached by text and file stamp. `folder` None: the current folder, for data only."""
+    """Return `find_task(text, folder)`, cached until its data file changes. `folder` None: the current folder, for data only."""
     head = text.strip().partition("#")[0].strip()
     if ".py:" in head:
         if folder is None:

@@ -70,7 +70,7 @@ class Training:
         return self.loop.setting.task.steps - NUM_MEASURED_STEPS - len(self.step_seconds)
 
     def step(self) -> float:
-        """Train on the next batch, record the CPU seconds of this thread, and return the last loss of the curve."""
+        """Train on the next batch, record the CPU seconds that it takes, and return the newest loss of the curve (NaN if none)."""
         task = self.loop.setting.task
         lr, (x, answers) = task_learning_rate(task, task.steps - self.num_steps_left), next(self.batches)
         begun = time.thread_time()

@@ -32,7 +32,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> scalar tensor, th
 
 
 class NamedOptimizer(NamedTuple):
-    """A row of RULES: the class of an optimizer's name, and the arguments that the name implies."""
+    """A row of RULES, for a name of an optimizer: its class in torch.optim or paredown.optim, and the arguments that the name implies."""
 
     kind: str
     options: Mapping[str, Any]

@@ -78,7 +78,7 @@ def formats_state(plan: Plan) -> bool:
 def _trace(
     task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
-    """Return the trace of one step, as `trace_task` does.
+    """Return the trace of one training step of a task; None means the defaults of `trace_task`.
 
     `has_state_formats`: whether the plan has formats for weights or optimizer state. `step`: whether the step is compiled, and whether its
     loss is computed in chunks.
@@ -94,9 +94,9 @@ def _trace(
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
-    """Return the batch with `new_batch_size` examples instead of `batch_size`.
+    """Return a batch (tensors in any nesting) with `new_batch_size` examples instead of `batch_size`.
 
-    Its tensors are on the meta device, with shapes and without values.
+    Changed tensors are on the meta device, with shapes and without values.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def predicted_bytes(text: str, plan: Plan, folder: Path, device: str | None = No
 
 
 def peppp_bytes(text: str, plan: Plan, folder: Path | None) -> float:
-    """Return the bytes of a step in PEPPP's memory model, which counts every tensor of the step in the plan's formats."""
+    """Return the bytes of a step of the task `text` in PEPPP's memory model: every tensor of the step in the plan's formats."""
     return plan_bytes(outline_task(_task_by_name(text, folder)), plan)
 
 

@@ -92,7 +92,7 @@ class LossCurve:
         return step in self._stop_steps
 
     def point(self, total: float) -> None:
-        """Add the next point to the curve; `total` is the sum of all losses since the point before."""
+        """Add the next point to the curve, and update the verdict; `total` is the sum of all losses since the point before."""
         last = self.step // self._every * self._every
         self.step = min(last + self._every, self._steps)
         mean = total / (self.step - last)
@@ -156,7 +156,7 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 
 def task_learning_rate(task: Task, step: int) -> float:
-    """Return the learning rate of a task at a step, counted from 0."""
+    """Return the learning rate of a task at a step, counted from 0, by the task's schedule."""
     return task.settings.lr if task.settings.schedule == "constant" else learning_rate(step, task.steps, task.settings.lr)
 
 
@@ -285,7 +285,7 @@ class Loop:
             packed.mul_(1 / factor)
 
     def scores(self, x: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean error and the mean loss of a batch."""
+        """Return the mean error and the mean loss of the model on a batch."""
         with self.setting.autocast():
             output = self.model(x)
         output = output.float() if isinstance(output, Tensor) else output

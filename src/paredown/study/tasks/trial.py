@@ -100,7 +100,7 @@ class Trial:
         return self.step_seconds / self.baseline_step_seconds
 
     def _numbers(self) -> list[str]:
-        """Return the names and values of the measured and predicted numbers that are known."""
+        """Return texts with name and value of each number that is known, such as "error 0.0250"."""
         texts: list[str] = []
         texts += [f"error {self.error:.4f}"] if self.error is not None else []
         texts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
@@ -168,7 +168,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def with_baseline_steps(trials: Iterable[tuple[str, Trial]]) -> list[Trial]:
-    """Return the trials with the baseline's step time added where it is known for their task and device.
+    """Return the trials of pairs (task, trial), with the baseline's step time added where it is known for task and device.
 
     A trial that lacks it gets the median of the baseline's trials of its task on its device.
     """

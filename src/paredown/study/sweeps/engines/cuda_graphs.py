@@ -11,7 +11,7 @@
 >>> [found[number].status.value for number in (0, 1)]
 ['done', 'done']
 
-Results equal those of `evaluate` on the same device, bit for bit. Runs that cannot share a graph (`why_alone`) come back untrained.
+Results equal those of `evaluate` on the same device, bit for bit. Runs that cannot share a graph (`why_alone`) are returned untrained.
 
 `GraphsEngine` has one long-lived process with a GraphBench for each GPU. Trials are sent to it through a pipe, results returned as JSON.
 When it dies, its trials run again, each in a process of its own (engines/engine.py), as do trials in store mode, so that a trial that kills
@@ -123,7 +123,7 @@ def rounding_key(plan: Plan) -> Any:
 
 
 class QueuedTraining(NamedTuple):
-    """A training that waits for a lane, with the caller's key."""
+    """A training in the queue for a lane (a model with a captured graph), with the caller's key."""
 
     key: Any
     setting: TrainingSetup
@@ -138,7 +138,7 @@ class GraphGroup:
 
     @property
     def idle(self) -> list[Lane]:
-        """Return the lanes that have no run."""
+        """Return the lanes of this group that train no run now."""
         return [lane for lane in self.lanes if lane.run is None]
 
 
@@ -155,7 +155,7 @@ class GraphBench:
         self.begun: list[Any] = []  # keys of runs that have begun; the caller clears it
 
     def add(self, key: Any, setting: TrainingSetup) -> None:
-        """Queue a training; `turn` returns `key` with its trial."""
+        """Queue a training; `turn` returns its trial under `key`."""
         queued, reason = QueuedTraining(key, setting), why_alone(setting)
         kind = kind_of(setting) if reason is None else None
         if kind is None or not _is_hashable(kind):
@@ -170,7 +170,7 @@ class GraphBench:
         return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
     def turn(self) -> dict[Any, Trial | LayoutMismatch]:
-        """Queue one step in every lane, and return the trials that have ended, by key.
+        """Queue one step in every busy lane, and return the trials that have ended, by key.
 
         A run that can share no graph has a LayoutMismatch in place of a trial.
         """
@@ -193,7 +193,7 @@ class GraphBench:
     # --- queues and lanes -----------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Start queued runs in idle lanes, and in new lanes up to the number of lanes."""
+        """Start queued runs in idle lanes, and in new lanes until `num_lanes` are busy."""
         for group in list(self._groups.values()):
             while group.queue and len(self._begun) < self._num_lanes:
                 queued = group.queue.popleft()
@@ -209,7 +209,7 @@ class GraphBench:
         self._forget()
 
     def _leave(self, queued: QueuedTraining, reason: str) -> None:
-        """Return a run untrained at the next turn, since it cannot share a graph."""
+        """Mark a queued run as one that cannot share a graph, for `reason`; `turn` then returns it untrained."""
         self._alone[queued.key] = LayoutMismatch(reason)
         name = queued.setting.task.name
         if (name, reason) not in self._reported:
@@ -217,9 +217,9 @@ class GraphBench:
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_freed_memory(self) -> bool:
-        """Return whether a retry may find memory now or later, after an allocation failed.
+        """Free idle lanes after an allocation failed, and return whether a retry may find memory now or later.
 
-        No further lanes are started.
+        The number of lanes is limited to those that are busy now.
         """
         dropped = self._drop_idle()
         if self._begun:
@@ -253,7 +253,7 @@ class GraphBench:
         self.begun.append(queued.key)
 
     def _forget(self) -> None:
-        """Drop the groups of graphs that were not used for longest, beyond MAX_GROUPS."""
+        """Close idle groups of lanes, those unused for longest first, until at most MAX_GROUPS groups are left."""
         idle = [kind for kind, group in self._groups.items() if not group.queue and len(group.idle) == len(group.lanes)]
         for kind in idle[: max(0, len(self._groups) - MAX_GROUPS)]:
             for lane in self._groups.pop(kind).lanes:
@@ -303,7 +303,7 @@ class GpuProcess:
 
 @final
 class GraphsEngine(Engine):
-    """Runs simulated trials in `lanes` lanes on each GPU, or on the CPU where there is none."""
+    """Runs simulated trials in parallel, `lanes` of them on each GPU, or on the CPU if there is none."""
 
     def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
         check_run(run)
@@ -317,7 +317,7 @@ class GraphsEngine(Engine):
         self._context.set_forkserver_preload([*PRELOAD, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Start a trial."""
+        """Start a claimed trial; `wait` returns it when it has ended."""
         if claim.spec.settings.mode == "store" or claim.attempt > 1:
             self._start_alone(claim)
             return
@@ -329,7 +329,7 @@ class GraphsEngine(Engine):
             self._children[gpu].pipe.send((claim.key, claim.spec))
 
     def _start_alone(self, *claims: Claim) -> None:
-        """Start waiting trials in processes of their own, up to the number of free slots."""
+        """Queue `claims` for a process of their own each, and start as many queued trials as slots are free."""
         self._later.extend(claims)
         while self._later and len(self._others.pipes) < self._others.slots:
             self._others.start(self._later.popleft())
@@ -345,7 +345,7 @@ class GraphsEngine(Engine):
         return GpuProcess(process, parent_pipe, life)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that ended, after at most `seconds`."""
+        """Return the trials that have ended, after at most `seconds`; empty if none has."""
         pipes = [child.pipe for child in self._children.values()]
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
         left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
@@ -384,7 +384,7 @@ class GraphsEngine(Engine):
         return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if overdue else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
-        """Kill the child process of one GPU, and return its trials without results, so that they run again."""
+        """Kill the child process of one GPU, and return its trials without results but with `reason`, so that they run again."""
         child = self._children.pop(gpu)
         kill_group(child.process)
         child.pipe.close()
@@ -392,7 +392,7 @@ class GraphsEngine(Engine):
         return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
 
     def stop(self) -> None:
-        """Kill all running trials."""
+        """Kill all trials that this engine runs."""
         for gpu in list(self._children):
             self._drop(gpu, "")
         self._later.clear()
@@ -400,7 +400,10 @@ class GraphsEngine(Engine):
 
 
 def serve(pipe: Connection, life: Connection, run: Any, resources: TrialResources, lanes: int) -> None:
-    """Run the trials of one GPU, in a process of its own, until the pipe is closed; `run.setting(spec)` is the setup of a trial."""
+    """Run trials that arrive through `pipe` on one GPU, in a process of its own, until it is closed.
+
+    `run.setting(spec)` is the setup of a trial. The process also ends when the parent's end of `life` is closed.
+    """
     settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)

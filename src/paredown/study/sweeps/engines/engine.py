@@ -44,7 +44,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, claim: Claim) -> None:
-        """Start a trial."""
+        """Start a claimed trial; `wait` returns it when it has ended."""
 
     @abstractmethod
     def wait(self, seconds: float) -> list[EndedTrial]:
@@ -81,7 +81,7 @@ def of_error(spec: TrialSpec, error: BaseException) -> Trial:
 
 
 def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Trial:
-    """Return a trial without numbers, with this status and reason."""
+    """Return a trial without measured numbers, with this status and reason; `spec` is what was to run."""
     return Trial(spec.task, spec.plan, spec.seed, status, reason=reason[:MAX_REASON_CHARS])
 
 
@@ -92,7 +92,7 @@ def deadline_of(claim: Claim) -> float | None:
 
 
 def late(claim: Claim, host: str | None = None) -> EndedTrial:
-    """Return the result of a trial that was ended because it exceeded its time limit."""
+    """Return the result of a trial that was ended because it exceeded its time limit; `host` None means the worker's host."""
     spec = claim.spec
     reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
     return EndedTrial(claim, failed(spec, reason, Status.KILLED), host=host)
@@ -138,7 +138,7 @@ class LocalEngine(Engine):
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Start a trial."""
+        """Start a claimed trial; `wait` returns it when it has ended."""
         parent_pipe, child_pipe = self._context.Pipe()
         gpu = min(self._gpus, key=[running.gpu for running in self._running].count) if self._gpus else None
         process = self._context.Process(
@@ -155,7 +155,7 @@ class LocalEngine(Engine):
         return [running.pipe for running in self._running]
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that ended, after at most `seconds`."""
+        """Return the trials that have ended, as soon as there are any; empty after `seconds` without one."""
         left = [running.deadline - time.monotonic() for running in self._running if running.deadline is not None]
         connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
         checked = [(running, _ended(running)) for running in self._running]
@@ -163,7 +163,7 @@ class LocalEngine(Engine):
         return [ended for _, ended in checked if ended is not None]
 
     def stop(self) -> None:
-        """Kill all running trials."""
+        """Kill all trials that this engine runs."""
         for running in self._running:
             _kill(running)
         self._running = []
@@ -236,7 +236,10 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Prepare a new child process: its resources are set, and it ends when its parent does."""
+    """Prepare this process, a new child, for a trial: set its GPU and threads, and let it end when its parent does.
+
+    The parent holds the other end of `pipe`.
+    """
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -277,7 +280,7 @@ class InlineEngine(Engine):
         self._next: Claim | None = None
 
     def start(self, claim: Claim) -> None:
-        """Start a trial."""
+        """Store a claimed trial, which the next call of `wait` runs."""
         self._next = claim
 
     def wait(self, seconds: float) -> list[EndedTrial]:

@@ -42,7 +42,7 @@ class InitialStates:
         self._states: OrderedDict[Any, list[Tensor]] = OrderedDict()
 
     def of(self, key: Any, setting: TrainingSetup) -> list[Tensor]:
-        """Return parameters and buffers of a new model; `key` identifies the model."""
+        """Return the initial parameters and buffers for the seed of `setting`; `key` identifies the model."""
         state = self._states.pop((key, setting.seed), None)
         if state is None:
             state = [tensor.detach().to(setting.device) for tensor in tensors_of(setting.model())]
@@ -106,7 +106,7 @@ class Lane:
         self._total.add_(self._loop.run_step(self._x, self._answers).float())
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
-        """Return the captured graph that evaluates test batches of this size, with its inputs and outputs."""
+        """Return (replay function, inputs, output) of a captured graph that evaluates test batches shaped like this one."""
         scores = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
 
         def judge() -> None:
@@ -118,7 +118,7 @@ class Lane:
         return self._captured(judge), (x, answers), scores
 
     def _captured(self, call: Replay) -> Replay:
-        """Return the replay function of a CUDA graph of `call`; on a CPU `call` itself."""
+        """Capture `call` in a CUDA graph, and return the function that replays it; on a CPU `call` itself."""
         states = _random_states(self.setting.device)
         for _ in range(NUM_WARMUPS if self.is_cuda else 1):
             with self._session.capturing():
@@ -135,7 +135,7 @@ class Lane:
     # --- for each run ---------------------------------------------------------------------------------------------------
 
     def begin(self, run: LaneRun) -> None:
-        """Start a run: reset the model, the optimizer state, the plan and the data."""
+        """Start a run: copy its initial weights and its plan to the device, zero the optimizer state, and take its data."""
         self.run = self._results = None
         self._points.clear()
         setting = run.setting
@@ -208,9 +208,9 @@ class Lane:
         self._results = self._sent(torch.stack(scores))
 
     def _has_arrived(self, run: LaneRun, *, blocks: bool) -> bool:
-        """Return whether all queued results are on the host, and if so, add the pending points to the loss curve.
+        """Return whether all queued losses and scores of a run are on the host; if so, complete its loss curve.
 
-        `blocks`: wait for the results.
+        `blocks`: wait until they are, and return True.
         """
         if not blocks and self._results is not None and not _is_ready(self._results):
             return False
@@ -235,7 +235,7 @@ class Lane:
     # --- copies to the host ---------------------------------------------------------------------------------------------
 
     def _sent(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return a copy of a tensor on its way to the host, and the CUDA event of its arrival."""
+        """Start to copy a tensor to the host, and return the copy, and a CUDA event after which it is valid (None on a CPU)."""
         if not self.is_cuda:
             return tensor.clone(), None
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -245,7 +245,7 @@ class Lane:
         return host, event
 
     def close(self) -> None:
-        """Close the session."""
+        """Close the lane's session, which restores the unmodified model."""
         self._session.close()
 
 
@@ -269,7 +269,7 @@ def _is_ready(sent: tuple[Tensor, Any]) -> bool:
 
 
 def _received(sent: tuple[Tensor, Any]) -> Tensor:
-    """Return a copied tensor, after waiting for its arrival."""
+    """Return the host's copy of a tensor, from a pair that `Lane._sent` returned, after its CUDA event."""
     if sent[1] is not None:
         sent[1].synchronize()
     return sent[0]

@@ -84,7 +84,7 @@ class RayOptions:
         return {name: amount for name, amount in amounts.items() if amount}
 
     def to_ray(self) -> dict[str, Any]:
-        """Return the options of `ray.remote`, without the runtime environment."""
+        """Return these options as keyword arguments of `ray.remote`, without the runtime environment."""
         selector = {"label_selector": dict(self.labels)} if self.labels else {}
         reserved = {"num_cpus": self.cpus, "num_gpus": self.gpus or 0.0, "resources": dict(self.resources)}
         return {**reserved, "scheduling_strategy": self.placement, **selector}
@@ -127,7 +127,7 @@ class RayEngine(Engine):
         self._running[self._remote.remote(self._run, claim.spec)] = RayTrial(claim)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that ended, after at most `seconds`."""
+        """Return the trials that have ended, as soon as there are any; empty after `seconds` without one."""
         end = time.monotonic() + seconds
         while True:
             deadlines = [trial.deadline for trial in self._running.values() if trial.deadline is not None]
@@ -138,7 +138,7 @@ class RayEngine(Engine):
                 return ended
 
     def stop(self) -> None:
-        """Kill all running trials."""
+        """Kill all trials that this engine runs."""
         for values in self._running:
             self._ray.cancel(values, force=True)
         self._running = {}
@@ -194,7 +194,7 @@ def _say(amounts: Mapping[str, object]) -> str:
 
 
 def num_fitting(place: Mapping[str, float], amounts: Mapping[str, float]) -> int:
-    """Return the number of trials that need `amounts` and fit on a node, or in a bundle of a placement group.
+    """Return how many trials that need `amounts` of resources fit in `place`, a node's resources or a placement group's bundle.
 
     It is one if trials need nothing.
 
@@ -205,7 +205,7 @@ def num_fitting(place: Mapping[str, float], amounts: Mapping[str, float]) -> int
 
 
 def has_labels(found: Mapping[str, str], asked: Mapping[str, str]) -> bool:
-    """Return whether a node has the requested labels; conditions such as `!in(a, b)` are not checked here but by Ray.
+    """Return whether a node's labels `found` have the values `asked`; conditions such as `!in(a, b)` are checked by Ray alone.
 
     >>> has_labels({"region": "north"}, {"region": "north"}), has_labels({"region": "north"}, {"region": "south"})
     (True, False)
