@@ -61,18 +61,8 @@ HIDDEN = (
 
 ROUTER = re.compile(r"router|moe|expert|topk", re.IGNORECASE)  # class names of modules
 COMPARING_MODULES = (
-    *(
-        nn.ReLU,
-        nn.LeakyReLU,
-        nn.RReLU,
-        nn.PReLU,
-        nn.Threshold,
-        nn.Hardtanh,
-        nn.Hardsigmoid,
-        nn.Hardswish,
-        nn.Hardshrink,
-        nn.Softshrink,
-    ),
+    *(nn.ReLU, nn.LeakyReLU, nn.RReLU, nn.PReLU, nn.Threshold),
+    *(nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softshrink),
     *(pooling._MaxPoolNd, pooling._AdaptiveMaxPoolNd, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
 )
 COMPARING_FUNCTIONS = (

@@ -141,19 +141,16 @@ def _has_low_exponent(node: Any) -> bool:
     return not isinstance(exponent, int | float) or exponent < 1
 
 
-def _divides(name: str, *, exact_if: Condition | None = None) -> Operand:
-    return Operand(
-        name, Use.VALUE if exact_if else Use.EXACT, reason="backward divides by it, and rounding may make it 0", exact_if=exact_if
-    )
+def _divides(name: str) -> Operand:
+    return _exact(name, "backward divides by it, and rounding may make it 0")
 
 
-def _compared(name: str, *, exact_if: Condition | None = None) -> Operand:
-    return Operand(
-        name,
-        Use.VALUE if exact_if else Use.EXACT,
-        reason="backward compares it, and rounding may change the answer",
-        exact_if=exact_if,
-    )
+def _compared(name: str) -> Operand:
+    return _exact(name, "backward compares it, and rounding may change the answer")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 NORM = {
@@ -230,17 +227,11 @@ ROWS: dict[str, OperationRow] = {
         ("MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"), OperationRow("max_pool", POOL)
     ),
     **dict.fromkeys(("AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D"), OperationRow("avg_pool", SHAPE_ONLY)),
-    **dict.fromkeys(
-        (
-            "ScaledDotProductFlashAttention",
-            "ScaledDotProductEfficientAttention",
-            "ScaledDotProductCudnnAttention",
-            "ScaledDotProductFlashAttentionForCpu",
-            "ScaledDotProductFusedAttentionOverrideable",
-        ),
-        OperationRow("scaled_dot_product_attention", ATTENTION),
-    ),
-    "Pow": OperationRow("pow", {"self": _divides("input", exact_if=_has_low_exponent)}),
+    **{
+        f"ScaledDotProduct{kind}": OperationRow("scaled_dot_product_attention", ATTENTION)
+        for kind in _words("FlashAttention EfficientAttention CudnnAttention FlashAttentionForCpu FusedAttentionOverrideable")
+    },
+    "Pow": OperationRow("pow", {"self": replace(_divides("input"), use=Use.VALUE, exact_if=_has_low_exponent)}),
     "SafeSoftmax": OperationRow("softmax", {"result": Operand("output", pin=NONLINEAR)}),
     "Softmax": OperationRow("softmax", {"result": Operand("output", pin=NONLINEAR)}),
     "LogSoftmax": OperationRow("log_softmax", {"result": LOG_PROBABILITY}),
@@ -292,33 +283,21 @@ ROWS: dict[str, OperationRow] = {
     "Reciprocal": OperationRow("reciprocal", {"result": _exact("output", SCALE)}),
     "Std": OperationRow("std", {"self": Operand("input", is_centered=True), "result": _exact("output", SCALE)}),
     "LinalgVectorNorm": OperationRow(
-        "norm", {"self": _compared("input", exact_if=lambda node: node._saved_ord != 2), "result": _exact("output", SCALE)}
+        "norm",
+        {
+            "self": replace(_compared("input"), use=Use.VALUE, exact_if=lambda n: n._saved_ord != 2),
+            "result": _exact("output", SCALE),
+        },
     ),
     **{
         name: OperationRow(name.lower(), {"self": _compared("input"), "other": _compared("other"), "result": _compared("output")})
-        for name in (
-            "Threshold",
-            "Clamp",
-            "ClampMin",
-            "ClampMax",
-            "Maximum",
-            "Minimum",
-            "Max",
-            "Min",
-            "Amax",
-            "Amin",
-            "Median",
-            "Abs",
-        )
+        for name in _words("Threshold Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin Median Abs")
     },
     **{
         name: OperationRow(op, {"self": _compared("input"), "result": _compared("output")})
         for name, op in (
-            ("PreluKernel", "prelu"),
-            ("RreluWithNoise", "rrelu"),
-            ("Hardsigmoid", "hardsigmoid"),
-            ("Hardshrink", "hardshrink"),
-            ("Softshrink", "softshrink"),
+            *(("PreluKernel", "prelu"), ("RreluWithNoise", "rrelu")),
+            *((name, name.lower()) for name in _words("Hardsigmoid Hardshrink Softshrink")),
         )
     },
 }
@@ -347,10 +326,6 @@ CHECKPOINT = "checkpoint"  # the operation in names of slots
 RECOMPUTES = Pin(7, "a checkpointed layer runs again from it in backward; a rule that names the slot may use fewer bits")
 COMPARES = "the checkpointed layer applies {}: from a rounded input, comparisons would have other results when it runs again"
 ROUTES = "the checkpointed layer routes by values ({}): from a rounded input it could choose otherwise when it runs again"
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
 
 
 COMPARING = _words(
@@ -383,7 +358,7 @@ def reason_of_ops(ops: Iterable[str]) -> str:
     'the checkpointed layer applies relu: from a rounded input, comparisons would have other results when it runs again'
     """
     names = set(ops)
-    routing, comparing = sorted(names & {*ROUTING, SELECTING}), sorted(names & COMPARING)
+    routing, comparing = sorted(names & {*ROUTING, SELECTING}), sorted(names.intersection(COMPARING))
     return ROUTES.format(routing[0]) if routing else COMPARES.format(comparing[0]) if comparing else ""
 
 

@@ -51,15 +51,8 @@ VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that ne
 SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "dim_order", "__len__")
 KINDS = ("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device")
 OTHERS = (
-    "is_same_size",
-    "is_set_to",
-    "has_names",
-    "_is_view",
-    "_is_zerotensor",
-    "_use_count",
-    "__dir__",
-    "result_type",
-    "can_cast",
+    *("is_same_size", "is_set_to", "has_names", "_is_view", "_is_zerotensor"),
+    *("_use_count", "__dir__", "result_type", "can_cast"),
 )
 GRADIENTS = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_", "grad", "backward")
 LIKES = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")

@@ -36,14 +36,8 @@ if TYPE_CHECKING:
     from paredown.optim.base import Optimizer
 
 RUN = ("updates", "waiting", "seed")  # "waiting", the number of microbatches, is the name in files of version 0.1
-LOAD_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)  # raised by state of an unknown origin
+# raised by state of an unknown origin
+LOAD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 BNB_BLOCK = 256
 BNB_NEST = "__bnb_optimizer_quant_state__"  # bitsandbytes nests here what FSDP is not to shard
 BNB_NAMES = ("state1", "state2")

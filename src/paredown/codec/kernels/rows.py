@@ -208,15 +208,9 @@ def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
     inf_code, nan_code = (-1 if code is None else code for code in (element.inf_code, element.nan_code))
     special = (inf_code if inf_code >= 0 else nan_code) if overflow is Overflow.NONFINITE else -1
     has_minus_zero = element.kind is ElementKind.FLOAT and element.value(element.sign_code) == 0
-    fields = (
-        KINDS[element.kind].value,
-        element.width,
-        element.mantissa_bits,
-        element.min_exponent,
-        element.subnormals,
-        element.max_code,
-    )
-    return tuple(int(v) for v in (*fields, special, inf_code, nan_code, has_minus_zero, frexp(element.max_value)[1] - 1))
+    numbers = element.width, element.mantissa_bits, element.min_exponent, element.subnormals, element.max_code
+    codes = special, inf_code, nan_code, has_minus_zero
+    return tuple(int(v) for v in (KINDS[element.kind].value, *numbers, *codes, frexp(element.max_value)[1] - 1))
 
 
 @cache
