@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -71,6 +71,11 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
         for r, c in _pieces_of(encoding, *out.shape, device=out.device):
             out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
     return out
+
+
+def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that writes the decoded values of `parts` into its argument, a contiguous tensor of rows * cols values."""
+    return lambda out: decode_rows(parts, encoding, out.view(rows, cols))
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:

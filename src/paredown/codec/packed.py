@@ -34,7 +34,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from paredown.codec import backend
+from paredown.codec import backend, cpu
 from paredown.codec.reference import COVER, OCP, Encoding, PackedParts, tensor_scale_of
 from paredown.errors import CodecError
 from paredown.formats.catalog import find_format
@@ -95,7 +95,8 @@ class PackedTensor:
             raise CodecError(f"decode returns float32, bfloat16 or float16, not {dtype}: decode to float32 and convert the result.")
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
         encoding = Encoding(self.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
-        backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))
+        rows = out.view(self.format.rows_and_cols(out.shape))
+        backend.codec_for(out, encoding, "decode").decode_rows(self.parts, encoding, rows)
         return out if self.order == FLAT else out.permute(_inverse(self.order))
 
     def to(self, device: torch.device | str | int) -> PackedTensor:
@@ -166,7 +167,8 @@ def encode(
     rows = _as_rows(x, dims)
     given = _given_parts(x, rows, encoding, scales)
     _check_representable(rows, encoding)
-    return PackedTensor(encoding.format, x.shape, x.dtype, dims, backend.encode_rows(rows, encoding, given))
+    parts = backend.codec_for(rows, encoding, "encode").encode_rows(rows, encoding, given)
+    return PackedTensor(encoding.format, x.shape, x.dtype, dims, parts)
 
 
 def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> PackedTensor:
@@ -177,7 +179,8 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
     if format.block is None or format.has_tensor_scale:
         return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
     encoding = Encoding(format, rounding, overflow or default_overflow(format), seed)
-    return PackedTensor(format, x.shape, x.dtype, FLAT, backend.encode_rows(x.view(1, -1), encoding, None))
+    parts = backend.codec_for(x, encoding, "encode").encode_rows(x.view(1, -1), encoding, None)
+    return PackedTensor(format, x.shape, x.dtype, FLAT, parts)
 
 
 class FlatCodec(ABC):
@@ -263,7 +266,8 @@ def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
             f"decoder takes a tensor packed in the order of its dimensions, not in {packed.order}: encode it with order='logical'."
         )
     encoding = Encoding(packed.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
-    return backend.decoder(packed.parts, encoding, *packed.format.rows_and_cols(packed.shape))
+    codec = backend.codec_for(packed.codes, encoding, "decode")
+    return codec.decoder(packed.parts, encoding, *packed.format.rows_and_cols(packed.shape))
 
 
 def round_trip(
@@ -290,7 +294,8 @@ class _StraightThrough(torch.autograd.Function):
     def forward(x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
         rows = _as_rows(x, dims)
         out = torch.empty_like(rows)
-        backend.round_trip_rows(rows, encoding, _given_parts(x, rows, encoding, scales), out)
+        given = _given_parts(x, rows, encoding, scales)
+        backend.codec_for(rows, encoding, "round_trip").round_trip_rows(rows, encoding, given, out)
         return out.view([x.shape[d] for d in dims]).permute(_inverse(dims))
 
     @staticmethod
@@ -420,7 +425,8 @@ def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTens
     if isinstance(scales, str):
         if not format.has_tensor_scale:
             return None
-        return PackedParts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format))
+        largest = backend.codec_for(rows, None, "largest_finite").largest_finite(rows)
+        return PackedParts(tensor_scale=tensor_scale_of(largest, format))
     if isinstance(scales, PackedTensor):
         return replace(scales.parts, codes=None).mapped(Tensor.contiguous)
     if format.minimum or format.has_tensor_scale:
@@ -456,7 +462,7 @@ def _check_representable(rows: Tensor, encoding: Encoding) -> None:
         is_representable = element.min_value <= low and high <= element.max_value  # a value past the largest may be rounded up
     else:
         ends = torch.tensor([[low, high]])
-        is_representable = bool(backend.round_trip_rows(ends, encoding, None, torch.empty_like(ends)).isfinite().all())
+        is_representable = bool(cpu.round_trip_rows(ends, encoding, None, torch.empty_like(ends)).isfinite().all())
     if is_representable:
         return
     what = "NaN" if low != low else f"values from {low:g} to {high:g}"
