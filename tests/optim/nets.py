@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from paredown.codec.packed import PackedTensor, encode
 from paredown.formats.rounding import Seed
-from paredown.optim.gradient_hooks import Accumulator, PackedGradient
+from paredown.optim.gradient_hooks import Accumulator
+from paredown.optim.gradient_ops import PackedGradient
 
 FORMAT = "int8/64@bf16"
 

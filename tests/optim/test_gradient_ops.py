@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paredown.codec.packed import encode
 from paredown.errors import OptimError
 from paredown.formats.rounding import Seed
-from paredown.optim.gradient_hooks import PackedGradient
+from paredown.optim.gradient_ops import PackedGradient
 from tests.optim.nets import FORMAT, batches, grad_of, mlp, pack, pack_all, relative_error
 from tests.support.compare import assert_same_bits
 

@@ -16,7 +16,8 @@ from paredown.codec.packed import PackedTensor, encode
 from paredown.errors import OptimError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
-from paredown.optim.gradient_hooks import Accumulator, PackedGradient, clear_factors
+from paredown.optim.gradient_hooks import Accumulator, clear_factors
+from paredown.optim.gradient_ops import PackedGradient
 from tests.optim.nets import FORMAT, batches, grad_of, mlp, pack, pack_all, relative_error
 from tests.support.compare import assert_same_bits
 

@@ -28,7 +28,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
 from paredown.models.transformer import token_loss
 from paredown.optim import AdamW, reduce_in_8_bits
-from paredown.optim.gradient_hooks import PackedGradient
+from paredown.optim.gradient_ops import PackedGradient
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.sharded.local_rows import local
 from paredown.optim.sharded.packed_shards import NEEDED, reason_to_keep_shard_plain

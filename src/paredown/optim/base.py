@@ -37,7 +37,8 @@ from paredown.formats.rounding import Seed
 from paredown.optim import state_dict as checkpoint
 from paredown.optim.batched_update import update_one
 from paredown.optim.diagnostics import Diagnostics, UpdateCounters
-from paredown.optim.gradient_hooks import Accumulator, GradientCopy, GradientMean, PackedGradient, Releaser, clear_factors
+from paredown.optim.gradient_hooks import Accumulator, GradientCopy, GradientMean, Releaser, clear_factors
+from paredown.optim.gradient_ops import PackedGradient
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import (
     FROM_TIER,

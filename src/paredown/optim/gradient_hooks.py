@@ -10,6 +10,7 @@ step. Under backward(create_graph=True) gradients have a graph, which codes cann
 Plain gradients are sums; the accumulator stores them multiplied by its `weight` (1 / microbatches).
 
 >>> from paredown.codec.packed import encode
+>>> from paredown.formats.rounding import Seed
 >>> p = torch.nn.Parameter(torch.zeros(2, 64))
 >>> Accumulator(p, PackedGradient(encode(p.detach(), "int8/64@bf16", order="logical"), Seed(0))).attach()
 >>> for _ in range(2):
@@ -26,17 +27,15 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from paredown.codec.packed import PackedTensor
 from paredown.errors import OptimError
-from paredown.formats.rounding import Seed
-from paredown.optim.gradient_ops import run
-from paredown.optim.packed_gradient import GradientSum, GradientTensor, Lease
+from paredown.optim.gradient_ops import PackedGradient
 from paredown.optim.sharded.local_rows import distributed_like, local
 
 aten = torch.ops.aten
@@ -54,20 +53,13 @@ NOT_ZEROED = (
 )
 
 
-class PackedGradient(GradientTensor):
-    """The p.grad of a parameter with a packed accumulator: a tensor whose torch functions `gradient_ops.py` defines.
-
-    `packed` is in the order of the parameter's indices. The n-th gradient that is added is rounded with the bits of `seed` at step n.
-    """
-
-    @staticmethod
-    def __new__(cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> PackedGradient:
-        """Return a tensor of the shape, dtype and device of `packed` that shows its values; `weight` multiplies each gradient added."""
-        return cls.over(Lease(GradientSum.over(packed, seed, weight=weight)), packed.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(func, args, kwargs or {})
+@contextmanager
+def errors_of(name: str) -> Generator[None]:
+    """Return a context whose OptimErrors begin with the name of a parameter."""
+    try:
+        yield
+    except OptimError as error:
+        raise OptimError(f"{name}: {error}") from None
 
 
 class _Hook(ABC):
@@ -145,18 +137,13 @@ class Accumulator(_Hook):
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
-        try:
+        with errors_of(self.name):
             self.gradient.total.before_start()
-        except OptimError as error:
-            raise OptimError(f"{self.name}: {error}") from None
-        lent, rows = self.gradient.lend(grad.dtype), local(grad)
-        try:
+            lent, rows = self.gradient.lend(grad.dtype), local(grad)
             if isinstance(rows, PackedGradient):  # another accumulator: already weighted
                 self.gradient.total.store(rows.decode(torch.float32))
             else:
                 self.gradient.total.fold(rows, weight=self.gradient.total.weight, is_first=True)
-        except OptimError as error:
-            raise OptimError(f"{self.name}: {error}") from None
         parameter.grad = distributed_like(lent, grad)
 
 
@@ -177,10 +164,8 @@ class GradientMean(_Hook):
         with torch._C.DisableTorchFunctionSubclass():
             is_first = self.parameter.grad is None
         if is_first:
-            try:
+            with errors_of(self.name):
                 self._before_start()
-            except OptimError as error:
-                raise OptimError(f"{self.name}: {error}") from None
         return grad * self._weight
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Packed gradients: `GradientSum`, an accumulator stored in a format, and `GradientTensor`, the tensor that p.grad shows of it.
+"""`GradientSum`: an accumulator of gradients stored in a format, which p.grad shows as a `PackedGradient` (gradient_ops.py).
 
     sum <- encode(decode(sum) * factor + gradient * weight), rounded stochastically
 
@@ -8,10 +8,8 @@
 Fold n, counted from 1 over all steps, draws the random bits of Seed(step=n), so that a resumed run gives the same bits. Nothing here
 synchronizes with the device.
 
-A `GradientTensor` has the shape, dtype and device of the gradient, and codes instead of values. The optimizer reuses the buffers at every
-step. A p.grad of an earlier step that user code still references keeps its values: tensors refer to the sum through a `Lease`, and a lease
-that is still referenced gets a copy of the buffers before they are overwritten. A view stores the functions that made it: reading applies
-them to the decoded values, writing encodes the whole gradient.
+The optimizer reuses the buffers at every step. A p.grad of an earlier step that user code still references keeps its values: tensors refer
+to the sum through a `Lease`, and a lease that is still referenced gets a copy of the buffers before they are overwritten.
 
 >>> from paredown.codec.packed import encode
 >>> held = GradientSum.over(encode(torch.zeros(2, 64), "int8/64@bf16", order="logical"), Seed(0))
@@ -30,7 +28,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +42,7 @@ from paredown.optim.reference import Fold
 
 @dataclass(eq=False)
 class GradientSum:
-    """A packed sum of the gradients of one parameter, which `GradientTensor` shows to user code.
-
-    The optimizer changes its buffers in place; other code reads them through a `GradientTensor`.
-    """
+    """A packed sum of the gradients of one parameter, whose buffers the optimizer changes in place; user code reads a `PackedGradient`."""
 
     packed: PackedTensor
     seed: Seed
@@ -192,160 +187,9 @@ def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
     return grad if grad.dtype in DTYPES else grad.float()
 
 
-# --- the tensor that p.grad shows -------------------------------------------------------------------------------------
-
-View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its arguments after the tensor, which of its results
-
-
 @dataclass(eq=False)
 class Lease:
     """A reference to a packed sum, shared by tensors that show it; it changes to a copy before the optimizer overwrites the sum."""
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`
-
-
-class GradientTensor(Tensor):
-    """A tensor subclass that shows a packed gradient: `packed` has the codes, and `factor` multiplies decoded values.
-
-    p.grad is an object of its subclass `PackedGradient`.
-    """
-
-    _lease: Lease
-    _views: tuple[View, ...]
-    _dtype: torch.dtype  # before any view
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> Self:
-        """Return a tensor that shows a packed gradient through `views`.
-
-        `like` has the resulting shape, strides and dtype; None: those of the gradient, in `dtype`."""
-        packed = lease.total.packed
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            packed.shape if like is None else like.shape,
-            strides=None if like is None else like.stride(),
-            dtype=dtype if like is None else like.dtype,
-            device=packed.device,
-            storage_size=0 if views else packed.nbytes,
-        )
-        made._lease, made._views, made._dtype = lease, views, dtype
-        return made
-
-    def with_view(self, view: View, like: Tensor) -> Self:
-        """Return a tensor that shows this gradient through one more view, with the shape, strides and dtype of `like`."""
-        return self.over(self._lease, self._dtype, (*self._views, view), like)
-
-    def alias(self) -> Self:
-        """Return a new tensor that shows the same gradient."""
-        return self.over(self._lease, self._dtype, self._views, None if self.is_whole else self)
-
-    @property
-    def total(self) -> GradientSum:
-        """The packed sum of gradients that this tensor shows."""
-        return self._lease.total
-
-    @property
-    def packed(self) -> PackedTensor:
-        """The codes and scales of the gradient, which belong to the optimizer."""
-        self.total.settle()
-        return self.total.packed
-
-    @property
-    def factor(self) -> Tensor:
-        """The float32 scalar tensor by which decoded values are multiplied; it stays the same object."""
-        return self.total.factor
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this tensor shows the whole gradient, rather than a view of it."""
-        return not self._views
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """The bytes of codes, scales and factor."""
-        return self.packed.nbytes + self.factor.nbytes
-
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded values as an ordinary tensor, in `dtype` if given."""
-        if not self._views:
-            return self.total.decode(dtype or self._dtype)
-        values = _through(self._views, self.total.decode(self._dtype))
-        return values if dtype is None else values.to(dtype)
-
-    def store(self, values: Tensor) -> None:
-        """Replace the gradient by `values`, rounded stochastically."""
-        if values.shape != self.shape:
-            raise OptimError(f"a packed gradient of shape {tuple(self.shape)} cannot become one of shape {tuple(values.shape)}.")
-        if self._views:
-            base = self.total.decode(self._dtype)
-            _through(self._views, base).copy_(values)
-            values = base
-        self.total.store(values)
-
-    def lend(self, dtype: torch.dtype) -> Self:
-        """Return a new tensor over the same codes, to be assigned to `p.grad`; the optimizer is about to overwrite the codes.
-
-        The tensor that the previous call of `lend` returned, if still referenced, gets a copy of the codes and so keeps its values.
-        """
-        last = self._lease.last() if self._lease.last is not None else None
-        if last is not None:
-            last.total = last.total.copy()
-        lease = Lease(self.total)
-        self._lease.last = weakref.ref(lease)
-        return self.over(lease, dtype)
-
-    def lent(self, other: object) -> bool:
-        """Return whether `other` shows the whole of this gradient's codes; if it does, apply the bound of `clamp_min` to them."""
-        if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
-            return False
-        self.total.settle()
-        return True
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether p.grad or user code still holds a tensor that `lend` returned."""
-        return self._lease.last is not None and self._lease.last() is not None
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """The detached gradient; assigning to `data` replaces values, dtype and device, as model.to() does."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        if values.device != self.device:
-            self._lease.total = self.total.copy(values.device)
-        if (values.dtype, values.device) != (self.dtype, self.device) and self.is_whole:
-            Tensor.data.__set__(self, self.over(self._lease, values.dtype))  # type: ignore[attr-defined]
-            self._dtype = values.dtype
-        self.store(values)
-
-    # --- methods that bypass torch's dispatcher ---------------------------------------------------------------------------
-
-    def __repr__(self, **_: Any) -> str:
-        dtype, view = str(self.dtype).removeprefix("torch."), "" if self.is_whole else ", a view"
-        what = f"{self.packed.format}, shape={tuple(self.shape)}, {dtype} on {self.device}"
-        return f"PackedGradient({what}, {self.packed.nbytes} bytes{view})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.decode())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.decode().__reduce_ex__(protocol)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the decoded values as a numpy array."""
-        return self.decode().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Return the decoded values as nested lists."""
-        return self.decode().tolist()
-
-
-def _through(views: tuple[View, ...], values: Tensor) -> Tensor:
-    for func, args, kwargs, index in views:
-        values = func(values, *args, **kwargs)
-        values = values if index is None else values[index]
-    return values

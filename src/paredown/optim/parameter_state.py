@@ -36,7 +36,7 @@ from paredown.errors import FormatError, OptimError
 from paredown.formats.catalog import TIERS, find_format, is_small, reason_not_to_store
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, default_rounding
-from paredown.optim.gradient_hooks import PackedGradient
+from paredown.optim.gradient_ops import PackedGradient
 from paredown.optim.packed_weight import PLAIN_DTYPES, Weight, weight_of
 from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from paredown.errors import OptimError
 from paredown.optim.batched_update import Batch
-from paredown.optim.gradient_hooks import PackedGradient, ReleasedGradient
+from paredown.optim.gradient_hooks import ReleasedGradient
+from paredown.optim.gradient_ops import PackedGradient
 from paredown.optim.packed_weight import KEY, weight_of
 from paredown.optim.parameter_state import ParameterState, check_gradient, check_parameter, fill_state, restart, unit_of
 from paredown.optim.rules import Rule
