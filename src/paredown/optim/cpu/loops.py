@@ -19,39 +19,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from paredown.codec import loops as codec
-from paredown.codec.loops import (
-    CODE,
-    FLOAT32,
-    INF,
-    NEAREST_AWAY,
-    STOCHASTIC,
-    TILE,
-    ZERO,
-    F,
-    S,
-    U,
-    bits_of,
-    choose_scales,
-    codes_of,
-    divide_by_scales,
-    ends_of_blocks,
-    entry,
-    fill_bits,
-    find_broken,
-    from_bits,
-    inner,
-    largest_of_blocks,
-    load,
-    mark_lost,
-    multiply_by_scales,
-    pack,
-    place_of,
-    read_scales,
-    scale_code,
-    unpack,
-    values_of,
-    write_scales,
-)
+from paredown.codec.loops import FLOAT32, INF, TILE, ZERO, F, S, U, bits_of, entry, from_bits, inner
 from paredown.optim import reference, rules
 
 SGD, SGDM, NESTEROV, ADAMW, LION = range(5)
@@ -278,16 +246,16 @@ def read(slot, row, cols, begin, y, codes, scales):
     n, count, factor = slot.numbers, len(y), slot.how.factor
     first, blocks, start = blocks_of(n, row, cols, begin, count)
     if slot.how.kind == PACKED:
-        unpack(bytes_of(slot.parts, n, row, cols, begin, count), n.width, codes)
-        values_of(codes, y, n, slot.tables.values)
+        codec.unpack(bytes_of(slot.parts, n, row, cols, begin, count), n.width, codes)
+        codec.values_of(codes, y, n, slot.tables.values)
     else:
-        load(slot.parts.codes, slot.how.kind, row * cols + begin, y)
+        codec.load(slot.parts.codes, slot.how.kind, row * cols + begin, y)
     if blocks:
         values, minimums = scales.values[:blocks], scales.minimums[:blocks]
-        read_scales(slot.parts, start, F(1), n, slot.tables.scales, scales.codes[:blocks], values, minimums)
+        codec.read_scales(slot.parts, start, F(1), n, slot.tables.scales, scales.codes[:blocks], values, minimums)
         for b in range(blocks):
             values[b], minimums[b] = F(values[b] * factor), F(minimums[b] * factor)
-        multiply_by_scales(y, begin, first, n, values, minimums)
+        codec.multiply_by_scales(y, begin, first, n, values, minimums)
     else:
         for i in range(count):
             y[i] = F(y[i] * factor)
@@ -311,7 +279,7 @@ def draw_bits(bits, quads, call, index, count):
     """Return the random bits of `count` weights from `index` on, written into `bits`, four from each hash."""
     first, offset = index >> 2, index & 3
     part = quads[: (offset + count + 3) >> 2]
-    fill_bits(part, call, first)
+    codec.fill_bits(part, call, first)
     for j in range(len(part)):
         word, i = part[j], 4 * j
         bits[i], bits[i + 1] = word, U(word * PLACE_1)
@@ -322,12 +290,12 @@ def draw_bits(bits, quads, call, index, count):
 @inner
 def whole_codes(y, bits, codes, begin, first_block, n, scales):
     """Write the integer codes of y / scale, rounded as `reference.whole_parts` defines."""
-    mask, is_stochastic, is_signed = S((1 << n.width) - 1), n.rounding == STOCHASTIC, n.min_value < ZERO
+    mask, is_stochastic, is_signed = S((1 << n.width) - 1), n.rounding == codec.STOCHASTIC, n.min_value < ZERO
     for b in range(begin // n.block, (begin + len(y) - 1) // n.block + 1):
-        start, stop = place_of(b, n.block, begin, len(y))
+        start, stop = codec.place_of(b, n.block, begin, len(y))
         inverse = F(F(1) / scales[b - first_block])
         inverse = inverse if inverse < INF else ZERO
-        inverse = np.float64(F(inverse * LESS) if is_stochastic and n.scale != CODE else inverse)
+        inverse = np.float64(F(inverse * LESS) if is_stochastic and n.scale != codec.CODE else inverse)
         if is_stochastic:
             for i in range(start, stop):
                 v = y[i] if is_signed or y[i] > ZERO else ZERO
@@ -349,7 +317,7 @@ def sticky_scales(top, n, scale_values, old, scales):
         largest = from_bits(top[b])
         cover, before = n.scale_nan, np.int64(old.codes[b])
         if largest == largest:
-            cover = max(scale_code(F(largest / n.max_value), n), SMALLEST_STICKY_CODE)
+            cover = max(codec.scale_code(F(largest / n.max_value), n), SMALLEST_STICKY_CODE)
         stays = largest == ZERO or (cover <= before and largest >= F(least * old.values[b]))
         scales.codes[b] = np.uint8(before if stays else cover)
         scales.values[b] = scale_values[scales.codes[b]]
@@ -361,27 +329,27 @@ def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes)
     n, count = slot.numbers, len(y)
     top, low, high = made.ends[0, :blocks], made.ends[1, :blocks], made.ends[2, :blocks]
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
-    largest_of_blocks(y, begin, n.block, first, top)
+    codec.largest_of_blocks(y, begin, n.block, first, top)
     values, minimums, scale_codes = scales.values[:blocks], scales.minimums[:blocks], scales.codes[:blocks]
     minimums[:] = ZERO  # what another slot left there
     if slot.how.is_sticky:
         sticky_scales(top, n, slot.tables.scales, old, scales)
     else:
         if n.minimum:
-            ends_of_blocks(y, begin, n.block, first, low, high)
-        choose_scales(top, low, high, F(1), n, slot.tables.scales, scale_codes, values, minimums)
+            codec.ends_of_blocks(y, begin, n.block, first, low, high)
+        codec.choose_scales(top, low, high, F(1), n, slot.tables.scales, scale_codes, values, minimums)
     if slot.how.integers == WHOLE:
         whole_codes(y, bits, codes, begin, first, n, values)
         return
     broken, lost, scaled = made.broken[:blocks], made.lost[:count], made.scaled[:count]
-    has_broken, again = find_broken(top, n, broken, scale_codes, values, minimums), True
+    has_broken, again = codec.find_broken(top, n, broken, scale_codes, values, minimums), True
     while again:
         again = False
         for i in range(count):
             scaled[i] = y[i]
-        divide_by_scales(scaled, begin, first, n, values, minimums)
-        num = codes_of(scaled, bits, codes, lost, n, slot.tables)
-        if (num or has_broken) and mark_lost(codes, lost, begin, first, n, broken, scale_codes, values, minimums):
+        codec.divide_by_scales(scaled, begin, first, n, values, minimums)
+        num = codec.codes_of(scaled, bits, codes, lost, n, slot.tables)
+        if (num or has_broken) and codec.mark_lost(codes, lost, begin, first, n, broken, scale_codes, values, minimums):
             again, has_broken = True, True
 
 
@@ -398,24 +366,24 @@ def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
         for i in range(count):
             floats[i] = floats[i] if len(skipped) and skipped[i] else new[i]
         return
-    if n.rounding == STOCHASTIC:
+    if n.rounding == codec.STOCHASTIC:
         multiplier = U(slot.how.multiplier)
         for i in range(count):
             random[i] = U(bits[i] * multiplier)
     else:
-        random[:] = U(1 << 31) if n.rounding == NEAREST_AWAY else U(0)
+        random[:] = U(1 << 31) if n.rounding == codec.NEAREST_AWAY else U(0)
     if blocks:
         encode_blocks(slot, y, begin, first, blocks, old, scales, made, random, codes)
     else:
-        codes_of(y, random, codes, made.lost[:count], n, slot.tables)
+        codec.codes_of(y, random, codes, made.lost[:count], n, slot.tables)
     if slot.how.roots and slot.how.kind == PACKED:
         for i in range(count):
             codes[i] = max(codes[i], U(1))
     if len(skipped):
-        unpack(target, n.width, old_codes)
+        codec.unpack(target, n.width, old_codes)
         for i in range(count):
             codes[i] = old_codes[i] if skipped[i] else codes[i]
-    pack(codes, n.width, target)
+    codec.pack(codes, n.width, target)
     if blocks:
         store_scales(slot, begin, first, blocks, start, skipped, scales)
 
@@ -425,11 +393,11 @@ def store_scales(slot, begin, first, blocks, start, skipped, scales):
     """Store scales and minimums of a tile, except of blocks whose first value is set in the mask `skipped`."""
     n, values, minimums, codes = slot.numbers, scales.values, scales.minimums, scales.codes
     if not len(skipped):
-        write_scales(slot.parts, start, n, codes[:blocks], values[:blocks], minimums[:blocks])
+        codec.write_scales(slot.parts, start, n, codes[:blocks], values[:blocks], minimums[:blocks])
         return
     for b in range(blocks):
         if not skipped[(first + b) * n.block - begin]:
-            write_scales(slot.parts, start + b, n, codes[b : b + 1], values[b : b + 1], minimums[b : b + 1])
+            codec.write_scales(slot.parts, start + b, n, codes[b : b + 1], values[b : b + 1], minimums[b : b + 1])
 
 
 @inner
@@ -468,7 +436,7 @@ def skip_blocks(begin, block, old, new, count, lost, skipped):
     Their new weights become the old ones."""
     num = 0
     for b in range(begin // block, (begin + count - 1) // block + 1):
-        start, stop = place_of(b, block, begin, count)
+        start, stop = codec.place_of(b, block, begin, count)
         is_broken = False
         for i in range(start, stop):
             is_broken |= lost[i] > 0
@@ -495,7 +463,7 @@ def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored
     """Add the sampled blocks of a tile to the counters of diagnostics: how many weights changed, before and after rounding."""
     first = begin // n.block if n.block else 0
     for b in range(begin // block, (begin + len(p) - 1) // block + 1):
-        start, stop = place_of(b, block, begin, len(p))
+        start, stop = codec.place_of(b, block, begin, len(p))
         number = first_number + b
         if number // SAMPLED_BLOCKS % SAMPLED_EVERY or (len(skipped) and skipped[start]):
             continue
@@ -597,7 +565,7 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
             for begin in range(0, cols, shape.tile):
                 count, place = min(shape.tile, cols - begin), row * cols + begin
                 t = y[:count]
-                load(grad, dtype, place, t)
+                codec.load(grad, dtype, place, t)
                 for i in range(count):
                     t[i] = F(t[i] * weight)
                 if not is_first:
@@ -605,7 +573,7 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
                     for i in range(count):
                         t[i] = F(total[i] + t[i])
                 if shape.is_random:
-                    fill_bits(bits[:count], call, place)
+                    codec.fill_bits(bits[:count], call, place)
                 write(slot, row, cols, begin, t, bits[:count], nothing, scales, scales, made)
 
     return entry(update), entry(fold)
