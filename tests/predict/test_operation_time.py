@@ -132,13 +132,13 @@ def test_device_time_of_a_long_sequence_follows_from_short_ones(
 
     monkeypatch.setattr(operation_time, "cuda_seconds", seconds)
     monkeypatch.setattr(operation_time, "QUEUED_STEPS", 128)
-    made = operation_time._recurrent_call
+    made = operation_time._recurrent
 
-    def call(operation: Operation, device: str, num: int) -> Any:
-        seen.append(num)
-        return made(operation, device, num)
+    def recurrent(x: torch.Tensor, *args: Any, is_backward: bool) -> Any:
+        seen.append(x.shape[0])
+        return made(x, *args, is_backward=is_backward)
 
-    monkeypatch.setattr(operation_time, "_recurrent_call", call)
+    monkeypatch.setattr(operation_time, "_recurrent", recurrent)
     arguments = json.dumps([[tensor("float32", length, 3, 6), "lstm", 8, 2, 2], {}])
     for op in ("lstm", RNN_BACKWARD):
         seen.clear()

@@ -119,7 +119,8 @@ class SmallNetwork:
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
         """Run one training step, and return the host seconds of forward with loss, of backward and of the optimizer's step."""
-        _synchronize(self.device)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         times = [time.perf_counter()]
         dtype = DTYPES[self.device]
         with nullcontext() if dtype is None else torch.autocast(self.device, dtype):
@@ -296,11 +297,6 @@ class HostSpeed:
 
 def _share(seconds: Sequence[float], counts: Sequence[float]) -> float:
     return max(sum(seconds) / sum(counts), LEAST_SECONDS)
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextmanager

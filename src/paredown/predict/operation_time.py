@@ -190,32 +190,19 @@ def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
 def _recurrent_seconds(operation: Operation, device: str) -> float:
     """Return the device seconds of an RNN's call, extrapolated from two short sequences.
 
-    In a call with a long one, the device would wait for the host between kernels.
+    In a call with a long one, the device would wait for the host between kernels. The least of several measurements counts, since a busy
+    host may issue the kernels too late.
     """
-    (x, *_, num_layers, directions), _ = json.loads(operation.arguments)
-    length = x["t"][1][0]
-    short = min(length, max(2, QUEUED_STEPS // (num_layers * directions)))
-    lengths = (short, short // 2) if short < length else (length,)
-    seconds = [_queued_seconds(_recurrent_call(operation, device, num)) for num in lengths]
+    (x, *others), _ = json.loads(operation.arguments)
+    (dtype, (length, *sizes), strides), (num_layers, directions) = x["t"], others[-2:]
+    short, seconds = min(length, max(2, QUEUED_STEPS // (num_layers * directions))), list[float]()
+    for num in (short, short // 2) if short < length else (length,):
+        sequence = _tensor(dtype, [num, *sizes], strides, device=device, bound=1)
+        call = _recurrent(sequence, *others, is_backward=operation.op == RNN_BACKWARD)
+        call()
+        seconds.append(min(cuda_seconds(call, 1, QUEUE_SLEEP) for _ in range(ISSUES)))
     beyond = max(seconds[0] - seconds[-1], 0.0) * (length - short) / max(short - short // 2, 1)
     return seconds[0] + beyond
-
-
-def _queued_seconds(call: Callable[[], object]) -> float:
-    """Return the device seconds of a call that runs many kernels.
-
-    It is the least of several measurements, since a busy host may issue the kernels too late.
-    """
-    call()
-    return min(cuda_seconds(call, 1, QUEUE_SLEEP) for _ in range(ISSUES))
-
-
-def _recurrent_call(operation: Operation, device: str, length: int) -> Callable[[], object]:
-    """Return a function that calls an RNN on a sequence of `length` positions."""
-    args, _ = json.loads(operation.arguments)
-    dtype, shape, strides = args[0]["t"]
-    x = _tensor(dtype, [length, *shape[1:]], strides, device=device, bound=1)
-    return _recurrent(x, *args[1:], is_backward=operation.op == RNN_BACKWARD)
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
@@ -229,12 +216,11 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
-    """Return the measured device seconds and host time of a call; None if it cannot be repeated.
+    """Return the measured device seconds and host time of a call; None if it cannot be repeated, or does not fit the memory.
 
     The host time is a multiple of an empty operation, in seconds for RNNs, and None on the CPU.
     """
-
-    def measured() -> tuple[float, float | None] | None:
+    try:
         call = repeated_call(operation, device)
         if call is None:
             return None
@@ -243,17 +229,10 @@ def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | 
         if _is_recurrent(operation):
             return _recurrent_seconds(operation, device), _least_host_seconds(call)
         return device_seconds(call, device), _empty_operations(call)
-
-    return _or_none(measured)
-
-
-def _or_none(measure: Callable[[], Any]) -> Any:
-    """Return what `measure` returns; None if a call cannot be repeated or does not fit the memory."""
-    try:
-        return measure()
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, KeyError):
-        gc.collect()
-        return None
+        call = None  # its tensors are freed below
+    gc.collect()
+    return None
 
 
 def repeated_call(operation: Operation, device: str) -> Callable[[], object] | None:
