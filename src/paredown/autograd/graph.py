@@ -348,7 +348,10 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
             node = node.next_functions[0][0]
-        if (node is not None and node.name() in (ACCUMULATE, DECODED)) or is_part_of_parameter(tensor):
+        is_part = (
+            isinstance(tensor._base, nn.Parameter) and tensor._base.is_leaf
+        )  # such as a third of nn.MultiheadAttention's weight
+        if (node is not None and node.name() in (ACCUMULATE, DECODED)) or is_part:
             return "weight"
     elif operand == "weight" or tensor.requires_grad or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return "weight"
@@ -358,12 +361,6 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
     if storage in forward.inputs:
         return "input"
     return (node is None and forward.kind_of_constant(storage)) or "activation"
-
-
-def is_part_of_parameter(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of a parameter, such as one third of nn.MultiheadAttention's weight."""
-    base = tensor._base
-    return isinstance(base, nn.Parameter) and base.is_leaf
 
 
 def is_view_modified_in_place(tensor: Tensor) -> bool:

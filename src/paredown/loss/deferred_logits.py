@@ -131,14 +131,6 @@ class LogitsFamily:
         self.check()
         return self.linear.values()
 
-    def refuse_gradient(self, name: str, remedy: str) -> None:
-        """Raise RuntimeError if a loss in chunks was computed already, since the logits then have no gradient.
-
-        `name`: the function that requested the gradient. `remedy`: the end of the message, which says what to do.
-        """
-        if self.has_loss:
-            raise RuntimeError(NO_GRADIENT.format(name=name, path=self.use.path, remedy=remedy))
-
     def make_real(self) -> None:
         """Compute all logits of this call of the head, before something writes to them."""
         self.is_real = True
@@ -210,8 +202,10 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if name == "untyped_storage" and hasattr(first.rows, "fake_mode"):  # traces sum the bytes of tensors
         return torch.UntypedStorage(0)
     if name in HOOKS or func is torch.autograd.grad:
-        for leaf in deferred_in(args if name in HOOKS else kwargs.get("inputs", args[1:2])):
-            leaf.family.refuse_gradient(name, "it" if name in HOOKS else "logits.retain_grad()")
+        wanted = deferred_in(args if name in HOOKS else kwargs.get("inputs", args[1:2]))
+        if refused := [leaf.family.use.path for leaf in wanted if leaf.family.has_loss]:
+            remedy = "it" if name in HOOKS else "logits.retain_grad()"
+            raise RuntimeError(NO_GRADIENT.format(name=name, path=refused[0], remedy=remedy))
     if is_attribute and name == "grad" and first.family.has_loss and not first.family.is_real:
         warnings.warn(NO_GRADIENT.format(name=name, path=first.family.use.path, remedy="logits.retain_grad()"), stacklevel=3)
         return None
@@ -288,17 +282,11 @@ def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Return whether a function may write to its arguments."""
     if getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs or kwargs.get("inplace"):
         return True
-    if any(overload._schema.is_mutable for overload in overloads_of(func)):
+    overloads = [getattr(func, one) for one in func.overloads()] if isinstance(func, torch._ops.OpOverloadPacket) else [func]
+    if any(isinstance(overload, torch._ops.OpOverload) and overload._schema.is_mutable for overload in overloads):
         return True
     is_positional = getattr(func, "__module__", "") == functional.__name__ and any(arg is True for arg in args)  # inplace=True
     return is_positional or name in WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
-def overloads_of(func: Any) -> list[Any]:
-    """Return the operators in torch.ops that a call of `func` may run; none for functions written in Python."""
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return [getattr(func, overload) for overload in func.overloads()]
-    return [func] if isinstance(func, torch._ops.OpOverload) else []
 
 
 def without_aliases(result: Any, arguments: Any) -> Any:

@@ -88,7 +88,10 @@ class HeldTensor:
         self._needs_grad, self._version = given.requires_grad, version_of(given)
         self._print = fingerprint(given) if self._packed is None else None
         with torch.enable_grad():
-            self.alias = given.view_as(given) if self._packed is None else packed_alias(given)
+            if self._packed is None:
+                self.alias = given.view_as(given)
+            else:  # a view, to which gradients flow if the parameter requires them at the moment
+                self.alias = PackedAlias.apply(given) if given.requires_grad else view_of(given)
 
     def has_changed(self) -> bool:
         """Return whether the operand's values were modified since the call, as far as can be seen."""
@@ -132,11 +135,6 @@ class PackedAlias(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         """Return the gradient, unchanged, for the parameter."""
         return grad
-
-
-def packed_alias(packed: Tensor) -> Tensor:
-    """Return a view of a packed parameter, to which gradients flow if the parameter requires them at the moment."""
-    return PackedAlias.apply(packed) if packed.requires_grad else view_of(packed)  # type: ignore[return-value]
 
 
 def version_of(tensor: Tensor) -> Any:

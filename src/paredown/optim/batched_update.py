@@ -36,11 +36,15 @@ class Batch:
         self._without_kernel: list[tuple[int, Updater]] = []
         for i, unit in enumerate(self.units):
             layout = unit.how(rule.name)
-            if _kernels_for(unit, layout) is None:
+            kernels = _kernels_for(unit, layout)
+            if kernels is None:
                 self._without_kernel.append((i, Updater(rule, unit)))
             else:
-                by_layout.setdefault((layout, unit.weight.codes.device, _is_aligned(unit)), []).append(i)
-        self._groups = [(places, _group(rule, [self.units[i] for i in places], seed)) for places in by_layout.values()]
+                by_layout.setdefault((kernels, layout, unit.weight.codes.device, _is_aligned(unit)), []).append(i)
+        self._groups = [
+            (places, kernels.LaunchGroup(rule, [self.units[i] for i in places], seed))
+            for (kernels, *_), places in by_layout.items()
+        ]
 
     def update(
         self,
@@ -110,12 +114,6 @@ def _find_kernels() -> ModuleType | None:
     from paredown.optim import kernels  # needs Triton, which CPU builds of torch come without
 
     return kernels
-
-
-def _group(rule: Rule, units: Sequence[UpdateUnit], seed: int) -> Any:
-    kernels = _find_kernels()
-    assert kernels is not None
-    return kernels.LaunchGroup(rule, units, seed)
 
 
 def _is_aligned(unit: UpdateUnit) -> bool:

@@ -277,17 +277,10 @@ def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _scale(func: Any, args: Any, kwargs: Any) -> Any:
-    number = _number(args[1], args[0].dim()) if is_whole(args[0]) else None
-    if number is None or kwargs:
+    numbers = [_number(x, args[0].dim()) for x in args[1:]]  # none for negation
+    if kwargs or not is_whole(args[0]) or any(number is None for number in numbers):
         return NotImplemented
-    func(args[0].total.factor_to_change(), number)
-    return args[0]
-
-
-def _negate(func: Any, args: Any, kwargs: Any) -> Any:
-    if not is_whole(args[0]):
-        return NotImplemented
-    func(args[0].total.factor_to_change())
+    func(args[0].total.factor_to_change(), *numbers)
     return args[0]
 
 
@@ -409,7 +402,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.mul_.Scalar: _scale,
     aten.div_.Tensor: _scale,
     aten.div_.Scalar: _scale,
-    aten.neg_.default: _negate,
+    aten.neg_.default: _scale,
     aten.zero_.default: _zero,
     aten.copy_.default: _copy,
     aten.detach.default: _alias,

@@ -147,7 +147,7 @@ class PackedParameter(Tensor):
         for work in [leaf for leaf in tree_leaves(result) if hasattr(leaf, "wait")]:
             work.wait()
         if func._schema.is_mutable or func.namespace == "c10d":
-            values.store_all()
+            values.store_changed(writes_unseen=True)
         return values.wrap(result)
 
 
@@ -352,11 +352,6 @@ class DecodedValues:
         for weight, (base, version) in self._bases.items():
             if base._version != version or writes_unseen:
                 self._store(weight, base)
-
-    def store_all(self) -> None:
-        """Encode all values that were decoded for this call."""
-        for weight, (base, _) in self._bases.items():
-            self._store(weight, base)
 
     def _store(self, weight: Weight, base: Tensor) -> None:
         if len(self._bases) + sum(node is not None for _, _, node, _ in self._pairs.values()) == 1:
