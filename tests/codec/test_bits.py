@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from paredown.codec.reference import pack_bits, unpack_bits
-from tests.support.strategies import examples
 
 WIDTHS = range(1, 33)
 
@@ -34,15 +31,6 @@ def test_bytes_are_those_of_one_long_integer_and_unpacking_gives_the_codes_back(
         assert torch.equal(unpack_bits(packed, width, cols), values)
 
 
-@given(width=st.integers(1, 32), data=st.data())
-@examples(150)
-def test_any_row_of_any_width(width: int, data: st.DataObject) -> None:
-    row = data.draw(st.lists(st.integers(0, 2**width - 1), min_size=1, max_size=20))
-    packed = pack_bits(torch.tensor([row]), width)
-    assert packed.tolist() == [packed_by_hand(row, width)]
-    assert unpack_bits(packed, width, len(row)).tolist() == [row]
-
-
 @pytest.mark.parametrize("width", [1, 3, 4, 6, 9, 12, 16, 20])
 def test_what_is_left_of_the_last_byte_is_zero(width: int) -> None:
     """So equal tensors have equal bytes, which checksums and comparisons of files rely on."""
@@ -50,9 +38,3 @@ def test_what_is_left_of_the_last_byte_is_zero(width: int) -> None:
         ones = torch.full((2, cols), 2**width - 1)
         used = cols * width % 8 or 8
         assert (pack_bits(ones, width)[:, -1] >> used == 0).all()
-
-
-def test_int32_codes_pack_like_int64() -> None:
-    for width in (1, 4, 6, 8, 12, 16, 24):
-        values = codes(4, 21, width)
-        assert torch.equal(pack_bits(values.int(), width), pack_bits(values, width))

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paredown.codec import cpu, reference
 from paredown.codec.packed import encode
 from paredown.codec.recompute import NO_BOUND, pack_mask, unpack_mask
-from paredown.codec.reference import Encoding, PackedParts
+from paredown.codec.reference import PackedParts
 from paredown.formats.element import Element
-from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
 from tests.support.compare import assert_same_bits
 from tests.support.paths import SEED, assert_paths_agree, loops_or_none, make_encoding, mixed_rows, no_loops
@@ -126,17 +125,6 @@ def test_ends_of_pieces(text: str, piece: int, monkeypatch: pytest.MonkeyPatch) 
             assert_paths_agree(mixed_rows(rows, cols), make_encoding(text, rounding, "nonfinite"))
 
 
-@pytest.mark.parametrize("piece", [1, 10, 64, 1 << 17])
-@pytest.mark.parametrize(("rows", "cols", "unit"), [(3, 100, 8), (1, 1000, 64), (50, 1, 8), (7, 64, 64), (2, 129, 40)])
-def test_pieces_cover_everything_once(rows: int, cols: int, unit: int, piece: int) -> None:
-    seen = torch.zeros(rows, cols, dtype=torch.int32)
-    for r, c in cpu.pieces(rows, cols, unit=unit, size=piece):
-        seen[r, c] += 1
-        assert c.start % unit == 0
-        assert (r.stop - r.start) * (c.stop - c.start) <= max(piece, unit, 1)
-    assert (seen == 1).all()
-
-
 @pytest.mark.parametrize("first_index", [2**31 - 50, 2**32 - 200, 2**32 - 1, 2**32, 2**35 - 100])
 @pytest.mark.parametrize("piece", [64, 1 << 17])
 def test_indices_that_cross_2_to_the_32(first_index: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +140,7 @@ def test_given_scales(text: str, overflow: str) -> None:
     """Scales of a smaller tensor: many values lie past the end."""
     parts = encode(normal(4, 130), text).parts
     for rounding in ROUNDINGS:
-        encoding = Encoding(
-            Format.parse(text),
-            make_encoding(text, rounding, overflow).rounding,
-            make_encoding(text, rounding, overflow).overflow,
-            SEED,
-            "given",
-        )
+        encoding = replace(make_encoding(text, rounding, overflow), rule="given")
         assert_paths_agree(mixed_rows(4, 130) * 3, encoding, replace(parts, codes=None))
 
 

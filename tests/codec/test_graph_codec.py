@@ -19,20 +19,11 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from tests.support.compare import assert_same_bits
 from tests.support.inductor import vector_instructions
-from tests.support.values import gap_probes, normal, specials, wide_floats
+from tests.support.values import gap_probes, listed, normal, specials, wide_floats
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
 
-PLAIN = (
-    "int8/64@bf16",
-    "int8/5@fp32",
-    "int8/32@e8m0",
-    "int4/64@bf16",
-    "int4/7@bf16",
-    "int4/32@e8m0",
-    "int2/16@bf16",
-    "int2/6@fp32",
-)
+PLAIN = listed("int8/64@bf16 int8/5@fp32 int8/32@e8m0 int4/64@bf16 int4/7@bf16 int4/32@e8m0 int2/16@bf16 int2/6@fp32")
 AFFINE = (
     *("uint8/64@bf16+bf16", "uint8/5@e8m0+bf16", "uint4/64@bf16+bf16", "uint4/9@fp32+fp32", "uint2/32@bf16+bf16"),
     "uint1/64@bf16+fp32",
@@ -102,18 +93,8 @@ def test_masks(count: int) -> None:
 
 def test_covers() -> None:
     assert all(covers(Format.parse(text)) for text in (*PLAIN, *AFFINE, *FLOATS))
-    others = (
-        "int3/64@bf16",
-        "int8",
-        "uint8/64@bf16",
-        "e2m1fn/32@e8m0",
-        "e2m1fn/16@e4m3fn",
-        "nf4/64@bf16",
-        "fp32",
-        "bf16/64@fp32",
-        "int16/8@fp32",
-    )
-    assert not any(covers(Format.parse(text)) for text in others)
+    others = "int3/64@bf16 int8 uint8/64@bf16 e2m1fn/32@e8m0 e2m1fn/16@e4m3fn nf4/64@bf16 fp32 bf16/64@fp32 int16/8@fp32"
+    assert not any(covers(Format.parse(text)) for text in listed(others))
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from paredown.codec.reference import Encoding, PackedParts
 from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
-from tests.support.compare import assert_same_bits
+from tests.support.compare import assert_same_bits, assert_same_parts
 from tests.support.paths import SEED, make_encoding, mixed_rows, tensor_scale
-from tests.support.values import OVERFLOWS, ROUNDINGS, gap_probes, normal, specials, wide_floats
+from tests.support.values import OVERFLOWS, ROUNDINGS, gap_probes, listed, normal, specials, wide_floats
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from paredown.codec import kernels
@@ -25,54 +25,16 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 every_device = pytest.mark.parametrize("device", DEVICES)
 
-ELEMENTS = [
-    *(
-        "e4m3fn",
-        "e5m2",
-        "e4m3",
-        "e3m4",
-        "e4m3fnuz",
-        "e5m2fnuz",
-        "e4m3b11fnuz",
-        "e2m1fn",
-        "e2m3fn",
-        "e3m2fn",
-        "bf16",
-        "fp16",
-        "fp32",
-    ),
-    *(
-        "e8m0",
-        "nf4",
-        "int1",
-        "int2",
-        "int4",
-        "int8",
-        "int16",
-        "uint1",
-        "uint2",
-        "uint4",
-        "uint8",
-        "uint16",
-        "int6",
-        "int5",
-        "int11",
-    ),
-    *("e4m3b8fns", "e3m1b4fns", "e8m7fns", "e6m9f", "e5m2f", "e8m3fn", "e1m3", "e4m0fn", "e5m0fns", "e5m23", "e5m2b120", "e2m21fn"),
-]
-BLOCKS = [
-    *(
-        "int8/64@bf16",
-        "int4/64@bf16",
-        "int2/64@e8m0",
-        "uint8/64@bf16",
-        "uint4/64@bf16+fp32",
-        "uint2/32@fp32+bf16",
-        "uint1/64@e8m0+fp32",
-    ),
-    *("e4m3fn/64@bf16", "e2m1fn/32@e8m0", "e5m2/32@e8m0", "e3m2fn/32@e8m0", "e2m1fn/16@e4m3fn", "nf4/64@fp32", "int16/128@fp32"),
-    *("e4m3fnuz/8@bf16", "e4m3b8fns/32@bf16", "bf16/16@bf16", "int4/256@bf16", "e4m3fn/1@fp32", "uint4/16@e4m3fn+fp32"),
-]
+ELEMENTS = listed("""
+    e4m3fn e5m2 e4m3 e3m4 e4m3fnuz e5m2fnuz e4m3b11fnuz e2m1fn e2m3fn e3m2fn bf16 fp16 fp32 e8m0 nf4
+    int1 int2 int4 int8 int16 uint1 uint2 uint4 uint8 uint16 int6 int5 int11
+    e4m3b8fns e3m1b4fns e8m7fns e6m9f e5m2f e8m3fn e1m3 e4m0fn e5m0fns e5m23 e5m2b120 e2m21fn
+""")
+BLOCKS = listed("""
+    int8/64@bf16 int4/64@bf16 int2/64@e8m0 uint8/64@bf16 uint4/64@bf16+fp32 uint2/32@fp32+bf16 uint1/64@e8m0+fp32
+    e4m3fn/64@bf16 e2m1fn/32@e8m0 e5m2/32@e8m0 e3m2fn/32@e8m0 e2m1fn/16@e4m3fn nf4/64@fp32 int16/128@fp32
+    e4m3fnuz/8@bf16 e4m3b8fns/32@bf16 bf16/16@bf16 int4/256@bf16 e4m3fn/1@fp32 uint4/16@e4m3fn+fp32
+""")
 
 
 def rounded_by_reference(x: Tensor, encoding: Encoding, given: PackedParts | None) -> tuple[PackedParts, Tensor, Tensor]:
@@ -83,23 +45,16 @@ def rounded_by_reference(x: Tensor, encoding: Encoding, given: PackedParts | Non
     return packed, decoded, reference.round_trip_rows(x, encoding, given, bits)
 
 
-def moved(parts: PackedParts | None, device: str) -> PackedParts | None:
-    return parts and PackedParts(
-        *(t if t is None else t.to(device) for t in (parts.codes, parts.scales, parts.minimums, parts.tensor_scale))
-    )
-
-
 def assert_kernels_agree(x: Tensor, encoding: Encoding, device: str, given: PackedParts | None = None) -> None:
     """round_trip and, where the kernels pack this width, encode and decode."""
     packed, decoded, round_trip = rounded_by_reference(x, encoding, given)
-    here, there = x.to(device), moved(given, device)
+    here, there = x.to(device), given and given.mapped(lambda part: part.to(device))
     out = torch.empty_like(here)
     if kernels.covers(encoding, "round_trip"):
         assert_same_bits(kernels.round_trip_rows(here, encoding, there, out).cpu(), round_trip)
     if kernels.covers(encoding, "encode"):
         made = kernels.encode_rows(here, encoding, there)
-        for theirs, ours in zip(made.tensors(), packed.tensors(), strict=True):
-            assert_same_bits(theirs.cpu(), ours)
+        assert_same_parts(made, packed)
         assert_same_bits(kernels.decode_rows(made, encoding, torch.empty_like(here)).cpu(), decoded)
 
 
@@ -191,9 +146,7 @@ def test_the_step_may_be_in_memory(device: str) -> None:
     for text in ("e4m3fn", "int8/64@bf16"):
         plain = make_encoding(text, "stochastic", "saturate", Seed(3, tensor=2, step=41))
         in_memory = replace(plain, seed=replace(plain.seed, step=torch.tensor([41], dtype=torch.int32, device=device)))
-        ours, theirs = (kernels.encode_rows(x.to(device), e, None).tensors() for e in (in_memory, plain))
-        for a, b in zip(ours, theirs, strict=True):
-            assert_same_bits(a, b)
+        assert_same_parts(*(kernels.encode_rows(x.to(device), e, None) for e in (in_memory, plain)))
 
 
 @every_device

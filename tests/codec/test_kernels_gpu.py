@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paredown import CATALOG, PackedTensor, Rounding, Seed, encode, round_trip
+from paredown import CATALOG, Rounding, Seed, encode, round_trip
 from paredown.codec.reference import Encoding
 from paredown.formats.element import Element
 from paredown.formats.rounding import Overflow
-from tests.support.compare import assert_same_bits
+from tests.support.compare import assert_same_bits, assert_same_parts
 from tests.support.values import normal
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -20,11 +20,6 @@ from paredown.codec import kernels
 pytestmark = pytest.mark.gpu
 ALLOCATION = 512  # bytes that torch's allocator rounds up to
 PACKED = [name for name, f in CATALOG.items() if kernels.covers(Encoding(f, Rounding.STOCHASTIC, Overflow.SATURATE), "encode")]
-
-
-def assert_same_packed(a: PackedTensor, b: PackedTensor) -> None:
-    for ours, theirs in zip(a.parts.tensors(), b.parts.tensors(), strict=True):
-        assert_same_bits(ours.cpu(), theirs.cpu())
 
 
 def extra_bytes(make: object, *, output: int) -> int:
@@ -46,7 +41,7 @@ def test_gpu_equals_cpu(name: str, dtype: torch.dtype) -> None:
     x = normal(33, 3000, seed=4).abs().to(dtype)
     for rounding in ("nearest_even", "stochastic"):
         here, there = (encode(t, CATALOG[name], rounding=rounding, seed=9, overflow="saturate") for t in (x, x.cuda()))
-        assert_same_packed(there, here)
+        assert_same_parts(there, here)
         assert there.nbytes == CATALOG[name].nbytes(x.shape)
         assert_same_bits(there.decode().cpu(), here.decode())
         assert_same_bits(round_trip(x.cuda(), CATALOG[name], rounding=rounding, seed=9, overflow="saturate").cpu(), here.decode())
@@ -66,7 +61,7 @@ def test_channels_last_and_odd_lengths() -> None:
     x = normal(5, 6, 7, 9).to(memory_format=torch.channels_last)
     for text in ("int4/64@bf16", "e4m3fn", "e2m1fn/16@e4m3fn"):
         there = encode(x.cuda(), text)
-        assert_same_packed(there, encode(x, text))
+        assert_same_parts(there, encode(x, text))
         assert there.decode().stride() == x.stride()
 
 

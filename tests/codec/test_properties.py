@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paredown.codec import reference
-from paredown.codec.packed import encode, round_trip
+from paredown.codec.packed import round_trip
 from paredown.formats.element import Element
 from paredown.formats.rounding import Overflow, Rounding
 from tests.oracles.exact import element
 from tests.support.compare import assert_same_bits, assert_within
-from tests.support.strategies import examples, float_elements, shapes
+from tests.support.strategies import examples, float_elements
 from tests.support.values import ROUNDINGS, SPREAD, gap_probes, normal, specials, wide_floats, words
 
 BLOCKS = (
@@ -85,23 +85,6 @@ def test_with_powers_of_two_a_tensor_rounds_once(text: str, rule: str) -> None:
     once = round_trip(normal(6, 150), text, scales=rule, rounding="stochastic", seed=1)
     for rounding in ROUNDINGS:
         assert_same_bits(round_trip(once, text, scales=rule, rounding=rounding, seed=2), once)
-
-
-@given(
-    shape=shapes(),
-    text=st.sampled_from(BLOCKS),
-    rounding=st.sampled_from(ROUNDINGS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-@examples(150)
-def test_shape_and_dtype_are_kept_and_round_trip_is_decode_of_encode(
-    shape: tuple[int, ...], text: str, rounding: str, dtype: torch.dtype
-) -> None:
-    x = normal(*shape, dtype=dtype)
-    x = x.abs() if text.startswith("uint") and "+" not in text else x
-    y = round_trip(x, text, rounding=rounding, seed=5)
-    assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    assert_same_bits(encode(x, text, rounding=rounding, seed=5).decode(), y)
 
 
 @pytest.mark.parametrize("text", [t for t in SPREAD if not t.startswith("uint") and t not in ("nf4", "e8m0", "int1")])

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from paredown.codec.packed import encode
 from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, pack_mask, recompute
+from tests.support.values import listed
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -110,15 +111,7 @@ CASES: dict[str, tuple[tuple[int, ...], str, str]] = {  # shape, norm, layout
     "one row": ((1, 4096), "layer", ""),
     "no norm": ((3, 1371), "", ""),
 }
-FORMATS = (
-    "int8/64@bf16",
-    "int4/64@bf16",
-    "e4m3fn/64@bf16",
-    "uint4/64@bf16+bf16",
-    "uint2/64@bf16+bf16",
-    "int8/256@fp32",
-    "int4/32@e8m0",
-)
+FORMATS = listed("int8/64@bf16 int4/64@bf16 e4m3fn/64@bf16 uint4/64@bf16+bf16 uint2/64@bf16+bf16 int8/256@fp32 int4/32@e8m0")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

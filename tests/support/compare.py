@@ -20,6 +20,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from paredown.codec.packed import PackedTensor
+from paredown.codec.reference import PackedParts
 from tests.oracles.blocks import affine_parts, covering_scale, tensor_scale
 from tests.oracles.exact import Exact, element
 
@@ -38,6 +40,13 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
     if a.is_floating_point():
         same |= a.isnan() & b.isnan()
     _report(~same, lambda i: f"{a.flatten()[i].item()!r} and {b.flatten()[i].item()!r}", "values differ")
+
+
+def assert_same_parts(a: PackedTensor | PackedParts, b: PackedTensor | PackedParts) -> None:
+    """The same bits in codes, scales, minimums and tensor scale, on whatever devices."""
+    mine, theirs = ((x.parts if isinstance(x, PackedTensor) else x).tensors() for x in (a, b))
+    for one, other in zip(mine, theirs, strict=True):
+        assert_same_bits(one.cpu(), other.cpu())
 
 
 def assert_within(actual: Tensor, expected: Tensor, fmt: object, steps: float = 0.5) -> None:

@@ -24,41 +24,18 @@ SPECIAL = (
     *(1.0, -1.0, 0.5, -0.5, 1.0 - 2.0**-24, 1.0 + 2.0**-23, 1e-3, -1e3, 65504.0, 65520.0, 0.1, -0.3),
 )
 
+
+def listed(text: str) -> list[str]:
+    """The words of a text, such as a table of formats."""
+    return text.split()
+
+
 # A spread of elements: each kind, each special, biases at both ends, no mantissa, wide ones; small enough to try in every way.
-SPREAD = (
-    *("e3m1b4fns", "e5m2f", "e6m9f", "e4m3b11", "e8m7fns", "e8m3fn", "e5m10", "e1m3", "e4m0fn", "e2m1fn", "e4m3fn", "e4m3fnuz"),
-    *(
-        "e5m2",
-        "e3m0f",
-        "e1m0f",
-        "e2m5ns",
-        "e5m2b3fnuz",
-        "e8m1b127f",
-        "e6m11b32fns",
-        "bf16",
-        "fp32",
-        "e8m21fn",
-        "e8m22",
-        "e4m19fnuz",
-    ),
-    *(
-        "int1",
-        "int2",
-        "int3",
-        "int5",
-        "int8",
-        "int12",
-        "int16",
-        "uint1",
-        "uint2",
-        "uint4",
-        "uint7",
-        "uint8",
-        "uint16",
-        "nf4",
-        "e8m0",
-    ),
-)
+SPREAD = listed("""
+    e3m1b4fns e5m2f e6m9f e4m3b11 e8m7fns e8m3fn e5m10 e1m3 e4m0fn e2m1fn e4m3fn e4m3fnuz
+    e5m2 e3m0f e1m0f e2m5ns e5m2b3fnuz e8m1b127f e6m11b32fns bf16 fp32 e8m21fn e8m22 e4m19fnuz
+    int1 int2 int3 int5 int8 int12 int16 uint1 uint2 uint4 uint7 uint8 uint16 nf4 e8m0
+""")
 
 
 def gap_probes(text: str, limit: int = 300) -> Tensor:
