@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,13 @@ def mlp() -> nn.Sequential:
     """Two matrices to pack (one with ragged rows) and two biases that stay plain; the same numbers each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 70), nn.GELU(), nn.Linear(70, 32))
+
+
+def take_step(optimizer: Any, loss: Tensor) -> None:
+    """Backward, and what a loop does after it."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def batches(count: int, size: int = 5) -> list[Tensor]:

@@ -24,7 +24,7 @@ from paredown.optim.cpu import updater as cpu
 from paredown.optim.reference import Fold, UpdateUnit
 from paredown.optim.rules import RULES
 from tests.optim.made import HYPERS, NEAREST, PLAIN, TIERS, Stored, assert_same_unit, moved, unit
-from tests.support.compare import assert_same_bits
+from tests.support.compare import assert_same_parts
 from tests.support.memory import MIB, peak_bytes
 from tests.support.paths import loops_or_none, no_loops
 from tests.support.strategies import examples
@@ -201,8 +201,7 @@ def test_folds(text: str, rounding: Rounding) -> None:
             how = Fold(0.25, factor, Seed(3, 11, count, first_index=2**32 - 64), is_first=count == 0, rounding=rounding)
             fold(packed, grad, how)
             reference.fold(expected, grad, how)
-            for mine, theirs in zip(packed.parts.tensors(), expected.parts.tensors(), strict=True):
-                assert_same_bits(mine, theirs)
+            assert_same_parts(packed, expected)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

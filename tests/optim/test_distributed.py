@@ -18,6 +18,7 @@ import paredown
 from paredown import Plan, trace_step
 from paredown.errors import OptimError
 from paredown.optim import SGD, AdamW, reduce_in_8_bits
+from tests.optim.nets import take_step
 from tests.support.processes import needs_gloo, run_on_two
 
 pytestmark = needs_gloo
@@ -44,9 +45,7 @@ def ddp(rank: int) -> dict[str, Any]:
     session = paredown.apply(Plan.preset("lpmm"), model)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(3):
-        model(rows(10 * step + rank)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(rows(10 * step + rank)).square().mean())
     return {"weights": model.module.state_dict(), "changes": repr(session.changes)}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import paredown
 from paredown import Plan
 from paredown.optim import AdamW
+from tests.optim.nets import take_step
 
 STEPS, LR = 300, 1e-5
 
@@ -31,9 +32,7 @@ def total_update(model: nn.Linear, optimizer: Any) -> Tensor:
     batches = [(torch.randn(16, 256, generator=made), torch.randint(16, (16,), generator=made)) for _ in range(4)]
     for i in range(STEPS):
         x, y = batches[i % 4]
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, nn.functional.cross_entropy(model(x), y))
     after, residue = model.weight.detach().clone(), optimizer.state[model.weight].get("residue")
     if residue is not None:
         after = ((after.view(torch.int32) >> 8) + residue.view(after.shape).int() << 8).view(torch.float32)

@@ -14,6 +14,7 @@ from paredown import Plan
 from paredown.errors import OptimError
 from paredown.optim import SGD, AdamW
 from paredown.optim.parameter_state import owner_of
+from tests.optim.nets import take_step
 from tests.optim.test_optimizers import PACKED, batch, losses, network
 
 GRADIENT: dict[str, Any] = {"gradient": "int8/64@bf16"}
@@ -63,9 +64,7 @@ def test_a_parameter_may_get_its_first_gradient_late() -> None:
     model = network()
     optimizer = SGD(model.parameters(), lr=1.0, microbatches=2, **GRADIENT)
     for p in (model[2].weight.sum(), model[0].weight.sum() + model[2].weight.sum()):
-        p.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, p)
     assert optimizer.updates == 1
 
 
@@ -98,9 +97,7 @@ def test_a_changed_rule_is_followed(change: dict[str, Any], release: bool) -> No
         for number in range(6):
             if number == 2:
                 optimizer.param_groups[0].update(change)
-            model.weight.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model.weight.sum())
         results.append(model.weight.detach())
     torch.testing.assert_close(*results, rtol=0.02, atol=0.0)
 
@@ -114,9 +111,7 @@ def test_a_fresh_state_round_trips() -> None:
         if loads:
             optimizer.load_state_dict(optimizer.state_dict())
         for _ in range(2):
-            (model.weight * torch.linspace(-1, 1, 128)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, (model.weight * torch.linspace(-1, 1, 128)).sum())
         results.append(model.weight.detach())
     assert torch.equal(*results)
 
@@ -145,9 +140,7 @@ def test_a_dtype_that_changes_after_the_optimizer_was_made() -> None:
         for dtype in (first, then):
             model.to(dtype)
             before = model.weight.detach().float().clone()
-            model.weight.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model.weight.sum())
             assert (before - model.weight.detach().float()).mean().item() == pytest.approx(0.5, rel=0.01)
 
 

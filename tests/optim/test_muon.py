@@ -15,6 +15,7 @@ from paredown import Plan
 from paredown.errors import OptimError
 from paredown.optim import Muon, embeddings_and_head, reference
 from paredown.optim.rules import RULES
+from tests.optim.nets import take_step
 from tests.support.memory import peak_bytes
 
 Make = Callable[[nn.Module], Any]
@@ -78,9 +79,7 @@ def test_matrices_are_those_of_torch_bit_for_bit(options: dict[str, Any], releas
     for i in range(4):
         x = torch.randn(8, 70, generator=torch.Generator().manual_seed(i))
         for m, optimizer in ((model, ours), (plain, reference)):
-            m(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, m(x).square().mean())
     assert_same(model, plain)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.state[p]["momentum_buffer"], reference.state[q]["momentum_buffer"])
@@ -204,26 +203,9 @@ def test_on_a_gpu_updates_are_near_those_of_torch_and_tiers_train() -> None:
         losses: list[float] = []
         for _ in range(20):
             loss = nn.functional.cross_entropy(packed(x), (x + 1) % 70)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             losses.append(loss.item())
         assert losses[-1] < 0.5 * losses[0], losses
-
-
-def test_microbatches_clipping_and_schedulers() -> None:
-    model = tiny()
-    paredown.apply(Plan.preset("half"), model)
-    optimizer = muon(model, microbatches=2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    x = torch.arange(64)
-    for i in range(4):
-        nn.functional.cross_entropy(model(x), x).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step() if i % 2 else None
-    assert optimizer.updates == 2 and [group["lr"] for group in optimizer.param_groups] == [0.005, 0.00075]
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import paredown
 from paredown import Plan
 from paredown.errors import OptimError
 from paredown.optim import SGD, AdamW, Lion
+from tests.optim.nets import take_step
 from tests.optim.test_optimizers import TIERS, losses, network
 
 
@@ -25,9 +26,7 @@ def test_after_close_the_plain_parameters_are_trained() -> None:
         if closes:
             session.close()
         before = model.weight.detach().clone()
-        model(torch.ones(1, 128)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.ones(1, 128)).sum())
         moved = before - model.weight.detach()
         assert moved.mean().item() == pytest.approx(0.1, rel=0.01)
     assert moved.std() < 1e-3  # float32 now

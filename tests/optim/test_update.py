@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from math import floor, inf
+from math import floor
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from paredown.codec import reference as codec
-from paredown.codec.packed import PackedTensor, encode
-from paredown.codec.reference import PackedParts
+from paredown.codec.packed import encode
 from paredown.errors import OptimError
 from paredown.formats.format import Format
 from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 from paredown.optim import reference
-from paredown.optim.batched_update import Batch, fold, update_one
+from paredown.optim.batched_update import Batch, update_one
 from paredown.optim.reference import Fold, UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
-from tests.optim.made import HYPERS, NEAREST, TIERS, assert_same_unit, moved, slot, tensors, unit
+from tests.optim.made import HYPERS, NEAREST, TIERS, assert_same_unit, moved, slot, unit
 from tests.support.compare import assert_same_bits
 from tests.support.memory import peak_bytes
 
@@ -196,26 +195,6 @@ def test_what_is_not_finite_is_left_as_it_was(tier: str) -> None:
     assert torch.equal(decoded(clean.weight, 200)[1], decoded(u.weight, 200)[1])  # other blocks do not notice
 
 
-def test_rows_of_a_tensor_can_be_updated_apart() -> None:
-    for tier in ("lpmm", "lpmm4"):
-        whole = unit("adamw", TIERS[tier], 6, 100)
-        halves = [rows_of(moved(whole), slice(0, 2)), rows_of(moved(whole), slice(2, 6))]
-        for u in (whole, *halves):
-            reference.update(RULES["adamw"], u, HYPERS["adamw"], 3, 4)
-        for all_of_it, a, b in zip(tensors(whole)[:-1], tensors(halves[0])[:-1], tensors(halves[1])[:-1], strict=True):
-            assert_same_bits(all_of_it, torch.cat([a, b]))
-
-
-def rows_of(u: UpdateUnit, rows: slice) -> UpdateUnit:
-    def cut(slot: UpdateSlot) -> UpdateSlot:
-        return UpdateSlot(
-            slot.format, slot.rounding, PackedParts(*(t[rows].contiguous() for t in slot.parts.tensors())), slot.roots
-        )
-
-    parts = {"weight": cut(u.weight), "moments": tuple(map(cut, u.moments)), "gradient": cut(u.gradient)}
-    return replace(u, **parts, rows=rows.stop - rows.start, first_index=rows.start * u.cols, counters=u.counters.clone())
-
-
 def test_pieces_are_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
     u = unit("adamw", TIERS["lpmm"], 9, 300, is_broken=True)
     cut = moved(u)
@@ -324,34 +303,6 @@ def test_whole_numbers_are_unchanged() -> None:
                 assert ((again - x).abs() > 1e-4 * step).float().mean() < 1e-3
 
 
-# --- folding ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fold_is_encode_of_the_sum(dtype: torch.dtype) -> None:
-    made, seed = torch.Generator().manual_seed(4), Seed(3, 11, 2)
-    grads = [(torch.randn(5, 100, generator=made) * 1e-3).to(dtype) for _ in range(2)]
-    packed = encode(torch.ones(5, 100), "int8/64@bf16", order="logical")
-    fold(packed, grads[0], Fold(0.25, None, seed, is_first=True))
-    expected = encode(grads[0].float() * 0.25, "int8/64@bf16", rounding="stochastic", seed=seed, order="logical")
-    assert_same_packed(packed, expected)
-    factor = torch.tensor(0.3)
-    assert expected.scales is not None
-    scales = (expected.scales.float() * factor).repeat_interleave(64, 1)[:, :100]
-    total = expected.codes.view(torch.int8).float() * scales + grads[1].float() * 0.25
-    fold(packed, grads[1], Fold(0.25, factor, Seed(3, 11, 3), is_first=False))
-    expected = encode(total, "int8/64@bf16", rounding="stochastic", seed=Seed(3, 11, 3), order="logical")
-    assert_same_packed(packed, expected)
-    grads[1][0, 0] = inf
-    fold(packed, grads[1], Fold(0.25, None, Seed(3, 11, 4), is_first=False))
-    assert packed.decode().isnan().sum() == 64
-
-
-def assert_same_packed(a: PackedTensor, b: PackedTensor) -> None:
-    for mine, theirs in zip(a.parts.tensors(), b.parts.tensors(), strict=True):
-        assert_same_bits(mine, theirs)
-
-
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -366,24 +317,8 @@ def test_a_batch_is_its_units_one_by_one() -> None:
         assert_same_unit(u, other)
 
 
-def test_gradients_may_move() -> None:
-    u = unit("sgdm", TIERS["small"], 3, 70)
-    kept, again = moved(u), moved(u)
-    other = torch.ones(210, dtype=torch.bfloat16)
-    batch = Batch(RULES["sgdm"], [u], 0)
-    batch.update([HYPERS["sgdm"]], 0, 1, [other])
-    batch.update([HYPERS["sgdm"]], 0, 2, [other])
-    for step in (1, 2):
-        update_one(RULES["sgdm"], kept, HYPERS["sgdm"], step, 0, other)
-        reference.update(
-            RULES["sgdm"],
-            replace(again, gradient=UpdateSlot(None, NEAREST, PackedParts(other.view(3, 70)))),
-            HYPERS["sgdm"],
-            step,
-            0,
-        )
-    assert_same_unit(u, again)
-    assert_same_unit(kept, again)
+def test_other_gradients_than_the_first_are_refused() -> None:
+    batch, other = Batch(RULES["sgdm"], [unit("sgdm", TIERS["small"], 3, 70)], 0), torch.ones(210, dtype=torch.bfloat16)
     for wrong in (other.float(), other[:100], torch.ones(1, dtype=torch.bfloat16).expand(210)):
         with pytest.raises(OptimError, match="of the same dtype and size as the one before"):
             batch.update([HYPERS["sgdm"]], 0, 3, [wrong])

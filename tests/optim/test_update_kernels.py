@@ -17,7 +17,7 @@ from paredown.optim.batched_update import Batch
 from paredown.optim.reference import Fold, UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
 from tests.optim.made import GRADIENT, HYPERS, NEAREST, STOCHASTIC, TIERS, Stored, assert_same_unit, moved, tensors, unit
-from tests.support.compare import assert_same_bits
+from tests.support.compare import assert_same_bits, assert_same_parts
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from paredown.optim import kernels
@@ -139,8 +139,7 @@ def test_folds(dtype: torch.dtype, device: str) -> None:
             factor, seed = torch.tensor(0.3), Seed(4, 3, step, (1 << 32) - 99 if step == 1 else 5)
             kernels.fold(ours, grad.to(device), Fold(0.25, factor.to(device), seed, step == 0))
             reference.fold(theirs, grad, Fold(0.25, factor, seed, step == 0))
-            for mine, other in zip(ours.parts.tensors(), theirs.parts.tensors(), strict=True):
-                assert_same_bits(mine.cpu(), other)
+            assert_same_parts(ours, theirs)
 
 
 def test_what_is_covered() -> None:
