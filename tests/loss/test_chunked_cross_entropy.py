@@ -74,16 +74,6 @@ def test_a_freed_graph_cannot_go_backward_again() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_float32_and_other_ignored_index(reduction: str) -> None:
-    hidden, weight, offset, target = inputs(torch.float32)
-    options = CrossEntropy(ignore_index=3, reduction=reduction)
-    target = target.clamp(min=3)
-    expected = gradients(oracle(hidden, weight, offset, target, options, None), (hidden, weight, offset))
-    loss = chunked_cross_entropy(hidden, weight, target, bias=offset, options=options, settings=ChunkSettings(num_rows=8))
-    torch.testing.assert_close(gradients(loss, (hidden, weight, offset)), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype: torch.dtype) -> None:
     hidden, weight, _, target = inputs(dtype, bias=False)

@@ -44,30 +44,20 @@ def test_losses_and_gradient(smoothing: float, weighted: bool, num_classes: int)
     assert torch.equal(rows.fused_(part, slice(1, 4), 1.0), rows.fused_(logits.clone(), slice(0, NUM_ROWS), 1.0)[1:4])
 
 
-@pytest.mark.parametrize(("reduction", "alignment"), [("mean", 1), ("mean", 64), ("none", 64)])
-def test_losses_by_the_kernel(reduction: str, alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KERNEL_DEVICES, "cpu", True)
-    monkeypatch.setitem(ROW_ALIGNMENT, DEVICE, alignment)
-    *leaves, target = (t.detach().to(DEVICE) for t in inputs(torch.float32) if t is not None)
-    hidden, weight, offset = (leaf.requires_grad_() for leaf in leaves)
-    options = CrossEntropy(reduction=reduction, label_smoothing=0.1)
-    expected = gradients(oracle(hidden, weight, offset, target, options, None), (hidden, weight, offset))
-    with LargestTensor() as seen:
-        loss = chunked_cross_entropy(hidden, weight, target, bias=offset, options=options, settings=ChunkSettings(num_rows=8))
-    assert "_log_softmax" not in seen.operations, "the kernel computes it"
-    torch.testing.assert_close(gradients(loss, (hidden, weight, offset)), expected)
-
-
 CAP = Elementwise((("to", "float32"), ("div", 2.0), ("tanh", None), ("mul", 3.0)))
 
 
-@pytest.mark.parametrize("transform", [CAP, Elementwise((("mul", 0.5), ("div", 3.0))), Elementwise((*CAP.calls, ("tanh", None)))])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_products_and_tanh_are_computed_by_the_kernel(
-    transform: Elementwise, reduction: str, monkeypatch: pytest.MonkeyPatch
+TRANSFORMS = (None, CAP, Elementwise((("mul", 0.5), ("div", 3.0))), Elementwise((*CAP.calls, ("tanh", None))))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("reduction", "alignment"), [("mean", 1), ("mean", 64), ("none", 64)])
+def test_losses_by_the_kernel(
+    transform: Elementwise | None, reduction: str, alignment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Products and tanh too."""
     monkeypatch.setitem(KERNEL_DEVICES, "cpu", True)
-    monkeypatch.setitem(ROW_ALIGNMENT, DEVICE, 64)
+    monkeypatch.setitem(ROW_ALIGNMENT, DEVICE, alignment)
     *leaves, target = (t.detach().to(DEVICE) for t in inputs(torch.float32) if t is not None)
     hidden, weight, offset = (leaf.requires_grad_() for leaf in leaves)
     options = CrossEntropy(reduction=reduction, label_smoothing=0.1)
