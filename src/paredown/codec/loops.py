@@ -1,10 +1,10 @@
 """Encode, decode and round_trip on the CPU as loops that numba compiles: the bits of `reference.py`, without scratch tensors.
 
-A row is read in groups of whole blocks that fit the first cache, a group in tiles of TILE values, and each step below is a loop over a tile
-that LLVM turns into vector instructions:
+A row is read in tiles of whole blocks that fit the first cache if possible, and each step below is a loop over a tile that LLVM turns into
+vector instructions:
 
-    scales of the group  ->  load  ->  (x - minimum) * inverse  ->  codes  ->  pack into bytes, or decode into values
-    a block in which a value has no code gets scale NaN, and its group is encoded again, with codes 0 there
+    load  ->  scales of the tile  ->  (x - minimum) * inverse  ->  codes  ->  pack into bytes, or decode into values
+    a block in which a value has no code gets scale NaN, and its tile is encoded again, with codes 0 there
 
 Integers are rounded by one addition, y + 1.5 * 2^23, or from floor(|y| * 2^R) + r. Floats are rounded as 64-bit floats: read as an integer,
 the bits of a normal number count steps, so that adding r below the last kept bit and shifting is the rounding, carry into the exponent
@@ -653,7 +653,7 @@ def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, m
 
 @inner
 def group_len(block, cols):
-    """Return how many values of a row are encoded in one group: whole blocks that fill whole bytes, at most a tile if possible."""
+    """Return how many values of a row are encoded at once: whole blocks that fill whole bytes, at most a tile if possible."""
     unit = max(block, 1)
     while unit % 8:
         unit *= 2
@@ -661,20 +661,26 @@ def group_len(block, cols):
 
 
 @inner
-def scales_of_group(x, place, begin, stop, call, parts, start, n, scale_values, top, low, high, codes, scales, minimums):
-    """Write the scales of a row's blocks from value `begin` to `stop`: chosen by the values, or read from `parts` if scales are given."""
+def find_ends(y, begin, first_block, n, top, low, high):
+    """Write the largest magnitude in each block of `y`, and for a format with a minimum its two extreme values, as integers."""
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
-    y = np.empty(TILE, np.float32)
-    for first in range(begin, stop, TILE):
-        t = y[: min(TILE, stop - first)]
-        load(x, call.dtype, place + first - begin, t)
-        largest_of_blocks(t, first, n.block, begin // n.block, top)
-        if n.minimum and n.rule != GIVEN:
-            ends_of_blocks(t, first, n.block, begin // n.block, low, high)
-    if n.rule == GIVEN:
-        read_scales(parts, start, call.tensor_scale, n, scale_values, codes, scales, minimums)
-    else:
-        choose_scales(top, low, high, call.tensor_scale, n, scale_values, codes, scales, minimums)
+    largest_of_blocks(y, begin, n.block, first_block, top)
+    if n.minimum:
+        ends_of_blocks(y, begin, n.block, first_block, low, high)
+
+
+@inner
+def codes_in_blocks(y, scaled, bits, codes, lost, begin, first_block, n, tables, top, broken, scale_codes, scales, minimums):
+    """Write the codes of `y`, whole blocks of a row, by their scales; blocks that cannot be encoded get scale NaN and codes 0."""
+    has_broken, again = find_broken(top, n, broken, scale_codes, scales, minimums), True
+    while again:
+        again = False
+        for i in range(len(y)):
+            scaled[i] = y[i]
+        divide_by_scales(scaled, begin, first_block, n, scales, minimums)
+        num = codes_of(scaled, bits, codes, lost, n, tables)
+        if (num or has_broken) and mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, minimums):
+            again, has_broken = True, True
 
 
 @inner
@@ -693,55 +699,47 @@ def encode(x, call, parts, out, n, tables, words):
     """
     cols, group = call.cols, group_len(n.block, call.cols)
     num_blocks, most = ((cols - 1) // n.block + 1, group // n.block + 1) if n.block else (0, 0)
-    y, decoded = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    codes, lost = np.empty(TILE, np.uint32), np.empty(TILE, np.uint8)
-    bits = np.full(TILE, U(1 << 31) if n.rounding == NEAREST_AWAY else U(0), np.uint32)
+    values, scaled, codes = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.uint32)
+    lost, bits = np.empty(group, np.uint8), np.full(group, U(1 << 31) if n.rounding == NEAREST_AWAY else U(0), np.uint32)
     ends, floats, bytes_ = np.empty((3, most), np.int32), np.zeros((2, most), np.float32), np.zeros((2, most), np.uint8)
     row_bytes, is_packed = (cols * n.width + 7) // 8, len(out) == 0
     for row in range(call.rows):
-        for first in range(0, cols, group):
-            last, place = min(first + group, cols), row * cols + first
-            has_broken, first_block, blocks, start = False, 0, 0, 0
+        for begin in range(0, cols, group):
+            count, place = min(group, cols - begin), row * cols + begin
+            y, t, c, gone = values[:count], scaled[:count], codes[:count], lost[:count]
+            first, blocks, start, num = 0, 0, 0, 0
             if n.block:
-                first_block = first // n.block
-                blocks, start = (last - 1) // n.block + 1 - first_block, row * num_blocks + first_block
-            top, low, high = ends[0, :blocks], ends[1, :blocks], ends[2, :blocks]
-            scales, minimums, scale_codes, broken = floats[0, :blocks], floats[1, :blocks], bytes_[0, :blocks], bytes_[1, :blocks]
+                first = begin // n.block
+                blocks, start = (begin + count - 1) // n.block + 1 - first, row * num_blocks + first
+            top, scales, minimums = ends[0, :blocks], floats[0, :blocks], floats[1, :blocks]
+            scale_codes, broken = bytes_[0, :blocks], bytes_[1, :blocks]
+            load(x, call.dtype, place, y)
+            if len(words):
+                bits[:count] = words[place : place + count]
+            elif n.rounding == STOCHASTIC:
+                fill_bits(bits[:count], call, place)
             if n.block:
-                scales_of_group(
-                    x, place, first, last, call, parts, start, n, tables.scales, top, low, high, scale_codes, scales, minimums
-                )
-                has_broken = find_broken(top, n, broken, scale_codes, scales, minimums)
-            again = True
-            while again:
-                again = False
-                for begin in range(first, last, TILE):
-                    count, place = min(TILE, last - begin), row * cols + begin
-                    t, c, gone = y[:count], codes[:count], lost[:count]
-                    load(x, call.dtype, place, t)
-                    if n.block:
-                        divide_by_scales(t, begin, first_block, n, scales, minimums)
-                    if len(words):
-                        bits[:count] = words[place : place + count]
-                    elif n.rounding == STOCHASTIC:
-                        fill_bits(bits[:count], call, place)
-                    num = codes_of(t, bits, c, gone, n, tables)
-                    if n.block and (num or has_broken):
-                        if mark_lost(c, gone, begin, first_block, n, broken, scale_codes, scales, minimums):
-                            again, has_broken = True, True
-                    if is_packed:
-                        byte = row * row_bytes + begin * n.width // 8
-                        pack(c, n.width, parts.codes[byte : byte + (count * n.width + 7) // 8])
-                        continue
-                    v = decoded[:count]
-                    values_of(c, v, n, tables.values)
-                    if n.block:
-                        multiply_by_scales(v, begin, first_block, n, scales, minimums)
-                    elif num:
-                        values_without_code(t, gone, v)
-                    store(v, out, call.dtype, place)
-            if n.block and is_packed:
-                write_scales(parts, start, n, scale_codes, scales, minimums)
+                find_ends(y, begin, first, n, top, ends[1, :blocks], ends[2, :blocks])
+                if n.rule == GIVEN:
+                    read_scales(parts, start, call.tensor_scale, n, tables.scales, scale_codes, scales, minimums)
+                else:
+                    low, high = ends[1, :blocks], ends[2, :blocks]
+                    choose_scales(top, low, high, call.tensor_scale, n, tables.scales, scale_codes, scales, minimums)
+                codes_in_blocks(y, t, bits, c, gone, begin, first, n, tables, top, broken, scale_codes, scales, minimums)
+            else:
+                num = codes_of(y, bits, c, gone, n, tables)
+            if is_packed:
+                byte = row * row_bytes + begin * n.width // 8
+                pack(c, n.width, parts.codes[byte : byte + (count * n.width + 7) // 8])
+                if n.block:
+                    write_scales(parts, start, n, scale_codes, scales, minimums)
+                continue
+            values_of(c, t, n, tables.values)
+            if n.block:
+                multiply_by_scales(t, begin, first, n, scales, minimums)
+            elif num:
+                values_without_code(y, gone, t)
+            store(t, out, call.dtype, place)
 
 
 @entry

@@ -328,29 +328,18 @@ def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes)
     """Encode a tile's values `y`, in a format with blocks, into `scales` and `codes`."""
     n, count = slot.numbers, len(y)
     top, low, high = made.ends[0, :blocks], made.ends[1, :blocks], made.ends[2, :blocks]
-    top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
-    codec.largest_of_blocks(y, begin, n.block, first, top)
+    codec.find_ends(y, begin, first, n, top, low, high)
     values, minimums, scale_codes = scales.values[:blocks], scales.minimums[:blocks], scales.codes[:blocks]
     minimums[:] = ZERO  # what another slot left there
     if slot.how.is_sticky:
         sticky_scales(top, n, slot.tables.scales, old, scales)
     else:
-        if n.minimum:
-            codec.ends_of_blocks(y, begin, n.block, first, low, high)
         codec.choose_scales(top, low, high, F(1), n, slot.tables.scales, scale_codes, values, minimums)
     if slot.how.integers == WHOLE:
         whole_codes(y, bits, codes, begin, first, n, values)
         return
     broken, lost, scaled = made.broken[:blocks], made.lost[:count], made.scaled[:count]
-    has_broken, again = codec.find_broken(top, n, broken, scale_codes, values, minimums), True
-    while again:
-        again = False
-        for i in range(count):
-            scaled[i] = y[i]
-        codec.divide_by_scales(scaled, begin, first, n, values, minimums)
-        num = codec.codes_of(scaled, bits, codes, lost, n, slot.tables)
-        if (num or has_broken) and codec.mark_lost(codes, lost, begin, first, n, broken, scale_codes, values, minimums):
-            again, has_broken = True, True
+    codec.codes_in_blocks(y, scaled, bits, codes, lost, begin, first, n, slot.tables, top, broken, scale_codes, values, minimums)
 
 
 @inner
