@@ -203,9 +203,8 @@ def test_what_the_callers_held_is_freed_after_loops_were_compiled(monkeypatch: p
     assert loops is not None
 
     def copy(words: Any, bits: Any) -> None:
-        bits[:] = words[
-            : len(bits)
-        ]  # numba makes an error message of the two shapes, in functions that it fails to compile at first
+        # numba makes an error message of the two shapes, in functions that it fails to compile at first
+        bits[:] = words[: len(bits)]
 
     def call() -> weakref.ref[Tensor]:
         held = torch.ones(1)

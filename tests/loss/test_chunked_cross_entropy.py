@@ -94,9 +94,8 @@ def test_float16_gradients_neither_underflow_nor_overflow() -> None:
     settings = ChunkSettings(torch.float16)
     chunked_cross_entropy(hidden, weight, target, settings=settings).backward()
     assert weight.grad is not None
-    torch.testing.assert_close(
-        weight.grad, torch.tensor([[-4.0], [4.0]])
-    )  # the sum of 2^14 rows of 0.5 x 8 is 65536, beyond float16
+    # the sum of 2^14 rows of 0.5 x 8 is 65536, beyond float16
+    torch.testing.assert_close(weight.grad, torch.tensor([[-4.0], [4.0]]))
 
 
 def test_autocast_multiplies_in_bfloat16_and_returns_float32() -> None:

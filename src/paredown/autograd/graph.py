@@ -348,9 +348,8 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
             node = node.next_functions[0][0]
-        is_part = (
-            isinstance(tensor._base, nn.Parameter) and tensor._base.is_leaf
-        )  # such as a third of nn.MultiheadAttention's weight
+        # such as a third of nn.MultiheadAttention's weight
+        is_part = isinstance(tensor._base, nn.Parameter) and tensor._base.is_leaf
         if (node is not None and node.name() in (ACCUMULATE, DECODED)) or is_part:
             return "weight"
     elif operand == "weight" or tensor.requires_grad or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):

@@ -48,9 +48,8 @@ def _names(text: str) -> frozenset[str]:
 MERGING = _names("view _unsafe_view reshape")
 TOKEN_VIEWS = (VIEWS | _names("chunk contiguous lift_fresh")) - _names("as_strided diagonal view_as_real view_as_complex getitem")
 ELEMENTWISE = _names("clone _to_copy copy_ fill_ zero_ prelu _prelu_kernel zeros_like ones_like full_like")
-EMPTY = _names(
-    "empty empty_like new_empty empty_strided new_empty_strided"
-)  # filled by another operation, perhaps by an unseen kernel
+# filled by another operation, perhaps by an unseen kernel
+EMPTY = _names("empty empty_like new_empty empty_strided new_empty_strided")
 CONSTANTS = _names("zeros ones full new_zeros new_ones new_full expand")  # tensors with as many values as tokens, all equal
 DIMENSION = _names("""
     sum mean var std var_mean std_mean amax amin argmax argmin prod any all max min logsumexp linalg_vector_norm norm _softmax _log_softmax

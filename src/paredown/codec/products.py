@@ -86,9 +86,8 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
     `scales_b` None stands for ones.
     """
-    scales_b = (
-        b.new_ones((b.shape[0], 1), dtype=torch.float32) if scales_b is None else scales_b
-    )  # a graph has it once for each size
+    # a graph has it once for each size
+    scales_b = b.new_ones((b.shape[0], 1), dtype=torch.float32) if scales_b is None else scales_b
     if a.device.type != "cuda":
         return ((a.float() @ b.float().t()) * scales_a * scales_b.t()).to(dtype)
     if a.dtype is torch.int8 and isinstance(a.shape[1], int) and a.shape[1] > MAX_TERMS:

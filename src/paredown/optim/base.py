@@ -178,9 +178,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     """
 
     rule_name: str
-    torch_class: (
-        Callable[[list[dict[str, Any]]], TorchOptimizer] | None
-    )  # for parameters no part of which is packed; None: there is none
+    # for parameters no part of which is packed; None: there is none
+    torch_class: Callable[[list[dict[str, Any]]], TorchOptimizer] | None
 
     def __init__(self, params: Any, defaults: dict[str, Any], memory: MemoryOptions) -> None:
         if not isinstance(memory.microbatches, int) or memory.microbatches < 1:

@@ -86,9 +86,8 @@ class _Hook(ABC):
         """Register the hook on the parameter."""
         if self._handle is None:
             parameter = self.parameter
-            requires_grad = (
-                parameter.requires_grad
-            )  # torch registers hooks only while it is true; they stay when it is set to False
+            # torch registers hooks only while it is true; they stay when it is set to False
+            requires_grad = parameter.requires_grad
             self._handle = self._register(parameter.requires_grad_(True))
             parameter.requires_grad_(requires_grad)
 

@@ -258,9 +258,8 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     alpha = kwargs.get("alpha", 1) * (1 if func is aten.add_.Tensor else -1)
     values = other.decode() if isinstance(other, PackedGradient) else other
-    weight = (
-        gradient.total.weight if _in_backward() else 1.0
-    )  # autograd adds the gradient of a microbatch; user code adds final values
+    # autograd adds the gradient of a microbatch; user code adds final values
+    weight = gradient.total.weight if _in_backward() else 1.0
     gradient.total.fold(values, weight=weight * alpha, is_first=False)
     return gradient
 

@@ -40,9 +40,8 @@ INTEGERS = (
     "multiplier",  # of its random bits
     *(f"{name}_{what}" for name in (*MEMORY, *(f"table_{name}" for name in TABLES)) for what in ("address", "len")),
 )
-SLOT = np.dtype(
-    [*((name, np.int64) for name in INTEGERS), ("factor", np.float32)]
-)  # how one tensor of a parameter is read and written
+# how one tensor of a parameter is read and written
+SLOT = np.dtype([*((name, np.int64) for name in INTEGERS), ("factor", np.float32)])
 
 
 class EntrySlot(NamedTuple):

@@ -52,9 +52,8 @@ def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: 
     reduction = Reduction(_checked(format), seed)
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
-        model.register_comm_hook(
-            None, lambda state, bucket: reduce_bucket(reduction, group, bucket)
-        )  # torch refuses annotations as text
+        # torch refuses annotations as text
+        model.register_comm_hook(None, lambda state, bucket: reduce_bucket(reduction, group, bucket))
         return reduction
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     if not modules:
