@@ -1,10 +1,8 @@
-"""Deferred logits: what is recorded, what computes them, and that results and gradients are those of ordinary logits."""
+"""Deferred logits: what is recorded, and what computes them. Uses of all kinds are in tests/programs/logits_uses.py."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -109,87 +107,6 @@ def log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
 
 
-def masked(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits[labels > 100], labels[labels > 100])
-
-
-def transposed(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.transpose(0, 1).transpose(1, 2).square().mean() + logits.transpose(1, 2).cumsum(1).mean()
-
-
-def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), functional.one_hot(labels.flatten(), NUM_CLASSES).float())
-
-
-def narrowed(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits[..., :100].square().mean()
-
-
-def scaled_by_tensor(logits: Tensor, labels: Tensor) -> Tensor:
-    return flat(logits * torch.full((NUM_CLASSES,), 0.5), labels)
-
-
-def written(logits: Tensor, labels: Tensor) -> Tensor:
-    halves = logits.double()  # a copy from before the writing
-    rows = logits.view(-1, NUM_CLASSES)
-    rows[:, :10] = -3.0
-    logits.mul_(0.5)
-    return flat(logits, labels) + flat(halves, labels).float()
-
-
-def watched(logits: Tensor, labels: Tensor) -> Tensor:
-    logits.register_hook(lambda grad: grad * 2)
-    return flat(logits, labels)
-
-
-class Square(torch.autograd.Function):
-    """A function that `__torch_function__` does not see."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return logits.square().mean()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (logits,) = ctx.saved_tensors
-        return grad * 2 * logits / logits.numel()
-
-
-def custom_function(logits: Tensor, labels: Tensor) -> Tensor:
-    return Square.apply(logits)  # type: ignore[return-value]
-
-
-def custom_function_of_recorded(logits: Tensor, labels: Tensor) -> Tensor:
-    return Square.apply((logits.double()[:, 1:] / 3).tanh().flatten(0, 1)).float()  # type: ignore[union-attr]
-
-
-OTHERS: dict[Any, str] = {
-    log_probabilities: "log_softmax",
-    masked: "__getitem__",
-    transposed: "transpose",
-    probabilities: "cross_entropy",
-    narrowed: "__getitem__",
-    scaled_by_tensor: "mul",
-    written: "__setitem__",
-    watched: "register_hook",
-    custom_function: "square",
-    custom_function_of_recorded: "square",
-}
-
-
-@pytest.mark.parametrize("loss", OTHERS, ids=lambda loss: loss.__name__)
-def test_anything_else_reads_all_logits(loss: Loss) -> None:
-    model = Model()
-    expected = step(model, loss)
-    with chunked_loss(model) as head:
-        found = step(model, loss)
-    torch.testing.assert_close(found, expected)
-    assert OTHERS[loss] in head.use.requests
-    ((path, _, given, reason),) = head.rows()
-    assert (path, given) == ("head", "all logits") and OTHERS[loss] in reason
-
-
 def test_metrics_beside_the_loss_compute_all_logits_once() -> None:
     model = Model()
     plain = model(tokens())
@@ -246,18 +163,6 @@ def test_the_hidden_states_are_freed_with_the_logits() -> None:
         handle.remove()
 
 
-def test_pickles_and_copies_are_ordinary_logits() -> None:
-    model = Model()
-    with chunked_loss(model):
-        logits = model(tokens())
-        buffer = io.BytesIO()
-        torch.save(logits.detach(), buffer)
-        buffer.seek(0)
-        assert torch.equal(torch.load(buffer), model(tokens()).detach())
-        other = copy.deepcopy(model)
-        assert type(other(tokens())) is Tensor  # hooks do nothing in a copy
-
-
 def test_evaluation_and_passes_without_gradients_are_unmodified() -> None:
     model = Model()
     with chunked_loss(model):
@@ -268,32 +173,7 @@ def test_evaluation_and_passes_without_gradients_are_unmodified() -> None:
     assert type(model.train()(tokens())) is Tensor
 
 
-def test_logits_of_weights_that_changed_are_an_error() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with chunked_loss(model):
-        logits = model(tokens())
-        flat(logits, tokens()).backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match=r"head were not computed.*its weight changed.*before optimizer.step\(\)"):
-            logits.argmax(-1)
-
-
-def test_accumulated_gradients() -> None:
-    model = Model(tied=True)
-
-    def run() -> list[Tensor]:
-        model.zero_grad()
-        for part in tokens():
-            (flat(model(part[None]), part[None]) / BATCH).backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    expected = run()
-    with chunked_loss(model):
-        torch.testing.assert_close(run(), expected)
-
-
-@pytest.mark.parametrize("loss", [flat, shifted, soft_capped, narrowed, custom_function], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [flat, shifted, soft_capped, log_probabilities], ids=lambda loss: loss.__name__)
 def test_autocast(loss: Loss) -> None:
     model = Model()
     with torch.autocast("cpu", torch.bfloat16):
