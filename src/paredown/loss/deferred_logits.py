@@ -351,22 +351,10 @@ def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
         )
         return made
 
-    return Summed.apply(logits, other, make)  # type: ignore[return-value]
+    def gradients(grad: Tensor, needs: Sequence[bool]) -> Sequence[Tensor]:
+        return grad.to(logits.dtype), grad.to(other.dtype)
 
-
-class Summed(torch.autograd.Function):
-    """The autograd function of a deferred sum, which passes the gradient to both terms."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: DeferredLogits, other: DeferredLogits, make: Any) -> Tensor:
-        """Return the deferred sum of both terms, created by `make`."""
-        ctx.dtypes = logits.dtype, other.dtype
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the incoming gradient for each of the two terms."""
-        return *(grad.to(dtype) for dtype in ctx.dtypes), None
+    return Recorded.apply(make, gradients, logits, other)  # type: ignore[return-value]
 
 
 def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> DeferredLogits:
@@ -388,7 +376,12 @@ def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> Defer
         made.parent, made.call, made.is_class_first = logits, call, call.name in SWAPS
         return made
 
-    return Recorded.apply(logits, call, make)  # type: ignore[return-value]
+    def gradients(grad: Tensor, needs: Sequence[bool]) -> Sequence[Tensor]:
+        with torch.enable_grad():
+            values = logits.logits().detach().requires_grad_()
+            return torch.autograd.grad(call(values), values, grad)
+
+    return Recorded.apply(make, gradients, logits)  # type: ignore[return-value]
 
 
 def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> DeferredLogits:
@@ -400,52 +393,34 @@ def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) ->
     def make() -> DeferredLogits:
         return DeferredLogits(family, linear.hidden, layout)
 
-    return Deferred.apply(linear.hidden, *linear.operands(), family, make)  # type: ignore[return-value]
+    def gradients(grad: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        weight, bias = family.values()
+        rows, hidden = grad.reshape(-1, grad.shape[-1]).to(family.dtype), linear.hidden
+        inputs = hidden.reshape(-1, hidden.shape[-1]).to(family.dtype)
+        of_hidden = (rows @ weight.to(family.dtype)).reshape(hidden.shape).to(hidden.dtype) if needs[0] else None
+        of_weight = (rows.t() @ inputs).to(weight.dtype) if needs[1] else None
+        return of_hidden, of_weight, rows.sum(0).to(bias.dtype) if bias is not None and needs[2] else None
 
-
-class Deferred(torch.autograd.Function):
-    """The autograd function of the output head while its logits are deferred.
-
-    It gives deferred logits their grad_fn, for functions that autograd records without `__torch_function__`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, family: LogitsFamily, make: Any) -> Tensor:
-        """Return the deferred logits of one call of the head, created by `make`."""
-        ctx.family, ctx.bias_dtype = family, bias.dtype if bias is not None else None
-        return make()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the gradients of hidden states, weight and bias, as those of a linear layer."""
-        family: LogitsFamily = ctx.family
-        with torch.no_grad():
-            weight, _ = family.values()
-            rows = grad.reshape(-1, grad.shape[-1]).to(family.dtype)
-            hidden, needs = family.linear.hidden, ctx.needs_input_grad
-            inputs = hidden.reshape(-1, hidden.shape[-1]).to(family.dtype)
-            of_hidden = (rows @ weight.to(family.dtype)).reshape(hidden.shape).to(hidden.dtype) if needs[0] else None
-            of_weight = (rows.t() @ inputs).to(weight.dtype) if needs[1] else None
-            return of_hidden, of_weight, rows.sum(0).to(ctx.bias_dtype) if needs[2] else None, None, None
+    return Recorded.apply(make, gradients, linear.hidden, *linear.operands())  # type: ignore[return-value]
 
 
 class Recorded(torch.autograd.Function):
-    """The autograd function of a call that deferred logits have recorded."""
+    """The autograd function of deferred logits: of the head, a recorded call or a sum.
+
+    It gives them their grad_fn, for functions that autograd records without `__torch_function__`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: DeferredLogits, call: RecordedCall, make: Any) -> Tensor:
-        """Return the deferred result of a recorded call, which `make` makes."""
-        ctx.logits, ctx.call = logits, call
+    def forward(ctx: Any, make: Callable[[], Tensor], gradients: Callable[..., Sequence[Tensor | None]], *inputs: Any) -> Tensor:
+        """Return the deferred tensor that `make` makes of `inputs`, whose gradients `gradients` returns."""
+        ctx.gradients = gradients
         return make()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the gradient of the call's input."""
-        with torch.enable_grad():
-            values = ctx.logits.logits().detach().requires_grad_()
-            return torch.autograd.grad(ctx.call(values), values, grad)[0], None, None
+        """Return the gradients of the inputs."""
+        return None, None, *ctx.gradients(grad, ctx.needs_input_grad[2:])
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------------------
