@@ -103,33 +103,19 @@ class LogitsFamily:
     def logits(self) -> Tensor:
         """Return all logits of this call of the head, computed once."""
         if self._logits is None:
-            self.check()
+            linear = self.checked()
             with torch.inference_mode(False), torch.enable_grad(), self.autocast():
-                self._logits = self.linear.forward()
+                self._logits = linear.forward()
         return self._logits
 
-    def check(self) -> None:
-        """Raise RuntimeError if hidden states or parameters were modified since the call of the head."""
+    def checked(self) -> HeldLinear:
+        """Return the call of the head; raise RuntimeError if hidden states or parameters were modified since."""
         self.linear.check(self.use.path)
+        return self.linear
 
     def autocast(self) -> Any:
         """Return the autocast settings under which the head was called."""
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
-
-    def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the head, packed if they are packed, for a loss that decodes them itself.
-
-        Where gradients are off, a packed weight is decoded here.
-        """
-        if not torch.is_grad_enabled():
-            return self.values()
-        self.check()
-        return self.linear.operands()
-
-    def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the head, decoded if they are packed, with gradients."""
-        self.check()
-        return self.linear.values()
 
     def make_real(self) -> None:
         """Compute all logits of this call of the head, before something writes to them."""
@@ -394,7 +380,7 @@ def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) ->
         return DeferredLogits(family, linear.hidden, layout)
 
     def gradients(grad: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
-        weight, bias = family.values()
+        weight, bias = family.checked().values()
         rows, hidden = grad.reshape(-1, grad.shape[-1]).to(family.dtype), linear.hidden
         inputs = hidden.reshape(-1, hidden.shape[-1]).to(family.dtype)
         of_hidden = (rows @ weight.to(family.dtype)).reshape(hidden.shape).to(hidden.dtype) if needs[0] else None
@@ -447,9 +433,9 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     if given["size_average"] is not None or given["reduce"] is not None or given["reduction"] not in ("mean", "sum", "none"):
         return None
     family = logits.family
-    is_by_row = given["reduction"] == "none"  # backward reads the weight again
-    weight, bias = family.values() if is_by_row else family.operands()
-    adapter = (logits.adapter[0], logits.adapter[1].family.values()[0]) if logits.adapter is not None else None
+    is_decoded = given["reduction"] == "none" or not torch.is_grad_enabled()  # backward by rows reads the weight again
+    weight, bias = family.checked().values() if is_decoded else family.checked().operands()  # packed, the loss decodes it itself
+    adapter = (logits.adapter[0], logits.adapter[1].family.checked().values()[0]) if logits.adapter is not None else None
     options = CrossEntropy(given["weight"], given["ignore_index"], given["reduction"], given["label_smoothing"])
     transform = transform_of(logits.calls, family.dtype)
     settings = ChunkSettings(family.dtype, transform, loss_dtype=logits.dtype, device=family.device)

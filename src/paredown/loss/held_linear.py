@@ -36,30 +36,13 @@ class HeldLinear:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._hidden, self._weight = HeldTensor(hidden, "the input of the layer"), HeldTensor(weight, "its weight")
         self._bias = HeldTensor(bias, "its bias") if bias is not None else None
-
-    @property
-    def hidden(self) -> Tensor:
-        """The input of the held call."""
-        return self._hidden.alias
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether the call has a bias."""
-        return self._bias is not None
-
-    @property
-    def num_classes(self) -> int:
-        """The number of outputs of the layer."""
-        return self._weight.alias.shape[0]
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of input, weight and bias."""
-        return [held.alias.dtype for held in self._all()]
+        self._all = [held for held in (self._hidden, self._weight, self._bias) if held is not None]
+        self.hidden, self.has_bias, self.num_classes = self._hidden.alias, bias is not None, weight.shape[0]
+        self.dtypes = [held.alias.dtype for held in self._all]
 
     def check(self, path: str) -> None:
         """Raise RuntimeError if an operand was modified since the call; `path` names the layer in the message."""
-        for held in self._all():
+        for held in self._all:
             if held.has_changed():
                 raise RuntimeError(CHANGED.format(path=path, what=held.name))
 
@@ -74,9 +57,6 @@ class HeldLinear:
     def values(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of the held call, decoded if they are packed, with gradients."""
         return self._weight.values(), self._bias.values() if self._bias is not None else None
-
-    def _all(self) -> list[HeldTensor]:
-        return [held for held in (self._hidden, self._weight, self._bias) if held is not None]
 
 
 class HeldTensor:
