@@ -14,11 +14,12 @@ import sys
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 Owner = TypeVar("Owner")
 compiler = torch.compiler
@@ -71,17 +72,12 @@ def call_always(module: nn.Module, handle: Any, *, is_on: bool) -> None:
         del always[handle.id]
 
 
-class Handle(Protocol):
-    """The object that torch returns for a registered hook."""
-
-    def remove(self) -> None:
-        """Remove the hook, if it is still registered."""
+_abandoned: list[RemovableHandle] = []  # handles of hooks whose owners are gone; the hooks do nothing until they are removed
 
 
-_abandoned: list[Handle] = []  # handles of hooks whose owners are gone; the hooks do nothing until they are removed
-
-
-def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Callable[[Owner, Optimizer], None]) -> Handle:
+def register_weakly(
+    register: Callable[[Any], RemovableHandle], owner: Owner, method: Callable[[Owner, Optimizer], None]
+) -> RemovableHandle:
     """Register a hook that calls `method(owner, optimizer)` at optimizer steps as long as `owner` is alive.
 
     `register` is torch's function that registers such a hook, and its handle is returned.

@@ -249,14 +249,11 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
     is_table, is_float = element.kind is ElementKind.TABLE, element.kind is ElementKind.FLOAT
     is_integer = not is_table and not is_float and element.width > 1  # int1 reaches further below 0 than above
     lowest, highest = reference.table_limits(element, rounding) if is_table else (0.0, 0.0)
+    of_element = "width", "mantissa_bits", "min_exponent", "max_code", "min_code", "sign_code", "inf_code", "nan_code"
     numbers: dict[str, float | None] = {
-        **{
-            name: getattr(element, name) for name in ("width", "mantissa_bits", "min_exponent", "max_code", "min_code", "sign_code")
-        },
+        **{name: getattr(element, name) for name in (*of_element, "max_value", "min_value")},
         "kind": loops.TABLE if is_table else loops.INTEGER if is_integer else loops.GRID,
         "sub_bits": element.mantissa_bits if element.subnormals else 0,
-        "inf_code": element.inf_code,
-        "nan_code": element.nan_code,
         "special": special if is_nonfinite else None,
         "is_nonfinite": is_nonfinite and special is None,
         "has_minus_zero": is_float and element.specials is not Specials.FNUZ,
@@ -269,8 +266,6 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
         "has_tensor_scale": format.has_tensor_scale,
         "minimum": 0 if format.minimum is None else STORED[format.minimum.name],
         "max_exponent": frexp(element.max_value)[1],
-        "max_value": element.max_value,
-        "min_value": element.min_value,
         "lowest": lowest,
         "highest": highest,
     }

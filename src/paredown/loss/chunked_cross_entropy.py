@@ -147,8 +147,8 @@ class ChunkSettings:
     """The settings of a loss in chunks: dtype of products, transform of logits, rows in a chunk.
 
     `dtype`: that of the matrix products. `transform`: an elementwise function of the logits, such as soft-capping. `num_rows`: the number
-    of rows in a chunk. `loss_dtype`: that of the
-    result outside autocast. `device`: the type of device that a trace is for, which fake tensors do not have.
+    of rows in a chunk. `loss_dtype`: that of the result outside autocast. `device`: the type of device that a trace is for, which fake
+    tensors do not have.
     """
 
     dtype: torch.dtype | None = None

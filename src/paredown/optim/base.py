@@ -24,7 +24,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,16 +161,6 @@ class MemoryOptions:
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 
 
-class TorchOptimizer(Protocol):
-    """The part of torch.optim.Optimizer that is used for parameters of which nothing is packed."""
-
-    state: Any
-    param_groups: list[dict[str, Any]]
-
-    def step(self) -> Any:
-        """Update all parameters that have gradients."""
-
-
 class Optimizer(torch.optim.Optimizer, ABC):
     """The base class of SGD, AdamW, Lion and Muon.
 
@@ -179,7 +169,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     rule_name: str
     # for parameters no part of which is packed; None: there is none
-    torch_class: Callable[[list[dict[str, Any]]], TorchOptimizer] | None
+    torch_class: Callable[[list[dict[str, Any]]], Any] | None
 
     def __init__(self, params: Any, defaults: dict[str, Any], memory: MemoryOptions) -> None:
         if not isinstance(memory.microbatches, int) or memory.microbatches < 1:
@@ -197,7 +187,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._entries: list[ParameterState] = []
         self._by_id: dict[int, ParameterState] = {}
         self._counts = UpdateCounters()
-        self._torch: TorchOptimizer | None = None
+        self._torch: Any = None  # what `torch_class` made
         self._full: list[ParameterState] | None = None  # the entries that it updates
         self._batches = StepBatches(self)
         self._hooks: list[Any] = []

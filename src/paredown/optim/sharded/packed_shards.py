@@ -60,20 +60,10 @@ class PackedShard:
     padded: PackedParts  # codes and scales with the rows that FSDP2 pads to; those of `weight` are their first rows
     _rows: nn.Parameter  # stands for the rows of this process in `weight`, which refers to it weakly
 
-    @property
-    def padding(self) -> int:
-        """The number of rows of zeros that all processes together add to the parameter in order to store equally many rows."""
-        return self.padded_rows * self.num_processes - self.parameter.shape[0]
-
-    @property
-    def padded_rows(self) -> int:
-        """The number of rows of the first shard, which is the largest."""
-        return int(self.managed.padded_sharded_param_size[0])
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes that share the parameter's rows."""
-        return int(self.managed.mesh_info.shard_mesh_size)
+    def __post_init__(self) -> None:
+        self.num_processes = int(self.managed.mesh_info.shard_mesh_size)  # that share the parameter's rows
+        # the rows of zeros that all processes together add to the parameter, in order to store as many rows as the first shard has
+        self.padding = int(self.managed.padded_sharded_param_size[0]) * self.num_processes - self.parameter.shape[0]
 
     @property
     def nbytes(self) -> int:
