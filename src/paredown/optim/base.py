@@ -77,7 +77,8 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
     if entry.choices.format(Role.GRADIENT) is not None and not is_averaged_later(parameter):
         return _accumulator(optimizer, entry)
     if optimizer.microbatches > 1 and not isinstance(parameter, DTensor):
-        return GradientMean(parameter, 1.0 / optimizer.microbatches, _start_of(optimizer, entry), name=entry.name)
+        start = _weakly(Optimizer._start_sum, optimizer, entry)
+        return GradientMean(parameter, 1.0 / optimizer.microbatches, start, name=entry.name)
     return GradientCopy(parameter, entry.name) if isinstance(parameter, DTensor) and entry.choices.is_small else None
 
 
@@ -93,10 +94,9 @@ def _accumulator(optimizer: Optimizer, entry: ParameterState) -> Accumulator:
     seed = Seed(optimizer.seed, 8 * entry.number + GRADIENT_ID, first_index=entry.first_index)
     packed = zeros(local(p).shape, format, p.dtype, p.device)
     entry.gradient = gradient = PackedGradient(packed, seed, weight=1.0 / optimizer.microbatches)  # type: ignore[call-overload]
-    optimizer_ref = weakref.ref(optimizer)
     gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
-    gradient.total.before_start = _start_of(optimizer, entry)
-    gradient.total.before_unscale = lambda: o._before_unscale() if (o := optimizer_ref()) is not None else None
+    gradient.total.before_start = _weakly(Optimizer._start_sum, optimizer, entry)
+    gradient.total.before_unscale = _weakly(Optimizer._before_unscale, optimizer, entry)
     return Accumulator(p, gradient, name=entry.name)
 
 
@@ -106,28 +106,19 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
             "release=True updates before gradients were averaged over processes. Under DistributedDataParallel leave release out; "
             "use fully_shard (FSDP2) for large models."
         )
+    update = _weakly(Optimizer._update_in_backward, optimizer, entry)
+    return Releaser(entry.parameter, update, _weakly(lambda _, entry: entry.updated, optimizer, entry), name=entry.name)
+
+
+def _weakly(function: Callable[..., Any], optimizer: Optimizer, entry: ParameterState) -> Callable[..., Any]:
+    """Return a function that calls `function(optimizer, entry, ...)` while both are alive, and does not keep them alive."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
-    def update(grad: Tensor) -> None:
+    def call(*args: Any) -> Any:
         optimizer, entry = optimizer_ref(), entry_ref()
-        if optimizer is not None and entry is not None:
-            optimizer._update_in_backward(entry, grad)
+        return function(optimizer, entry, *args) if optimizer is not None and entry is not None else None
 
-    return Releaser(entry.parameter, update, lambda: (e := entry_ref()) is not None and e.updated, name=entry.name)
-
-
-def _start_of(optimizer: Optimizer, entry: ParameterState) -> Callable[[], None]:
-    """Return a function to call before a new sum of gradients starts; it raises OptimError if the previous sum lacks microbatches."""
-    optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
-
-    def start() -> None:
-        optimizer, entry = optimizer_ref(), entry_ref()
-        if optimizer is not None and entry is not None and optimizer.microbatches > 1:
-            if optimizer._num_accumulated and entry.is_started:
-                raise OptimError(RESTARTED.format(optimizer._num_accumulated, optimizer.microbatches))
-            entry.is_started = True
-
-    return start
+    return call
 
 
 # --- the driver -------------------------------------------------------------------------------------------------------
@@ -363,7 +354,14 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self.zero_grad()
         self._num_accumulated = self.microbatches - 1
 
-    def _before_unscale(self) -> None:
+    def _start_sum(self, entry: ParameterState) -> None:
+        """Mark that a new sum of gradients starts; raise OptimError if the previous sum lacks microbatches."""
+        if self.microbatches > 1:
+            if self._num_accumulated and entry.is_started:
+                raise OptimError(RESTARTED.format(self._num_accumulated, self.microbatches))
+            entry.is_started = True
+
+    def _before_unscale(self, entry: ParameterState) -> None:
         """Raise OptimError if the GradScaler, which is about to unscale gradients, does so between microbatches."""
         if not self.updates_next:
             raise OptimError(PARTIAL)
