@@ -52,11 +52,10 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
             out.copy_(given)
         _run_encode(loops, x.contiguous(), encoding, out, None, bits)
         return out
-    with one_thread(x):
-        for r, c in _pieces_of(encoding, *x.shape, device=x.device):
-            words = _bits(encoding, x, r, c) if bits is None else bits[r, c].long() & WORD
-            parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), words)
-            _piece_of(out, encoding, r, c).copy_(parts)
+    for r, c in _pieces_of(encoding, x):
+        words = _bits(encoding, x, r, c) if bits is None else bits[r, c].long() & WORD
+        parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), words)
+        _piece_of(out, encoding, r, c).copy_(parts)
     return out
 
 
@@ -67,9 +66,8 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
         loops.decode(_memory(loops, parts), _call(loops, out, parts), bytes_of(out), numbers, tables)
         return out
-    with one_thread(out):
-        for r, c in _pieces_of(encoding, *out.shape, device=out.device):
-            out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
+    for r, c in _pieces_of(encoding, out):
+        out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
     return out
 
 
@@ -88,18 +86,17 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, ou
         parts = given if given is not None else PackedParts()
         _run_encode(loops, x, encoding, parts, out)
         return out
-    with one_thread(x):
-        for r, c in _pieces_of(encoding, *x.shape, device=x.device):
-            bits = _bits(encoding, x, r, c)
-            out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits)
+    for r, c in _pieces_of(encoding, x):
+        bits = _bits(encoding, x, r, c)
+        out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits)
     return out
 
 
 def largest_finite(x: Tensor) -> Tensor:
     """Return the largest finite magnitude of `x`, (rows, cols), as a float32 scalar tensor; 0 if no value is finite."""
-    loops = find_loops(x)
-    if loops is not None:
-        return torch.tensor(loops.largest_finite(bytes_of(x), _call(loops, x, PackedParts())))
+    largest = torch.stack(torch.aminmax(x)).float().abs().amax() if x.numel() else torch.zeros((), device=x.device)
+    if largest.isfinite():
+        return largest
     largest = torch.zeros((), device=x.device)
     for r, c in pieces(*x.shape, unit=1, size=GPU_PIECE):
         piece = x[r, c].float()
@@ -352,9 +349,10 @@ def one_thread(x: Tensor) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _pieces_of(encoding: Encoding, rows: int, cols: int, *, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover a (rows, cols) tensor in pieces of whole blocks and whole bytes."""
-    return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=PIECE if device.type == "cpu" else GPU_PIECE)
+def _pieces_of(encoding: Encoding, x: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield (row, column) slices that cover `x`, (rows, cols), in pieces of whole blocks and whole bytes, in the context `one_thread`."""
+    with one_thread(x):
+        yield from pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8), size=PIECE if x.device.type == "cpu" else GPU_PIECE)
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:

@@ -772,21 +772,6 @@ def random_bits(call, out):
     fill_bits(out, call, 0)
 
 
-@entry
-def largest_finite(x, call):
-    """Return the largest finite magnitude of `x`, the memory of float32, bfloat16 or float16 values."""
-    y, top = np.empty(TILE, np.float32), S(0)
-    for begin in range(0, call.rows * call.cols, TILE):
-        t = y[: min(TILE, call.rows * call.cols - begin)]
-        load(x, call.dtype, begin, t)
-        bits = t.view(np.int32)
-        for i in range(len(t)):
-            a = S(bits[i] & MANTISSA)
-            a = a if a < INF_BITS else S(0)
-            top = a if a > top else top
-    return from_bits(top)
-
-
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
