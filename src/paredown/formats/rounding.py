@@ -30,7 +30,7 @@ MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
 INDEX_STEP = 0x9E3779B9
 KEY_SALTS = (0x9E3779B9, 0x85EBCA6B)  # initial values of k0 and k1
-HIGH_INDEX = 0xC2B2AE35  # the high word of an index is multiplied by this and mixed into k1: see `high_key`
+HIGH_INDEX = 0xC2B2AE35  # the high word of an index is multiplied by this and mixed into k1
 WORD = 0xFFFFFFFF
 
 
@@ -114,12 +114,6 @@ def signed(word: int) -> int:
     (-2, 2)
     """
     return word - (word >> 31 << 32)
-
-
-def high_key(index: int) -> int:
-    """Return the change of the second key of the random bits for element indices of 2^32 and more; 0 for smaller ones."""
-    high = ((index >> 32) * HIGH_INDEX) & WORD
-    return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 
 
 def mix(x: int) -> int:
