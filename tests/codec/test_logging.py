@@ -54,11 +54,6 @@ def test_the_implementation_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     assert "numba" in logged[0].getMessage()
 
 
-def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    use_everything()
-    assert capfd.readouterr() == ("", "")
-
-
 def run(program: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that sees this very package."""
     environment = {**os.environ, "PYTHONPATH": str(Path(paredown.__file__).parents[1])}
