@@ -16,22 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paredown.cli.application import (
-    LOOK,
-    BudgetOption,
-    Exit,
-    GpuOption,
-    JsonOption,
-    ModelArgument,
-    ReportOption,
-    SubjectOptions,
-    app,
-    option,
-    plan_names,
-    starting,
-    step_text,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.budget import Budget, largest_batch, read_budget, shorter
 from paredown.cli.estimate_output import Adapters, EstimatedStep, EstimateRow, smallest
 from paredown.cli.inputs import check_places
@@ -46,7 +31,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 TILES = "tiles of {}"  # a plan of tiles alone
-BatchOption = Annotated[str | None, option("Batch size, or auto: the largest within --budget.")]
+BatchOption = Annotated[str | None, cli.option("Batch size, or auto: the largest within --budget.")]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_FOR_LORA = ("baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8")
 SHOWN_BESIDE_FROZEN = ("baseline", "activations8", "activations4")
@@ -56,20 +41,24 @@ SHOWN_BESIDE_FROZEN = ("baseline", "activations8", "activations4")
 class EstimateRequest:
     """The arguments of one call of `paredown estimate`."""
 
-    model: ModelArgument
-    budget: BudgetOption = None
-    gpu: GpuOption = None
+    model: cli.ModelArgument
+    budget: cli.BudgetOption = None
+    gpu: cli.GpuOption = None
     plan: Annotated[
         list[str] | None,
-        option("A preset, a plan.json, or role=format,... May be repeated.", metavar="PLAN", autocompletion=starting(plan_names)),
+        cli.option(
+            "A preset, a plan.json, or role=format,... May be repeated.",
+            metavar="PLAN",
+            autocompletion=cli.starting(cli.plan_names),
+        ),
     ] = None
     batch: BatchOption = None
-    length: Annotated[int | None, option("Tokens of one example; the same as --input tokens:N.", min=1)] = None
-    step: SubjectOptions
-    lora: Annotated[int | None, option("LoRA adapters of this rank; all else is frozen.", min=1, metavar="RANK")] = None
+    length: Annotated[int | None, cli.option("Tokens of one example; the same as --input tokens:N.", min=1)] = None
+    step: cli.SubjectOptions
+    lora: Annotated[int | None, cli.option("LoRA adapters of this rank; all else is frozen.", min=1, metavar="RANK")] = None
     lora_targets: Annotated[
         str | None,
-        option(
+        cli.option(
             "Layers with adapters: q_proj,v_proj or patterns of paths. (default: all linear layers but the output head)",
             metavar="NAMES",
         ),
@@ -77,23 +66,25 @@ class EstimateRequest:
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")] = False
     tile: Annotated[
         int | None,
-        option("MLPs, norms and adapted projections of every layer run over pieces of so many tokens.", min=1, metavar="TOKENS"),
+        cli.option(
+            "MLPs, norms and adapted projections of every layer run over pieces of so many tokens.", min=1, metavar="TOKENS"
+        ),
     ] = None
     offload: Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")] = False
-    frozen: Annotated[str | None, option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
+    frozen: Annotated[str | None, cli.option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
     world_size: Annotated[
         int, typer.Option("--world-size", min=1, help="Processes that train the model together; bytes are those of one.")
     ] = 1
-    strategy: Annotated[str | None, option("How they share it: ddp, or fsdp2 (fully_shard).")] = None
+    strategy: Annotated[str | None, cli.option("How they share it: ddp, or fsdp2 (fully_shard).")] = None
     depth: Annotated[
         int | None,
-        option(
+        cli.option(
             "Group modules by this many parts of their paths. (default: until no group has more than half of the bytes; layers joined)",
             min=1,
         ),
     ] = None
-    report: ReportOption = None
-    is_json: JsonOption = False
+    report: cli.ReportOption = None
+    is_json: cli.JsonOption = False
 
     @property
     def names_plans(self) -> bool:
@@ -111,7 +102,7 @@ class EstimateRequest:
         """Whether `paredown plan` could make a plan for this step; it cannot with adapters or several processes."""
         return not (self.lora or self.checkpointing or self.frozen or self.strategy)
 
-    def subject_options(self) -> SubjectOptions:
+    def subject_options(self) -> cli.SubjectOptions:
         """Return the options that change the step; raise BadParameter if they contradict each other."""
         if self.step.input is not None and self.length is not None:
             raise typer.BadParameter(
@@ -182,14 +173,14 @@ class EstimateRequest:
         return {named[name]: plan.set("frozen", format) for name, plan in plans.items()}
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "estimate",
     "paredown estimate digits#batch=256 --budget 8MiB",
     "paredown estimate resnet50#width=64,picture=224 --batch auto --budget 8GiB",
     "paredown estimate net.py:make --input 3x32x32 --plan activations4",
     "paredown estimate config.json --lora 16 --checkpointing --budget 24GiB",
-    panel=LOOK,
+    panel=cli.LOOK,
 )
 def estimate(request: EstimateRequest) -> None:
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
@@ -217,7 +208,7 @@ class PlannedStep:
     """The training step of an estimate, with its plans by name."""
 
     request: EstimateRequest
-    options: SubjectOptions
+    options: cli.SubjectOptions
     subject: Subject
     plans: Mapping[str, Plan]
 
@@ -265,7 +256,7 @@ class PlannedStep:
         return replace(self, subject=subject).footprint(name, self.plans[name]).peak_bytes
 
 
-def _planned_step(request: EstimateRequest, options: SubjectOptions) -> PlannedStep:
+def _planned_step(request: EstimateRequest, options: cli.SubjectOptions) -> PlannedStep:
     from paredown.cli.subject import find_subject
 
     subject = find_subject(request.model, options)
@@ -398,12 +389,12 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
     allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
     if step.request.is_for_plan:
-        command = step_text(step.request.model, step.options)
+        command = cli.step_text(step.request.model, step.options)
         advice = f"{others}To make a plan that fits: paredown plan {command} {budget.argument}"
     else:
         advice = others or _smallest_that_fits(step, smallest(value.plans), allowed)
     say(f"it does not fit {say_bytes_twice(allowed)}. {advice}".rstrip())
-    raise typer.Exit(Exit.DOES_NOT_FIT)
+    raise typer.Exit(cli.Exit.DOES_NOT_FIT)
 
 
 def _smallest_that_fits(step: PlannedStep, least: EstimateRow, allowed: int) -> str:

@@ -7,24 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import (
-    CHOOSE,
-    LOOK,
-    PLAN_FILE,
-    BatchOption,
-    BudgetOption,
-    GpuOption,
-    JsonOption,
-    ModelArgument,
-    OverwriteOption,
-    PlanFileOption,
-    SeedOption,
-    SubjectOptions,
-    app,
-    option,
-    step_text,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.budget import Budget, needed_budget
 from paredown.cli.inputs import check_new
 from paredown.cli.output import emit, heading, spinner, table, tell
@@ -43,39 +26,39 @@ SHOWN_SLOTS = 40
 class PlanRequest:
     """The arguments of one call of `paredown plan`."""
 
-    model: ModelArgument
-    budget: BudgetOption = None
-    gpu: GpuOption = None
-    out: PlanFileOption = PLAN_FILE
-    overwrite: OverwriteOption = False
+    model: cli.ModelArgument
+    budget: cli.BudgetOption = None
+    gpu: cli.GpuOption = None
+    out: cli.PlanFileOption = cli.PLAN_FILE
+    overwrite: cli.OverwriteOption = False
     method: Annotated[
         str, typer.Option(help="role, fine_tune, sensitivity (one forward and 16 backward passes), size, operator or random.")
     ] = "role"
     recompute: Annotated[
         bool | None,
-        option("Use activation checkpointing: also for layers with large errors, or never.", "--recompute/--no-recompute"),
+        cli.option("Use activation checkpointing: also for layers with large errors, or never.", "--recompute/--no-recompute"),
     ] = None
-    prefer: Annotated[str | None, option("speed (the least predicted step time, see paredown calibrate) or accuracy.")] = None
+    prefer: Annotated[str | None, cli.option("speed (the least predicted step time, see paredown calibrate) or accuracy.")] = None
     error_allowance: Annotated[
-        float | None, option("With --prefer speed: the largest predicted squared gradient error.", metavar="ERROR", min=0.0)
+        float | None, cli.option("With --prefer speed: the largest predicted squared gradient error.", metavar="ERROR", min=0.0)
     ] = None
-    batch: BatchOption = None
-    step: SubjectOptions
-    seed: SeedOption = 0
-    is_json: JsonOption = False
+    batch: cli.BatchOption = None
+    step: cli.SubjectOptions
+    seed: cli.SeedOption = 0
+    is_json: cli.JsonOption = False
 
     @property
-    def subject_options(self) -> SubjectOptions:
+    def subject_options(self) -> cli.SubjectOptions:
         """The options that change the step."""
         return replace(self.step, batch=self.batch).on_device_of(self.gpu)
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "plan",
     "paredown plan digits#batch=256 --budget 50% -o plan.json",
     "paredown plan gpt2/config.json --device cuda --batch 16 --budget 8GiB",
-    panel=CHOOSE,
+    panel=cli.CHOOSE,
 )
 def make_plan(request: PlanRequest) -> None:
     """Make a plan whose predicted peak memory is within a budget, by arithmetic alone."""
@@ -94,7 +77,7 @@ def make_plan(request: PlanRequest) -> None:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "baseline_bytes": baseline.peak_bytes}
         value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(request.out)}
         return emit({**value, "plan": made.to_json()})
-    fit, step = repr(foot.fits(allowed)), step_text(request.model, options)
+    fit, step = repr(foot.fits(allowed)), cli.step_text(request.model, options)
     hint = f"The plan is in {request.out}. Slot by slot: paredown explain {request.out} --model {step}"
     tell(made.reason, fit[0].upper() + fit[1:], f"The budget is {within.say(allowed)}.", "", hint)
 
@@ -123,21 +106,21 @@ def _probed(subject: Subject, trace: Trace) -> Any:
     return probe(subject.model, subject.batch, trace, loss=subject.loss)
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "explain",
     "paredown explain plan.json",
     "paredown explain plan.json --model digits#batch=256",
     "paredown explain lpmm",
-    panel=LOOK,
+    panel=cli.LOOK,
 )
 def explain(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)],
-    model: Annotated[str | None, option("Print every slot of this model.")] = None,
-    batch: BatchOption = None,
+    model: Annotated[str | None, cli.option("Print every slot of this model.")] = None,
+    batch: cli.BatchOption = None,
     *,
-    step: SubjectOptions,
-    is_json: JsonOption = False,
+    step: cli.SubjectOptions,
+    is_json: cli.JsonOption = False,
 ) -> None:
     """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
     from paredown.cli.subject import read_plan

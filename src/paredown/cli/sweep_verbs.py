@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import (
-    MANY,
-    JsonOption,
-    StoreOption,
-    SweepOption,
-    TasksOption,
-    app,
-    kept_in_store,
-    option,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.output import clean, emit, say, tell, to_json
 from paredown.errors import ParedownError
 
@@ -126,21 +116,21 @@ def _display(sweeps: list[SweepProgress]) -> Any:
 # --- the subcommands -------------------------------------------------------------------------------------------------
 
 sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Many trials: tasks x plans x seeds, resumable.")
-app.add_typer(sweep_app, name="sweep", rich_help_panel=MANY)
+cli.app.add_typer(sweep_app, name="sweep", rich_help_panel=cli.MANY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkRequest:
     """The arguments that `paredown sweep run` and `paredown worker` share."""
 
-    store: StoreOption = None
-    tasks: TasksOption = None
-    slots: Annotated[int | None, option("Trials that run in parallel. (default: one per GPU, or one)", min=1)] = None
-    ray: Annotated[Path | None, option("With --engine ray: GPUs, placement and environment of a trial.", metavar="FILE")] = None
+    store: cli.StoreOption = None
+    tasks: cli.TasksOption = None
+    slots: Annotated[int | None, cli.option("Trials that run in parallel. (default: one per GPU, or one)", min=1)] = None
+    ray: Annotated[Path | None, cli.option("With --engine ray: GPUs, placement and environment of a trial.", metavar="FILE")] = None
     patience: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
     ] = 20.0
-    is_json: JsonOption = False
+    is_json: cli.JsonOption = False
 
     def ray_options(self) -> RayOptions | None:
         """Return the options in the file of --ray; None without one."""
@@ -158,12 +148,12 @@ class WorkRequest:
         return WorkerOptions(sweep, folder.refuses, stays=stays, patience_seconds=self.patience)
 
 
-@verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
+@cli.verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
 def sweep_run(
     file: Annotated[Path, typer.Argument(help="The sweep, a TOML file.")],
     *,
     request: WorkRequest,
-    engine: Annotated[str | None, option(f"{ENGINES_HELP} (default: chosen for the sweep)")] = None,
+    engine: Annotated[str | None, cli.option(f"{ENGINES_HELP} (default: chosen for the sweep)")] = None,
     again: Annotated[str, typer.Option(help="Run trials with these statuses again, such as failed,killed.")] = "",
 ) -> None:
     """Run a sweep to its end. After an interruption the same command runs the trials that are left."""
@@ -175,7 +165,7 @@ def sweep_run(
     loaded = load_sweep(file)
     folder = TaskFolder((request.tasks or loaded.folder).resolve())
     chosen, of_ray = engine or engine_for(loaded.sweep), request.ray_options()
-    with kept_in_store(), open_store(request.store or loaded.store or str(file.with_suffix(".db"))) as opened:
+    with cli.kept_in_store(), open_store(request.store or loaded.store or str(file.with_suffix(".db"))) as opened:
         added = add_sweep(loaded.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
         reopened = opened.reopen(loaded.sweep.name, _statuses(again, Status)) if again else 0
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
@@ -185,10 +175,10 @@ def sweep_run(
         work_on(opened, made, request.worker_options(loaded.sweep.name, folder), is_json=request.is_json)
 
 
-@verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
+@cli.verb(cli.app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=cli.MANY)
 def worker(
     request: WorkRequest,
-    sweep: SweepOption = None,
+    sweep: cli.SweepOption = None,
     engine: Annotated[str, typer.Option(help=ENGINES_HELP)] = "local",
     stays: Annotated[bool, typer.Option("--stay", help="Keep running and wait for new trials when all are finished.")] = False,
     wait: Annotated[str, typer.Option(help="How long to wait for a store that is not there yet, or has no trials yet.")] = "60s",
@@ -200,7 +190,7 @@ def worker(
 
     address, seconds, of_ray = needed(request.store), parse_seconds(wait), request.ray_options()
     with ExitStack() as stack:
-        stack.enter_context(kept_in_store())
+        stack.enter_context(cli.kept_in_store())
         none = None if request.tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(request.tasks or str(none)).resolve())
         opened = stack.enter_context(wait_for_store(address, seconds=seconds, sweep=sweep, needs_trials=not stays, say=say))
@@ -208,8 +198,8 @@ def worker(
         work_on(opened, made, request.worker_options(sweep, folder, stays=stays), is_json=request.is_json)
 
 
-@verb(sweep_app, "status", "paredown sweep status --store trials.db")
-def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None:
+@cli.verb(sweep_app, "status", "paredown sweep status --store trials.db")
+def sweep_status(store: cli.StoreOption = None, is_json: cli.JsonOption = False) -> None:
     """Print the counts of trials of each sweep in a store, and the best plan of each task: least mean error over seeds."""
     from paredown.study.sweeps.status import count, find_best, find_infeasible
 
@@ -226,12 +216,12 @@ def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None
                 emit({"event": "status", **counts.to_json(), **pairs, "best": [one.to_json() for one in best]})
 
 
-@verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")
+@cli.verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")
 def sweep_export(
     to: Annotated[Path, typer.Argument(help="A file ending in .csv, .json or .parquet.")],
-    store: StoreOption = None,
-    sweep: SweepOption = None,
-    is_json: JsonOption = False,
+    store: cli.StoreOption = None,
+    sweep: cli.SweepOption = None,
+    is_json: cli.JsonOption = False,
 ) -> None:
     """Write the trials of a store to a file."""
     from paredown.study.sweeps.export import export
@@ -244,11 +234,11 @@ def sweep_export(
         say(f"{num} trials in {to}")
 
 
-@verb(sweep_app, "merge", "paredown sweep merge other.db --store trials.db")
+@cli.verb(sweep_app, "merge", "paredown sweep merge other.db --store trials.db")
 def sweep_merge(
     source: Annotated[str, typer.Argument(help="The store to copy trials from; it is not changed.")],
-    store: StoreOption = None,
-    is_json: JsonOption = False,
+    store: cli.StoreOption = None,
+    is_json: cli.JsonOption = False,
 ) -> None:
     """Copy the trials of another store into --store."""
     from paredown.study.sweeps.export import merge

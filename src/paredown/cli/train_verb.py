@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import (
-    CHOOSE,
-    BudgetOption,
-    Exit,
-    GpuOption,
-    HereOption,
-    JsonOption,
-    ModeOption,
-    SeedOption,
-    TaskArgument,
-    app,
-    option,
-    plan_names,
-    say_missing,
-    starting,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.budget import Budget, read_budget
 from paredown.cli.inputs import check_places, write_json
 from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
@@ -49,25 +33,27 @@ MUCH_MORE = 1.15  # measured over predicted peak, above which a note is printed
 class TrainRequest:
     """The arguments of one call of `paredown train`."""
 
-    task: TaskArgument
+    task: cli.TaskArgument
     plan: Annotated[
-        str | None, option("A plan.json, a preset, or role=format,...", metavar="PLAN", autocompletion=starting(plan_names))
+        str | None,
+        cli.option("A plan.json, a preset, or role=format,...", metavar="PLAN", autocompletion=cli.starting(cli.plan_names)),
     ] = None
-    budget: BudgetOption = None
-    gpu: GpuOption = None
+    budget: cli.BudgetOption = None
+    gpu: cli.GpuOption = None
     compare: Annotated[bool, typer.Option("--compare", help="Also train the baseline (no plan) from the same seed.")] = False
     verify: Annotated[
         bool, typer.Option("--verify", help="First compare gradients under the plan with those of the unmodified model.")
     ] = False
-    seed: SeedOption = 0
-    device: HereOption = None
-    mode: ModeOption = "store"
-    save: Annotated[Path | None, option("Save the weights here: .safetensors or .pt.", metavar="FILE")] = None
-    out: Annotated[Path | None, option("Write the result here.", "--out", "-o", metavar="FILE")] = None
+    seed: cli.SeedOption = 0
+    device: cli.HereOption = None
+    mode: cli.ModeOption = "store"
+    save: Annotated[Path | None, cli.option("Save the weights here: .safetensors or .pt.", metavar="FILE")] = None
+    out: Annotated[Path | None, cli.option("Write the result here.", "--out", "-o", metavar="FILE")] = None
     frontier: Annotated[
-        Path | None, option("The output of pick --record; if memory runs out, a smaller plan is suggested from it.", metavar="FILE")
+        Path | None,
+        cli.option("The output of pick --record; if memory runs out, a smaller plan is suggested from it.", metavar="FILE"),
     ] = None
-    is_json: JsonOption = False
+    is_json: cli.JsonOption = False
 
     def checked_budget(self) -> Budget | None:
         """Return the budget, None without one; raise BadParameter if other options contradict it."""
@@ -82,12 +68,12 @@ class TrainRequest:
         return budget
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "train",
     "paredown train digits#steps=200 --plan plan.json --compare",
     "paredown train tasks.py:mine --budget 6GiB --save weights.safetensors",
-    panel=CHOOSE,
+    panel=cli.CHOOSE,
 )
 def train(request: TrainRequest) -> None:
     """Train a task under a plan, or under a plan made for a budget; without either, train the baseline."""
@@ -158,7 +144,7 @@ def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, 
     if request.is_json:
         emit(value)
     say(f"{run.name}: gradients under the plan are not those of the unmodified model; nothing was trained. See the slots at fault.")
-    raise typer.Exit(Exit.ENDED_BADLY)
+    raise typer.Exit(cli.Exit.ENDED_BADLY)
 
 
 def _baseline_run(plan: Plan, *, compares: bool) -> list[TrainingRun]:
@@ -172,7 +158,7 @@ def _exit_if_failed(last: TrainingRun, advice: str | None) -> None:
     """Exit with status 4 and the reason if the run did not finish."""
     if not last.is_done:
         say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {advice}" if advice else ""))
-        raise typer.Exit(Exit.ENDED_BADLY)
+        raise typer.Exit(cli.Exit.ENDED_BADLY)
 
 
 @dataclass
@@ -269,7 +255,7 @@ def check_weights_file(path: Path | None) -> None:
     if path is not None and path.suffix not in (".safetensors", ".pt"):
         raise typer.BadParameter(f"{path} ends in {path.suffix!r}; the name must end in .safetensors or .pt.", param_hint="--save")
     if path is not None and path.suffix == ".safetensors" and find_spec("safetensors") is None:
-        raise ParedownError(say_missing("safetensors"))
+        raise ParedownError(cli.say_missing("safetensors"))
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
