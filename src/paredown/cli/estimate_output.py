@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -397,3 +398,51 @@ def _reasons(rows: Sequence[EstimateRow]) -> list[str]:
                 what = f"{group.role.value} {say_bytes(group.nbytes)} in {len(slots)} slot{'s' * (len(slots) > 1)} ({names})"
                 lines.setdefault(f"{what}: {group.why}.", []).append(row.plan)
     return [f"Not packed under {', '.join(plans)}: {line}" for line, plans in lines.items()]
+
+
+# --- groups of modules -------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a path that is a number
+MOST_GROUPS = 10  # of groups with numbers
+
+
+class Grouping(NamedTuple):
+    """A way to group modules: by the first `depth` parts of their paths; if `joins_layers`, numbers in these are left out."""
+
+    depth: int
+    joins_layers: bool = False
+
+    def name(self, module: str) -> str:
+        """Return the name of the group of a module."""
+        path = ".".join(module.split(".")[: self.depth])
+        return NUMBER.sub("*", path) if self.joins_layers else path
+
+    def sums(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the bytes of each group, the largest first; `sizes` has those of each module."""
+        sums: Counter[str] = Counter()
+        for module, nbytes in sizes.items():
+            sums[self.name(module)] += nbytes
+        return dict(sums.most_common())
+
+
+def useful_grouping(sizes: Mapping[str, int]) -> Grouping:
+    """Return the grouping by the fewest path parts in which no group has more than half of the bytes; `sizes` are bytes by module.
+
+    If there is none, return the one whose largest group is smallest. Where a network repeats layers, their numbers are left out, so that
+    32 layers are one row for each of their parts:
+
+    >>> sizes = {f"model.layers.{i}.{part}": 10 for i in range(32) for part in ("attn", "mlp")} | {"model.embed": 5, "head": 5}
+    >>> useful_grouping(sizes).sums(sizes)
+    {'model.layers.*.attn': 320, 'model.layers.*.mlp': 320, 'model.embed': 5, 'head': 5}
+    >>> useful_grouping({"conv1": 3, "layer1.0.conv": 4, "layer1.1.conv": 1, "layer2.0.conv": 4}).depth
+    1
+    """
+    half, deepest = sum(sizes.values()) / 2, max((module.count(".") + 1 for module in sizes), default=1)
+    largest: dict[Grouping, int] = {}
+    for grouping in (Grouping(depth, joins) for depth in range(1, deepest + 1) for joins in (False, True)):
+        groups = grouping.sums(sizes)
+        if grouping.joins_layers or len(groups) <= MOST_GROUPS:
+            largest[grouping] = max(groups.values(), default=0)
+            if largest[grouping] <= half:
+                return grouping
+    return min(largest, key=lambda grouping: largest[grouping])

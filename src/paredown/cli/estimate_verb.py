@@ -8,7 +8,7 @@ Nothing is trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,12 @@ import typer
 
 from paredown.cli import application as cli
 from paredown.cli.budget import Budget, largest_batch, read_budget, shorter
-from paredown.cli.estimate_output import Adapters, EstimatedStep, EstimateRow, smallest
+from paredown.cli.estimate_output import Adapters, EstimatedStep, EstimateRow, Grouping, smallest, useful_grouping
 from paredown.cli.inputs import check_places
 from paredown.cli.output import BASELINE, emit, progress_bar, say, spinner, tell
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
-    from paredown.cli.module_groups import Grouping
     from paredown.cli.subject import Subject
     from paredown.plan.footprint import Footprint
     from paredown.plan.plan import Plan
@@ -91,17 +90,6 @@ class EstimateRequest:
         """Whether the user has named plans; otherwise a few presets are shown."""
         return self.plan is not None
 
-    @property
-    def shown_plans(self) -> Sequence[str]:
-        """The plans to show: those that the user named, or a few presets."""
-        default = SHOWN_BESIDE_FROZEN if self.frozen else SHOWN if self.lora is None else SHOWN_FOR_LORA
-        return self.plan or default
-
-    @property
-    def is_for_plan(self) -> bool:
-        """Whether `paredown plan` could make a plan for this step; it cannot with adapters or several processes."""
-        return not (self.lora or self.checkpointing or self.frozen or self.strategy)
-
     def subject_options(self) -> cli.SubjectOptions:
         """Return the options that change the step; raise BadParameter if they contradict each other."""
         if self.step.input is not None and self.length is not None:
@@ -112,7 +100,7 @@ class EstimateRequest:
         if self.lora_targets is not None and self.lora is None:
             raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
         targets = tuple(part.strip() for part in (self.lora_targets or "").split(",") if part.strip())
-        step = self.step if self.length is None else self.step.with_length(self.length)
+        step = self.step if self.length is None else replace(self.step, input=f"tokens:{self.length}")
         return replace(step.on_device_of(self.gpu), batch=size, lora=self.lora, lora_targets=targets)
 
     def _batch_size(self) -> int | None:
@@ -161,7 +149,9 @@ class EstimateRequest:
         from paredown.session.checkpointing import repeated_layers_of
 
         layers = repeated_layers_of(subject.model) if self.checkpointing or self.tile else ()
-        plans = {name_of(text): read_plan(text).recomputing(*(layers if self.checkpointing else ())) for text in self.shown_plans}
+        presets = SHOWN_BESIDE_FROZEN if self.frozen else SHOWN if self.lora is None else SHOWN_FOR_LORA
+        checkpointed = layers if self.checkpointing else ()
+        plans = {name_of(text): read_plan(text).recomputing(*checkpointed) for text in self.plan or presets}
         plans = {name: plan.offloading() if self.offload and name != BASELINE else plan for name, plan in plans.items()}
         if self.tile is not None:
             alone = {TILES.format(self.tile): plan for name, plan in plans.items() if name == BASELINE and self.frozen is None}
@@ -188,8 +178,12 @@ def estimate(request: EstimateRequest) -> None:
     within, options = read_budget(request.budget, request.gpu), request.subject_options()
     request.check_processes()
     with spinner("tracing one step"):
-        step = _planned_step(request, options)
-        feet = step.footprints()
+        from paredown.cli.subject import find_subject
+
+        subject = find_subject(request.model, options)
+        step = PlannedStep(request, options, subject, request.plans_for(subject))
+        request.check_subject(subject)
+        feet = {name: step.footprint(name, plan) for name, plan in step.plans.items()}
         if request.offload:
             _check_offload(feet)
     value = _estimate_of(step, feet, None if within is None else step.allowed(within))
@@ -220,10 +214,6 @@ class PlannedStep:
         trace = trace.unmodified or trace if name == BASELINE else trace
         return footprint(trace, plan, world_size=self.request.world_size, strategy=self.request.strategy)
 
-    def footprints(self) -> dict[str, Footprint]:
-        """Return the footprint under each plan."""
-        return {name: self.footprint(name, plan) for name, plan in self.plans.items()}
-
     def allowed(self, budget: Budget) -> int:
         """Return the bytes of a budget.
 
@@ -252,17 +242,8 @@ class PlannedStep:
         """Return the predicted peak under the plan of this name with a text of another length."""
         from paredown.cli.subject import find_subject
 
-        subject = find_subject(self.request.model, self.options.with_length(length))
+        subject = find_subject(self.request.model, replace(self.options, input=f"tokens:{length}"))
         return replace(self, subject=subject).footprint(name, self.plans[name]).peak_bytes
-
-
-def _planned_step(request: EstimateRequest, options: cli.SubjectOptions) -> PlannedStep:
-    from paredown.cli.subject import find_subject
-
-    subject = find_subject(request.model, options)
-    plans = request.plans_for(subject)
-    request.check_subject(subject)
-    return PlannedStep(request, options, subject, plans)
 
 
 def _check_offload(feet: Mapping[str, Footprint]) -> None:
@@ -283,7 +264,7 @@ def _check_offload(feet: Mapping[str, Footprint]) -> None:
 
 def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> EstimatedStep:
     subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
-    grouping = _grouping(next(iter(feet.values())), depth)
+    grouping = useful_grouping(_module_sizes(next(iter(feet.values())))) if depth is None else Grouping(depth)
     rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]
     if step.request.batch == AUTO:
         largest = step.largest_batches(allowed or 0)
@@ -341,19 +322,12 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
     return replace(row, step_seconds=time.seconds, device_seconds=time.device_seconds, host_seconds=time.host_seconds)
 
 
-def _grouping(foot: Footprint, depth: int | None) -> Grouping:
-    """Return how tables group modules: by `depth` parts of their paths, or if None, as finely as shows where the bytes are."""
-    from paredown.cli.module_groups import Grouping, useful_grouping
-
-    return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
-
-
 def _module_sizes(foot: Footprint) -> dict[str, int]:
     """Return the bytes at the peak of each module; with the libraries' workspace they add up to the peak."""
     sizes: Counter[str] = Counter()
     for (module, _), nbytes in foot.places_at_peak().items():
         sizes[module] += nbytes
-    return dict(sizes)
+    return sizes
 
 
 def _notes(feet: Mapping[str, Footprint]) -> list[str]:
@@ -388,7 +362,10 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
         return
     allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
-    if step.request.is_for_plan:
+    request = step.request
+    if not (
+        request.lora or request.checkpointing or request.frozen or request.strategy
+    ):  # steps that `paredown plan` can make plans for
         command = cli.step_text(step.request.model, step.options)
         advice = f"{others}To make a plan that fits: paredown plan {command} {budget.argument}"
     else:

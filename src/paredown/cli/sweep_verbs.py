@@ -1,7 +1,7 @@
 """`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide.
 
-`work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best plans; in a pipe one JSON object per line,
-`finished` for each result after it is in the store, and `progress` every ten seconds.
+`WorkRequest.work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best plans; in a pipe one JSON object
+per line, `finished` for each result after it is in the store, and `progress` every ten seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,25 +28,13 @@ if TYPE_CHECKING:
     from paredown.study.sweeps.status import SweepProgress, SweepWatcher
     from paredown.study.sweeps.store import Store
     from paredown.study.sweeps.sweep import Claim
-    from paredown.study.sweeps.worker import WorkerOptions
-    from paredown.study.tasks.trial import Trial
+    from paredown.study.tasks.trial import Status, Trial
 
 
 PIPE_SECONDS = 10.0  # between lines of progress in a pipe
 SHOWN_BEST = 5
 BAR_WIDTH = 60
 ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated trials in CUDA graphs), inline, or ray."
-
-
-def work_on(opened: Store, engine: Engine, options: WorkerOptions, *, is_json: bool) -> None:
-    """Run the unfinished trials of the store `opened` with an engine, which starts their processes, and show progress."""
-    from paredown.study.sweeps.status import SweepWatcher
-    from paredown.study.sweeps.worker import work
-
-    is_terminal = sys.stdout.isatty() and not is_json
-    watcher = SweepWatcher(opened, options.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
-    with _terminal(watcher) if is_terminal else _pipe(watcher) as (on_result, idle, say):
-        work(opened, engine, replace(options, on_result=on_result, idle=idle, say=say))
 
 
 # callbacks of WorkerOptions: after each result, between results, for messages
@@ -138,14 +126,18 @@ class WorkRequest:
 
         return None if self.ray is None else RayOptions.load(self.ray)
 
-    def worker_options(self, sweep: str | None, folder: TaskFolder, *, stays: bool = False) -> WorkerOptions:
-        """Return the options of a worker that runs trials of `sweep` (None: of all sweeps) whose tasks `folder` does not refuse.
+    def work_on(self, opened: Store, sweep: str | None, folder: TaskFolder, engine: Engine, *, stays: bool = False) -> None:
+        """Run trials of `sweep` (None: of all sweeps) in the store `opened` whose tasks `folder` does not refuse, and show progress.
 
-        If `stays`, it waits for new trials when all are finished.
+        If `stays`, wait for new trials when all are finished.
         """
-        from paredown.study.sweeps.worker import WorkerOptions
+        from paredown.study.sweeps.status import SweepWatcher
+        from paredown.study.sweeps.worker import WorkerOptions, work
 
-        return WorkerOptions(sweep, folder.refuses, stays=stays, patience_seconds=self.patience)
+        is_terminal = sys.stdout.isatty() and not self.is_json
+        watcher = SweepWatcher(opened, sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
+        with _terminal(watcher) if is_terminal else _pipe(watcher) as callbacks:
+            work(opened, engine, WorkerOptions(sweep, folder.refuses, *callbacks, stays=stays, patience_seconds=self.patience))
 
 
 @cli.verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
@@ -160,19 +152,17 @@ def sweep_run(
     from paredown.study.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine, report_infeasible
     from paredown.study.sweeps.sweep_file import load_sweep
     from paredown.study.tasks.task_trace import predicted_bytes
-    from paredown.study.tasks.trial import Status
 
     loaded = load_sweep(file)
     folder = TaskFolder((request.tasks or loaded.folder).resolve())
     chosen, of_ray = engine or engine_for(loaded.sweep), request.ray_options()
     with cli.kept_in_store(), open_store(request.store or loaded.store or str(file.with_suffix(".db"))) as opened:
         added = add_sweep(loaded.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
-        reopened = opened.reopen(loaded.sweep.name, _statuses(again, Status)) if again else 0
+        reopened = opened.reopen(loaded.sweep.name, _statuses(again)) if again else 0
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
         report_infeasible(opened, loaded.sweep.name, say)
-        made = make_engine(chosen, folder, slots=request.slots, ray=of_ray)
-        work_on(opened, made, request.worker_options(loaded.sweep.name, folder), is_json=request.is_json)
+        request.work_on(opened, loaded.sweep.name, folder, make_engine(chosen, folder, slots=request.slots, ray=of_ray))
 
 
 @cli.verb(cli.app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=cli.MANY)
@@ -195,7 +185,7 @@ def worker(
         folder = TaskFolder(Path(request.tasks or str(none)).resolve())
         opened = stack.enter_context(wait_for_store(address, seconds=seconds, sweep=sweep, needs_trials=not stays, say=say))
         made = make_engine(engine, folder, slots=request.slots, ray=of_ray)
-        work_on(opened, made, request.worker_options(sweep, folder, stays=stays), is_json=request.is_json)
+        request.work_on(opened, sweep, folder, made, stays=stays)
 
 
 @cli.verb(sweep_app, "status", "paredown sweep status --store trials.db")
@@ -265,9 +255,11 @@ def open_store(address: str, *, may_create: bool = True) -> Store:
     return Store(address, may_create=may_create, say=say)
 
 
-def _statuses(text: str, kind: Any) -> list[Any]:
-    allowed = {status.value: status for status in kind}
-    wrong = [word for word in text.split(",") if word.strip() not in allowed]
-    if wrong:
-        raise ParedownError(f"--again: status {wrong[0]!r} is unknown. Allowed: {', '.join(allowed)}.")
+def _statuses(text: str) -> list[Status]:
+    from paredown.study.tasks.trial import Status
+
+    allowed = {status.value: status for status in Status}
+    for word in text.split(","):
+        if word.strip() not in allowed:
+            raise ParedownError(f"--again: status {word!r} is unknown. Allowed: {', '.join(allowed)}.")
     return [allowed[word.strip()] for word in text.split(",")]
