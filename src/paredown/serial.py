@@ -235,7 +235,6 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _link_target(path: PathText, error: Raises) -> Path:
-    """Return the file that `path` names, all symbolic links followed."""
     try:
         return Path(os.path.realpath(path))
     except ValueError as reason:  # a zero byte or a lone surrogate in the path
@@ -328,7 +327,6 @@ Reader = Callable[[Any, str], Any]  # (value, path) -> the value converted, or _
 
 @lru_cache(maxsize=256)
 def _reader(kind: Any) -> Reader:
-    """Return the function that converts JSON values to the type `kind`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind in PLAIN or origin is Annotated:
         return partial(_checked, PLAIN[kind] if kind in PLAIN else inner[1])

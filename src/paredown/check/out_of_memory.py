@@ -227,10 +227,7 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the arguments of a call as the batch that `trace_step` takes: a mapping for keyword arguments, otherwise a tuple.
-
-        If a loss is given, the tuple ends with a place for its target.
-        """
+        """Return the arguments of a call as the batch that `trace_step` takes, with a place for the target if a loss is given."""
         if named:
             return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
         return ((*args, None) if "loss" in self.traced_as else args,)

@@ -287,7 +287,6 @@ def nodes_behind(loss: Tensor) -> list[Any]:
 
 
 def _run(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs of one autograd node, given the gradients of its outputs, `incoming`."""
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     with torch.no_grad():
         outgoing = node.apply(*incoming) if is_custom else node(*incoming)

@@ -271,10 +271,7 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return the smallest part of `candidates` that makes the test fail if it is stored together with the slots `kept`.
-
-        `is_known`: it is known that `kept` alone does not fail.
-        """
+        """Return the smallest part of `candidates` that makes the test fail if it is stored together with `kept`."""
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

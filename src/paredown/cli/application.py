@@ -153,7 +153,6 @@ def options_of(function: Callable[..., Any]) -> list[Parameter]:
 
 
 def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """Return the result of a subcommand's function, called with `values`, which maps the names of all options to their values."""
     arguments: dict[str, Any] = {}
     for parameter, kind in _typed(function):
         if is_dataclass(kind):
@@ -164,7 +163,6 @@ def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
 
 
 def _typed(function: Callable[..., Any]) -> Iterator[tuple[Parameter, Any]]:
-    """Yield each parameter of a function with its annotation, `Annotated` included."""
     kinds = get_type_hints(function, include_extras=True)
     return ((parameter, kinds[name]) for name, parameter in signature(function).parameters.items())
 

@@ -136,10 +136,7 @@ def gpu_budget(text: str) -> Budget:
 
 
 def _budget_here(index: int, text: str) -> Budget:
-    """Return the memory that is free on GPU number `index` of this machine as a budget.
-
-    The memory of other processes and of this one's CUDA context is subtracted.
-    """
+    """Return the memory that is free on GPU number `index` of this machine, less this process's CUDA context, as a budget."""
     from torch import cuda
 
     num = cuda.device_count() if cuda.is_available() else 0

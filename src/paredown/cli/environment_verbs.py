@@ -104,7 +104,6 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> dict[str, Any]:
-    """Return the GPUs with their memory, and whether the codec uses Triton kernels or torch."""
     import torch
 
     cuda = torch.cuda
@@ -122,7 +121,6 @@ def _memory() -> int | None:
 
 
 def _advice(value: dict[str, Any]) -> list[str]:
-    """Return sentences with what the user should run, such as installations, the most important first; `value` is the JSON of `env`."""
     missing = [p["name"] for p in value["packages"] if p["version"] is None]
     torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
     advice = ["torch is missing: pip install torch"] if torch is None else []

@@ -243,10 +243,7 @@ def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
 
 
 def _time(row: EstimateRow, rows: Sequence[EstimateRow], device: str) -> str:
-    """Return the step time of a plan relative to the baseline's as text; "" if unknown.
-
-    For a calibrated device the times are predicted; otherwise the ratio is the measured one of a preset.
-    """
+    """Return the step time of a plan relative to the baseline's: predicted, or as measured for a preset; "" if unknown."""
     before, after = rows[0].step_seconds, row.step_seconds
     if before and after and rows[0].plan == BASELINE:
         return f", {after / before:.2f}x time predicted"
@@ -331,7 +328,6 @@ def _bar(parts: Sequence[BarSegment], mark_at: int | None, length: int, *, in_co
 
 
 def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
-    """Return tables of the bytes at the peak, by role and by module, and a table of the bytes of the whole step."""
     names = [row.plan for row in rows]
     peaks = ("peak", *(say_bytes(row.peak_bytes) for row in rows))
     lines = table(("at the peak, by role", *names), [*_by([row.parts_at_peak for row in rows]), peaks])
@@ -340,13 +336,11 @@ def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
 
 
 def _by(parts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """Return a table row for each key (a role or module) with its bytes under each plan, in the order of the first plan's keys."""
     keys = list(dict.fromkeys(key for row in parts for key in row))
     return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
 
 
 def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
-    """Return the rows of the table of bytes by module: the largest modules, all others, and workspaces."""
     by_module = [row.at_peak_by_module for row in rows]
     keys = list(dict.fromkeys(key for row in by_module for key in row))
     largest = [{key: row[key] for key in keys[:SHOWN_MODULES] if key in row} for row in by_module]
@@ -360,8 +354,6 @@ def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
 
 
 def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str, ...]]:
-    """Return the rows of the table on the whole step: bounds of the peak, bytes stored and sent, time, and whether the budget suffices."""
-
     def sizes(name: str, nbytes: Callable[[EstimateRow], int | None]) -> tuple[str, ...]:
         return name, *(say_bytes(nbytes(row) or 0) for row in rows)
 
@@ -382,13 +374,11 @@ def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str,
 
 
 def _untimed(rows: Sequence[EstimateRow]) -> list[str]:
-    """Return a line that tells why no step time is predicted; none if it is predicted."""
     reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
     return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
 
 
 def _reasons(rows: Sequence[EstimateRow]) -> list[str]:
-    """Return a line for each reason why tensors that a plan has rules for are not packed."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         for group in row.not_packed:

@@ -104,7 +104,6 @@ class EstimateRequest:
         return replace(step.on_device_of(self.gpu), batch=size, lora=self.lora, lora_targets=targets)
 
     def _batch_size(self) -> int | None:
-        """Return the batch size that was requested; None for the model's own and for "auto"."""
         if self.batch is None or self.batch == AUTO:
             if self.batch == AUTO and self.budget is None and self.gpu is None:
                 raise typer.BadParameter(

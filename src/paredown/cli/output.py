@@ -83,7 +83,6 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Return whether most cells of a column are numbers."""
     texts = [cell for cell in cells if cell]
     return 2 * sum(text.lstrip("+-")[:1].isdigit() or text in ("yes", "no") for text in texts) > len(texts)
 

@@ -105,7 +105,6 @@ def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
 
 
 def _write_files(request: PickRequest, task: Task, picked: Picked) -> dict[str, str]:
-    """Write the requested files, and return their paths by kind."""
     from paredown.cli.inputs import answer_json, write_json
 
     written: dict[str, str] = {}
@@ -139,7 +138,6 @@ def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
 
 
 def _in_words(picked: Picked) -> list[str]:
-    """Return the lines that describe a pick: the plan and its reason, the Pareto front, and notes."""
     from paredown.study.report.studies import study_of_pick
 
     study = study_of_pick(picked)
@@ -157,10 +155,7 @@ def front(study: Study) -> list[str]:
 
 
 def _step(mark: PlanMark) -> str:
-    """Return a plan's step time as text, relative to the baseline's if that is known.
-
-    A tilde says that it was not measured on this task; "" if the time is unknown.
-    """
+    """Return a plan's step time relative to the baseline's, after a tilde unless it was measured on this task; "" if unknown."""
     if not mark.step_source:
         return ""
     time = f"{mark.step_ratio:.2f}x" if mark.step_ratio is not None else f"{1000 * (mark.step_seconds or 0.0):.3g} ms"

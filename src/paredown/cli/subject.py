@@ -272,7 +272,6 @@ def _length_of(name: str, input: str | None) -> dict[str, Any]:
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
-    """Return the step of a built-in network; `options`: its keywords, and `picture`, `length` and `batch` of its input."""
     sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
     keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
     keywords |= {"picture": sizes["picture"]} if name == "vit" else {"context": sizes["length"]} if name == "gpt" else {}
@@ -287,7 +286,6 @@ def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
 
 
 def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions) -> Subject:
-    """Return the step that a user's function returns: a Task, a model, or a tuple with a model and a batch."""
     file, _, function = head.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         raise TaskError(f"{file}: there is no such file.")

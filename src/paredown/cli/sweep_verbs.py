@@ -43,10 +43,7 @@ Callbacks = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "C
 
 @contextmanager
 def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Return a context that yields callbacks which print results and progress as lines of JSON.
-
-    Other output goes to stderr.
-    """
+    """Return a context that yields callbacks which print results and progress as lines of JSON; other output goes to stderr."""
     lines = partial(print, file=sys.stdout, flush=True)
 
     def on_result(claim: Claim, trial: Trial) -> None:
@@ -66,7 +63,6 @@ def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 @contextmanager
 def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Return a context that yields callbacks which redraw a display of progress."""
     from rich.live import Live
 
     with Live(refresh_per_second=4) as live:
@@ -87,7 +83,6 @@ def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 
 def _display(sweeps: list[SweepProgress]) -> Any:
-    """Return a table (of the library rich) with a progress bar, counts of trials and the best plans of each sweep."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text

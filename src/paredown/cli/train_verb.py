@@ -118,7 +118,6 @@ def train(request: TrainRequest) -> None:
 
 
 def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification:
-    """Return the comparison of the first batch's gradients under a plan with those of the unmodified model."""
     from paredown.check.verify import verify
     from paredown.study.tasks.evaluate import deterministic, make_setting, seeded
 
@@ -210,10 +209,7 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """Return a note if the peak measured on a GPU is far above the predicted one; "" otherwise.
-
-    There is none on a CPU, whose operators always use workspace.
-    """
+    """Return a note if the peak measured on a GPU is far above the predicted one; "" otherwise, and on a CPU."""
     from paredown.sizes import say_bytes
 
     measured, predicted = run.trial.measured_peak_bytes, run.trial.predicted_peak_bytes

@@ -134,7 +134,6 @@ def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
 
 
 def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
-    """Return a batch as keyword arguments: pictures, or texts of `length` tokens, whichever the model takes."""
     name = str(getattr(model, "main_input_name", ""))
     has_one = type(model).__name__.endswith(ONE_LABEL)
     if name == "input_ids":

@@ -106,7 +106,6 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
-    """Return the parameters of the model; without a model, those of the optimizer."""
     if model is not None:
         return list(model.parameters())
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []

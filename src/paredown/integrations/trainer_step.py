@@ -63,10 +63,7 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return `error` with a message that names the smallest budget for which `attach` would find a plan.
-
-    `reference`: the bytes of a reference model's weights.
-    """
+    """Return `error` with a message that names the smallest budget for which `attach` would find a plan."""
     if error.smallest_bytes is None:
         return error
     smallest = error.smallest_bytes + reference
@@ -169,7 +166,6 @@ def longest_batch(trainer: Any) -> Any:
 
 
 def _dataset(trainer: Any) -> Any:
-    """Return the trainer's training data without the columns that it removes before collation."""
     dataset = trainer.train_dataset
     is_of_datasets = type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "column_names")
     return trainer._remove_unused_columns(dataset, description="training") if is_of_datasets else dataset
@@ -214,10 +210,7 @@ class _Recorder:
 
 
 def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that the trainer's `compute_loss` passes to the model for a batch.
-
-    If they cannot be recorded, the batch itself is returned, with a warning.
-    """
+    """Return the arguments that `compute_loss` passes to the model for a batch; if they stay unknown, the batch, with a warning."""
     if "fused_lm_head" in batch:
         return batch
     reason = "it does not call the model"

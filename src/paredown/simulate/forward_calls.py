@@ -290,7 +290,6 @@ class ForwardCalls(TorchFunctionMode):
         return func(*args, **kwargs) if op in READS or op == "" else self._run(func, op, args, kwargs)
 
     def _follow_inside(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
-        """Run a Python function of torch, and report the operations that it calls."""
         self._running.open.append(func)
         try:
             with self:
@@ -351,10 +350,7 @@ def _split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """Return a function that computes cross entropy as log_softmax and nll_loss, as torch does.
-
-    Return None for probabilities as targets and for label smoothing.
-    """
+    """Return a function of log_softmax and nll_loss, as torch computes cross entropy; None for soft targets."""
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]

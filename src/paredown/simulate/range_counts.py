@@ -161,7 +161,6 @@ def _brief(format: Format) -> str:
 
 
 def _sentence(rows: list[SlotCounts]) -> str:
-    """Return a warning that slots of one role of gradients lost most of their magnitude."""
     worst, role = rows[0], rows[0].role.value
     who = f"1 {role} slot loses most of its" if len(rows) == 1 else f"{len(rows)} {role} slots lose most of their"
     element = worst.format.element

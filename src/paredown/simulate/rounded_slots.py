@@ -150,7 +150,6 @@ class RoundedSlots:
         return RoundedSlot(len(self._all), names, role, asked, raised, asked.rounding_in(role))
 
     def _write(self, slots: Sequence[RoundedSlot]) -> None:
-        """Write formats, seeds and overflow limits of these slots to the device."""
         for slot in slots if self.raised is not None else ():
             current = slot.raised if self.is_raised(slot) else slot.assignment
             self._limits[slot.number] = overflow_limit(current.format)
@@ -291,7 +290,6 @@ class RoundedSlots:
             capture.launches.append(self._table.round_many(rows, rounding, self._counter, memory, is_captured=is_captured))
 
     def _can_batch(self, x: Tensor, out: Tensor, slot: RoundedSlot) -> bool:
-        """Return whether one launch for many tensors can round `x` into `out`."""
         is_on_device = self._table is not None and x.device == self.device and slot.is_live and x.numel() > 0
         return is_on_device and x.dtype is torch.float32 and x.stride() == out.stride() and flat(x) is not None
 

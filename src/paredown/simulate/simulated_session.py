@@ -232,7 +232,6 @@ class SimulatedSession:
         return rounded
 
     def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a forward pass, and return its arguments rounded."""
         first = next((t for tensors in (model.parameters(), tensors_in((args, kwargs))) for t in tensors), None)
         self._slots.move(first.device if first is not None else torch.device("cpu"))
         if self._outline is None:
@@ -258,10 +257,7 @@ class SimulatedSession:
                 self._values.end(output)
 
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Determine the names of all slots by a forward pass on fake tensors.
-
-        If it fails, slots have only the names of outputs.
-        """
+        """Find the names of all slots by a forward pass on fake tensors; if it fails, only those of outputs are known."""
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # a user's model may do anything with fake tensors
@@ -277,7 +273,6 @@ class SimulatedSession:
         return [((name,), role) for name in names if name.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
 
     def _hook_parameters(self, model: nn.Module) -> None:
-        """Register hooks that round gradients of parameters."""
         for parameter in model.parameters() if self.how.gradients == "backward" else ():
             name = self._names.get(id(parameter))
             if name is None or id(parameter) in self._hooked or not parameter.requires_grad:
@@ -333,7 +328,6 @@ class Updates:
         self._round(tensors)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of the model that `optimizer` updates, with their names."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))

@@ -239,10 +239,7 @@ def operator(outline: Outline) -> Low:
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """Return the tensors of the first and the last matrix product or convolution, which stay in high precision in HFP8.
-
-    `products` are the positions of matrix products and convolutions in the outline (the list of operations).
-    """
+    """Return the tensors of the first and the last of `products` (indices of values), which stay high in HFP8."""
     first, last = (outline.values[index] for index in (products[0], products[-1]))
     values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
     kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}

@@ -80,11 +80,7 @@ def _inverse(propensities: Array, is_known: NDArray[np.bool_]) -> Array:
 def _descend(
     known: Array, weights: Array, options: Completion, shrink: _Carried | _Exact, start: Completed | None = None
 ) -> Completed:
-    """Return the completed matrix after proximal gradient descent with momentum and restarts.
-
-    `known`: the errors, 0 where not observed. `weights`: of each squared difference. `shrink`: the function that shrinks singular values.
-    `start`: the result to continue from; None: zeros.
-    """
+    """Return the matrix completed by proximal gradient descent with momentum and restarts, from `start` or from zeros."""
     current = np.zeros_like(known) if start is None else start.values
     extrapolated, speed, step_length = current, 1.0, 1.0 / weights.max()
     residual, step = np.inf, 0 if start is None else start.num_steps
@@ -132,10 +128,7 @@ class _Carried:
         return (left * np.maximum(values[: self.rank] - amount, 0)) @ self.right[:, : self.rank].T
 
     def _first(self, matrix: Array) -> Array:
-        """Return the first right singular vectors (num_plans, rank + NUM_SPARE).
-
-        For a large matrix they are approximate, from random vectors.
-        """
+        """Return the first right singular vectors (num_plans, rank + NUM_SPARE), approximate for a large matrix."""
         count = min(self.rank + NUM_SPARE, *matrix.shape)
         if matrix.size <= LARGE:
             return np.linalg.svd(matrix, full_matrices=False)[2][:count].T

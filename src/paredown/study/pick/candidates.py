@@ -200,10 +200,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> CandidatePlan | None:
-    """Return the candidate of the plan that `make()` returns; `column` is its column in the prior, -1 without one.
-
-    None if the plan cannot be made for this step, or has rules for slots that the step does not have.
-    """
+    """Return the candidate of the plan that `make()` returns; None if it cannot be made, or has rules for slots that are not there."""
     try:
         plan = make()
         return CandidatePlan(label, plan, step.bytes_of(plan), column, step.features(plan))
@@ -266,10 +263,7 @@ def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
 
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
-    """Return the formats of all slots under a plan, by role.
-
-    If backward needs no value of a tensor, it counts as exact. A recomputed tensor has the format of the tensor that it is computed from.
-    """
+    """Return the formats of all slots by role: exact where backward needs no value, of the source where a tensor is recomputed."""
     trace_with_checkpoints = planned_step(trace, plan)
     storages = slot_storages(trace_with_checkpoints, plan)
     needed = [slot for slot in trace_with_checkpoints.activations if any(saver.use is Use.VALUE for saver in slot.savers)]

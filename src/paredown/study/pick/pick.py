@@ -113,10 +113,7 @@ def pick(
 
 
 def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
-    """Return a function that predicts a plan's step time by the calibration of the device.
-
-    None if the device was not calibrated, or if plans are simulated.
-    """
+    """Return a function that predicts step times by the device's calibration; None without one, or if plans are simulated."""
     calibration = find_calibration(device)[0] if mode == "store" else None
     if calibration is None:
         return None
@@ -155,7 +152,6 @@ def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> 
 
 
 def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:
-    """Return the task, looked up if it is a name; TaskError if the task, `evaluations` or `mode` is invalid."""
     if not isinstance(evaluations, int) or isinstance(evaluations, bool) or evaluations < 0:
         raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: the prior alone decides).")
     if mode not in PRIOR_MODES:
@@ -176,7 +172,6 @@ def _check_margin(increase: Any, confidence: Any) -> None:
 
 
 def _random_guess_error(task: Task) -> float | None:
-    """Return the error of random guessing in the task's metric; None if it is unknown."""
     if task.metric == "loss":
         return task.blind_loss
     return random_guess_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None

@@ -112,10 +112,7 @@ class PickLoop:
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
-        """The trials that ran on this device, whose peak memory counts, each with the index of its plan.
-
-        Trials of this pick that record no device are among them.
-        """
+        """The trials that ran on this device or, of this pick, record none; their peaks count. Each has the index of its plan."""
         own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
         return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
@@ -154,10 +151,7 @@ class PickLoop:
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
-        """The measured peak bytes of each finished trial on this device, with the index of its plan.
-
-        Unfinished trials are left out, since their peak is only a lower bound.
-        """
+        """The measured peak bytes of each finished trial on this device, with the index of its plan."""
         ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in UNFINISHED]
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
@@ -231,7 +225,6 @@ class PickLoop:
         self._stop_if_all_failed(1)
 
     def _fresh_seed(self, plan: int, seed: int) -> int:
-        """Return the first seed, from `seed` upwards, for which this plan has no trial."""
         taken = {trial.seed for other, trial in self.known if other == plan}
         return next(number for number in count(seed) if number not in taken)
 
@@ -351,7 +344,6 @@ class PickLoop:
         return f"It is the smallest plan that fits with an error {self._said_margin}: {100 * chance:.0f} %; {known}."
 
     def _points(self, estimate: Estimate) -> list[Point]:
-        """Return a point (a plan with its bytes and error) for each candidate, in their order."""
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         times, every = self.step_times(), np.arange(len(rows))
         means = estimate.errors(every, is_cautious=False)

@@ -167,10 +167,7 @@ def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Ar
 
 
 def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
-    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors.
-
-    `values` are these mean errors, `weights` how much each task counts.
-    """
+    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors, `values`."""
     if len(noise) < FEWEST_TASKS:
         return 0.0, float(np.log(np.median(noise)))
     heights, logs = values.mean(axis=1), np.log(noise)
@@ -180,10 +177,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution with which EM starts, and the variance of a single run.
-
-    In it, levels differ by an offset and tasks by a height, which is added to the errors of all levels.
-    """
+    """Return the distribution with which EM starts (an offset for each level, a height for each task), and the variance of a run."""
     weights, observed = sums.weights, sums.weights @ sums.count
     mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
     heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)

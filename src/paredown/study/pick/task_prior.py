@@ -87,10 +87,7 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """Return the prior distribution with plans added that no prior task has, predicted from their features `new`.
-
-        `points` are the features of the prior's plans.
-        """
+        """Return the prior distribution with plans added that no prior task has, predicted from their features `new`."""
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):

@@ -143,7 +143,6 @@ def _trial(row: Mapping[str, Any]) -> Trial:
 
 
 def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict[str, PlanRow], folder: Path | None) -> PriorData:
-    """Return the prior called `name` of the trials `entries`, with its matrices; `plans` are its columns by key."""
     texts = dict.fromkeys(entry.task for entry in entries)
     row_of_text, column_of = ({key: i for i, key in enumerate(part)} for part in (texts, plans))
     shape, seed_index = (len(row_of_text), len(column_of)), _seed_indices(entries)
@@ -173,7 +172,6 @@ def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict
 
 
 def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
-    """Return the index of each seed among the seeds of its task, by (task, seed)."""
     pairs = sorted({(entry.task, entry.trial.seed) for entry in entries})
     first = {task: i for i, (task, _) in reversed(list(enumerate(pairs)))}
     return {pair: i - first[pair[0]] for i, pair in enumerate(pairs)}
@@ -191,10 +189,7 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
 
 
 def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
-    """Return the errors of runs, with the task's error of random guessing (`blind`) for those that diverged (infinite).
-
-    If that error is unknown, a diverged run gets the worst error of its task.
-    """
+    """Return the errors of runs, with the error `blind` of random guessing, or the task's worst error, for diverged (infinite) ones."""
     finite = np.where(np.isinf(runs), np.nan, runs)
     worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
     replacement = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])

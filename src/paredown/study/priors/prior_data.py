@@ -198,10 +198,7 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
-    """Return the matrix `name` of `part` with its columns moved to the positions `columns` of a matrix of `num_columns`.
-
-    Other entries are NaN or 0; `depth` is the number of seeds in the matrix "runs".
-    """
+    """Return the matrix `name` of `part` with its columns moved to `columns` of `num_columns`; other entries are NaN or 0."""
     array = getattr(part, name)
     empty = 0.0 if name in ("diverged", "propensity") else np.nan
     matrix = np.full((len(part.tasks), num_columns, *([depth] if name == "runs" else [])), empty)

@@ -109,10 +109,7 @@ def in_plain(value: dict[str, Any]) -> str:
 
 
 def _plain_table(study: dict[str, Any]) -> Table:
-    """Return a table with peaks and errors of the plans of a study, given as JSON.
-
-    Posterior means have a column of their own if they differ from the measured errors.
-    """
+    """Return a table with peaks and errors of the plans of a study, and posterior means where they differ from measured errors."""
     marks, metric = study["marks"], study["metric"]
     has_posterior = any(mark["error"] != mark["measured"] for mark in marks if mark["error"] is not None)
     keys = {f"measured {metric}": "measured", "posterior mean": "error"} if has_posterior else {metric: "error"}

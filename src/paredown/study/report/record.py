@@ -115,7 +115,6 @@ def _home() -> str:
 
 @lru_cache(maxsize=1)
 def _names() -> re.Pattern[str]:
-    """Return a pattern for the names of this host and user, to be removed from texts."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a user id without a name
@@ -282,10 +281,7 @@ class Record:
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return when trials were finished, and their hosts as numbers in the order of their first trials; "" where unknown.
-
-    A page can be shared, and has no names of machines.
-    """
+    """Return when trials were finished, and numbers for their hosts in the order of first trials, since pages name no machines."""
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:
@@ -307,10 +303,7 @@ def _last(trials: list[Trial]) -> list[int]:
 
 
 def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
-    """Return trials as rows of the report's table, with the labels that `names` gives their plans.
-
-    The first trial of each plan on a task has its loss curve, for at most MOST_CURVES trials in total.
-    """
+    """Return trials as rows of the report's table; the first of each plan on a task has its curve, MOST_CURVES at most in total."""
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
     runs: list[ReportedTrial] = []

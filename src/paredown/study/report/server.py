@@ -64,7 +64,6 @@ def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> Rec
 
 
 def _file_state(path: Path) -> object:
-    """Return modification time and size of a file; None if it cannot be read."""
     try:
         status = path.stat()
         return status.st_mtime_ns, status.st_size

@@ -148,10 +148,7 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """Return the marks of plans that take less memory than the baseline and may be as accurate.
-
-        A plan may be as accurate if the lower end of its error's interval is not above the upper end of the baseline's.
-        """
+        """Return the marks of smaller plans than the baseline whose interval is not above the upper end of the baseline's."""
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
         known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
@@ -365,7 +362,6 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
 
 
 def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
-    """Return the mark in the chart of the plan `label`, from its trials; None if no trial has a measured or predicted peak."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
     if not sizes and not measured:
@@ -465,7 +461,6 @@ def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
 
 
 def _spread(points: Sequence[Point], most: int) -> Iterable[Point]:
-    """Return at most `most` of the points, evenly spaced from the first to the last."""
     if len(points) <= most:
         return points
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]

@@ -336,10 +336,7 @@ class Database:
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Return the value of `work()`, which uses the store, retried after temporary errors for up to `patience_seconds`.
-
-        `is_open`: whether the store was open before; if not, a server that does not answer is an error at once.
-        """
+        """Return `work()`, retried after temporary errors; if the store is not open yet, a silent server is an error at once."""
         start, pause, is_reported = time.monotonic(), PAUSE_SECONDS[0], False
         while True:
             try:
@@ -364,7 +361,6 @@ class Database:
         return f"the store {self.name} cannot be used"
 
     def _trouble(self, error: DBAPIError) -> DatabaseTrouble:
-        """Return the entry of TROUBLES that explains an error; raise StoreError if none does."""
         trouble = find_trouble(error)
         if trouble is None and isinstance(error, IntegrityError):
             raise error  # a constraint of the tables: a bug of paredown, not of the store

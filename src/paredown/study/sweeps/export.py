@@ -159,7 +159,6 @@ def _copy(row: Row[Any]) -> dict[str, Any]:
 
 
 def _check(row: Row[Any]) -> None:
-    """Raise StoreError if a row of a trial is unreadable, before it is copied."""
     to_spec(row)
     with readable("a result"):
         if row.state == FINISHED:

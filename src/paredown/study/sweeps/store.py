@@ -190,11 +190,7 @@ def _beat_statement(dialect: str) -> Any:
 
 @cache
 def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
-    """Return the SQL statement with which a worker claims trials.
-
-    On PostgreSQL it skips rows that other workers are claiming; SQLite has one writer at a time. `of_sweep`: whether it is limited to
-    one sweep, `has_without`: whether tasks are left out.
-    """
+    """Return the SQL statement of a claim; on PostgreSQL it skips rows that other workers are claiming, SQLite has one writer."""
     is_open = [TRIALS.c.state == WAITING]
     is_open += [TRIALS.c.sweep == bindparam("of_sweep")] if of_sweep else []
     is_open += [TRIALS.c.task.not_in(bindparam("without", expanding=True))] if has_without else []
@@ -364,12 +360,10 @@ def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
 
 
 def _infeasible_values(drawn: DrawnTrial) -> dict[str, Any]:
-    """Return the values of the database's columns for a trial that no worker runs, since no plan fits its budget."""
     spec = drawn.spec
     trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
     return {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}
 
 
 def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield batches of at most BATCH rows, each for one SQL statement."""
     return (values[i : i + BATCH] for i in range(0, len(values), BATCH))

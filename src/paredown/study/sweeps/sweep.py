@@ -242,7 +242,6 @@ class Sweep:
         ] + self._infeasible_trials()
 
     def _infeasible_trials(self) -> list[DrawnTrial]:
-        """Return the trials of pairs without a feasible plan; they have the label of the template."""
         labels = {str(named): label for label, named in self.labels if isinstance(named, PlanTemplate)}
         named = [(pair, labels.get(str(pair.template), str(pair.template))) for pair in self.infeasible]
         return [
@@ -252,7 +251,6 @@ class Sweep:
         ]
 
     def _labels(self) -> dict[TaskPlan, str]:
-        """Return the label of every plan on every task, by task and `plan.key`."""
         given: dict[Hashable, str] = {named.key if isinstance(named, Plan) else str(named): label for label, named in self.labels}
         shared = [(plan, label_of(plan, given)) for plan in self.plans]
         requests = [(task, plan, label) for task in self.tasks for plan, label in shared]
@@ -263,7 +261,6 @@ class Sweep:
         )
 
     def _propensities(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
-        """Return the probability with which each pair of task and plan is drawn, and the order in which pairs run."""
         num = len(self.tasks) * len(self.plans)
         if self.method is not SamplingMethod.CHEAP_FIRST:
             return np.full(num, self.share), range(num)

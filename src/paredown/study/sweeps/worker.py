@@ -146,7 +146,6 @@ def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable
 
 
 def _why_empty(store: Store, sweep: str | None) -> str | None:
-    """Return a sentence if the store has no trials of a sweep (None: of any sweep); otherwise None."""
     if any(sweep in (None, counts.sweep) for counts in count(store)):
         return None
     return f"the store {store.database.name} has no trials{'' if sweep is None else f' of sweep {sweep!r}'}"
@@ -252,7 +251,6 @@ class Worker:
         return []
 
     def _report(self, result: EndedTrial, written: WrittenResult) -> None:
-        """Call `on_result` or `say` for a result that was written to the store."""
         claim = result.claim
         about = f"{claim.spec.task}, {claim.label}, seed {claim.spec.seed}"
         if written.trial is not None:
@@ -280,14 +278,12 @@ class Worker:
         return not self._options.stays and not count_open(self._store, self._options.sweep, without=tuple(self._refused))
 
     def _give_up(self) -> None:
-        """Kill the running trials, write the results of ended ones, and release all other claims."""
         self._engine.stop()
         self._write(0)
         self._store.give_back(list(self._claims.values()))
         self._store.leave(self._id)
 
     def _check_refused(self) -> None:
-        """Raise SweepError if trials that this worker refused are still open."""
         left = count_open(self._store, self._options.sweep) if self._refused else 0
         if left:
             task, reason = next(iter(self._refused.items()))

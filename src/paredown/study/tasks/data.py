@@ -205,10 +205,7 @@ class Examples(Data):
             yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """Return the random order of one pass over the training examples, and the random offset of each picture.
-
-        They are `num` indices of examples, (num,), and offsets (down, right, mirrored), (num, 3), or (num, 0) if none is moved.
-        """
+        """Return the order of one pass, indices (num,), and the offsets of its pictures: (down, right, mirrored), or none, (num, 0)."""
         order = torch.randperm(self.num_train, generator=source)[:num]
         bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
         moves = torch.empty(num, len(bounds), dtype=torch.int64)
@@ -288,5 +285,4 @@ class Text(Data):
 
 
 def _shifted(pieces: Tensor) -> Pair:
-    """Return inputs and answers (the next bytes), both (num, length), of pieces of text (num, length + 1)."""
     return pieces[:, :-1].long(), pieces[:, 1:].long()

@@ -97,10 +97,7 @@ def _by_name(arrays: Mapping[str, Array]) -> Arrays:
 
 
 def _by_shape(arrays: Mapping[str, Array]) -> Arrays:
-    """Return one array of pictures and one of labels, divided into a training and a test split.
-
-    Empty if there are several arrays that could be either, or none.
-    """
+    """Return the only array of pictures and the only one of labels, split; empty if there are none or several."""
     pictures = [array for array in arrays.values() if array.ndim in (3, 4)]
     labels = [a for a in arrays.values() if pictures and _are_labels(a, len(pictures[0]))]
     return split(pictures[0], labels[0].reshape(-1)) if len(pictures) == len(labels) == 1 else {}
@@ -304,7 +301,6 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _pictures(folder: Path, names: Sequence[str], side: int | None) -> tuple[Array, Array]:
-    """Return the pictures in the class folders `names`, (num, height, width, 3) uint8, and their class numbers, from 0."""
     paths = [
         (path, number)
         for number, name in enumerate(names)

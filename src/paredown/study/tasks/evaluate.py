@@ -307,10 +307,7 @@ def find_device(device: Any) -> torch.device:
 def _outcome(
     head: Trial, setting: TrainingSetup, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
 ) -> tuple[Trial, nn.Module | None]:
-    """Train, and return the trial, `head` with its results, and the model; None for the model if memory ran out.
-
-    In that case the memory that the exception held is freed.
-    """
+    """Train, and return the trial, `head` with its results, and the model; None if memory ran out, which is freed then."""
     task, curve = setting.task, curve_of(setting.task)
     try:
         return _run(head, setting, curve, meter, timer, progress)
@@ -357,10 +354,7 @@ def _run(
 
 
 def _predicted(setting: TrainingSetup) -> int | None:
-    """Return the predicted peak bytes of a training, or None.
-
-    None if the step cannot be traced, or if a simulated plan has rules for values that no step stores.
-    """
+    """Return the predicted peak bytes; None if the step cannot be traced, or a simulated plan has rules for what no step stores."""
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None

@@ -215,7 +215,6 @@ def _keywords(model: str, data: Data, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _check_build(model: str, build: partial[nn.Module], data: Examples | Text) -> None:
-    """Raise TaskError if the model cannot be built and called on the meta device."""
     x = next(data.tests(2, device=torch.device("cpu")))[0].to("meta")
     try:
         with torch.device("meta"):
@@ -270,7 +269,6 @@ def call_user_function(source: Path | str, function: str, options: Mapping[str, 
 
 @contextmanager
 def _errors_as_task_errors(name: str) -> Generator[None]:
-    """Return a context that turns exceptions of the user's code, sys.exit included, into a TaskError with type and text."""
     try:
         yield
     except TaskError:
@@ -280,7 +278,6 @@ def _errors_as_task_errors(name: str) -> Generator[None]:
 
 
 def _imported(path: Path) -> Any:
-    """Import the Python file `path` and return its module; it may import modules of its folder."""
     name = f"paredown_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -292,7 +289,6 @@ def _imported(path: Path) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Import and return the module `name`; the current folder is searched too."""
     with _on_sys_path(Path()):
         return importlib.import_module(name)
 

@@ -78,11 +78,7 @@ def formats_state(plan: Plan) -> bool:
 def _trace(
     task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
-    """Return the trace of one training step of a task; None means the defaults of `trace_task`.
-
-    `has_state_formats`: whether the plan has formats for weights or optimizer state. `step`: whether the step is compiled, and whether its
-    loss is computed in chunks.
-    """
+    """Return the trace of a step; `step`: whether it is compiled, and whether its loss is computed in chunks."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).placed_model(), _first_batch(task)
     if batch_size is not None:
@@ -134,10 +130,7 @@ def outline_task(task: Task) -> Outline:
 
 @lru_cache(maxsize=4)
 def _task_by_name(text: str, folder: Path | None) -> Task:
-    """Return the Task with this name, the same object for the same name.
-
-    Traces are cached by Task, and `cached_task` makes those of the user's code anew in each call.
-    """
+    """Return the same Task for the same name, by which traces are cached; `cached_task` makes those of user code anew."""
     return cached_task(text, folder)
 
 

@@ -115,10 +115,7 @@ class LossCurve:
         return None
 
     def _hopeless(self) -> Verdict | None:
-        """Return a verdict STOPPED if the run is no better than random guessing; otherwise None.
-
-        The means of the last quarter and of the last tenth are compared with the loss of guessing.
-        """
+        """Return a verdict STOPPED if the means of the last quarter and of the last tenth are no better than random guessing."""
         quarter_start, tenth_start = self.step - self._steps // 4, self.step - self._steps // 10
         guessing_loss = self._blind_loss if self._blind_loss is not None else self.points[0][1]
         quarter, tenth = self._mean(quarter_start), self._mean(tenth_start)
@@ -270,10 +267,7 @@ class Loop:
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the loss.
-
-        With a `loss_factor`, gradients of activations are that many times as large during backward.
-        """
+        """Compute the gradients; with a `loss_factor`, those of activations are that many times as large during backward."""
         factor = self.setting.task.settings.loss_factor
         if factor is None:
             loss.backward()

@@ -100,7 +100,6 @@ class Trial:
         return self.step_seconds / self.baseline_step_seconds
 
     def _numbers(self) -> list[str]:
-        """Return texts with name and value of each number that is known, such as "error 0.0250"."""
         texts: list[str] = []
         texts += [f"error {self.error:.4f}"] if self.error is not None else []
         texts += [f"loss {self.loss:.4f}"] if self.loss is not None else []

@@ -193,7 +193,6 @@ class GraphBench:
     # --- queues and lanes -----------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Start queued runs in idle lanes, and in new lanes until `num_lanes` are busy."""
         for group in list(self._groups.values()):
             while group.queue and len(self._begun) < self._num_lanes:
                 queued = group.queue.popleft()
@@ -217,17 +216,13 @@ class GraphBench:
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_freed_memory(self) -> bool:
-        """Free idle lanes after an allocation failed, and return whether a retry may find memory now or later.
-
-        The number of lanes is limited to those that are busy now.
-        """
+        """Free idle lanes after an allocation failed, limit lanes to the busy ones, and return whether a retry may find memory."""
         dropped = self._drop_idle()
         if self._begun:
             self._num_lanes = len(self._begun)
         return dropped or bool(self._begun)
 
     def _drop_idle(self) -> bool:
-        """Free the memory of lanes without a run, and return whether there were any."""
         idle = [lane for group in self._groups.values() for lane in group.idle]
         for group in self._groups.values():
             group.lanes = [lane for lane in group.lanes if lane.run is not None]
@@ -260,7 +255,6 @@ class GraphBench:
                 lane.close()
 
     def _tests_of(self, setting: TrainingSetup) -> list[Pair]:
-        """Return the test batches of a task on the device, cached between runs."""
         key = (setting.task.data, setting.task.batch, str(setting.device))
         if key not in self._tests:
             self._tests[key] = list(setting.task.data.tests(setting.task.batch, device=setting.device))
@@ -272,7 +266,6 @@ class GraphBench:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an exception's text, or its type."""
     return str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
 
 
@@ -355,10 +348,7 @@ class GraphsEngine(Engine):
         return ended
 
     def _receive(self, gpu: str | None) -> list[EndedTrial]:
-        """Return the trials that ended in the child process of `gpu`.
-
-        If it has died or a trial is late, these are all of its trials, without results.
-        """
+        """Return the trials that ended in the child process of `gpu`: all of them, without results, if it died or one is late."""
         child = self._children[gpu]
         ended: list[EndedTrial] = []
         try:

@@ -178,7 +178,6 @@ def check_run(run: RunTrial) -> None:
 
 
 def _ended(running: TrialProcess) -> EndedTrial | None:
-    """Return the result of a trial, or a failure if its process died; None while it runs."""
     spec = running.claim.spec
     if running.pipe.poll():
         trial = _receive(running)
@@ -194,7 +193,6 @@ def _ended(running: TrialProcess) -> EndedTrial | None:
 
 
 def _receive(running: TrialProcess) -> Trial | None:
-    """Return the trial that the child sent; None if the pipe was closed without a result."""
     try:
         return Trial.from_json(json.loads(running.pipe.recv_bytes()))
     except (EOFError, OSError):
@@ -227,7 +225,6 @@ def kill_group(process: BaseProcess) -> None:
 
 
 def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialResources) -> None:
-    """Run one trial in a process of its own, send its result through `pipe`, and end the process."""
     settle(pipe, resources)
     trial = run_safely(run, spec)
     pipe.send_bytes(json.dumps(trial.to_json()).encode())

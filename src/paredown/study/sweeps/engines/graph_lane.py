@@ -118,7 +118,6 @@ class Lane:
         return self._captured(judge), (x, answers), scores
 
     def _captured(self, call: Replay) -> Replay:
-        """Capture `call` in a CUDA graph, and return the function that replays it; on a CPU `call` itself."""
         states = _random_states(self.setting.device)
         for _ in range(NUM_WARMUPS if self.is_cuda else 1):
             with self._session.capturing():
@@ -208,10 +207,7 @@ class Lane:
         self._results = self._sent(torch.stack(scores))
 
     def _has_arrived(self, run: LaneRun, *, blocks: bool) -> bool:
-        """Return whether all queued losses and scores of a run are on the host; if so, complete its loss curve.
-
-        `blocks`: wait until they are, and return True.
-        """
+        """Return whether all losses and scores of a run are on the host, and then complete its curve; `blocks` waits for them."""
         if not blocks and self._results is not None and not _is_ready(self._results):
             return False
         while self._points and run.curve.verdict is None:
@@ -276,7 +272,6 @@ def _received(sent: tuple[Tensor, Any]) -> Tensor:
 
 
 def _random_states(device: torch.device) -> Any:
-    """Return the states of the random number generators of device and host."""
     on_device = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
     return on_device, torch.get_rng_state().numpy().tobytes(), random.getstate()
 

@@ -144,7 +144,6 @@ class RayEngine(Engine):
         self._running = {}
 
     def _read(self, values: Any) -> EndedTrial | None:
-        """Return the result of a trial that has ended; None if the message only says that it has started."""
         trial, exceptions = self._running[values], self._ray.exceptions
         try:
             host, result = json.loads(self._ray.get(next(values)))
@@ -164,7 +163,6 @@ class RayEngine(Engine):
         return EndedTrial(self._running.pop(values).claim, None, reason)
 
     def _end_late(self) -> list[EndedTrial]:
-        """Kill the trials whose time limit has passed, and return their results."""
         now, ended = time.monotonic(), list[EndedTrial]()
         for values, trial in list(self._running.items()):
             if trial.deadline is not None and now >= trial.deadline:
@@ -174,7 +172,6 @@ class RayEngine(Engine):
         return ended
 
     def _num_fitting(self, options: RayOptions) -> int:
-        """Return the number of trials that the cluster has resources for; SweepError if there is none."""
         group = getattr(options.placement, "placement_group", None)
         nodes = [node for node in self._ray.nodes() if node["Alive"] and has_labels(node["Labels"], options.labels)]
         places = list(group.bundle_specs) if group is not None else [node["Resources"] for node in nodes]
@@ -258,7 +255,6 @@ def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _refused_by_ray(call: Any) -> Any:
-    """Return the value of `call()`; if Ray raises a ValueError or TypeError, raise a SweepError with Ray's message."""
     try:
         return call()
     except (TypeError, ValueError) as error:
