@@ -49,15 +49,7 @@ from paredown.plan.trace import Trace
 from paredown.predict.fake.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
 from paredown.predict.trace_step import trace_step
 from paredown.sizes import parse_bytes
-from paredown.study.tasks.lookup import (
-    WITH_FILE,
-    WITHOUT_FILE,
-    autocast_dtype,
-    call_user_function,
-    check_has_function,
-    find_task,
-    parse_options,
-)
+from paredown.study.tasks import lookup
 from paredown.study.tasks.task import RULES, Task
 from paredown.study.tasks.task_trace import formats_state, resized, trace_task
 
@@ -151,12 +143,12 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
     head, _, tail = text.strip().partition("#")
     head = head.strip()
     if (config := find_config(head)) is not None:
-        model, batch = read_config(config, parse_options(tail), changes.input)
+        model, batch = read_config(config, lookup.parse_options(tail), changes.input)
         subject = Subject(config.parent.name or config.name, model, batch, assumed=_assumed_tokens(batch, tail, changes))
-    elif ":" in head and head.partition(":")[0] not in WITH_FILE:
-        subject = _of_user_code(head, parse_options(tail), changes)
+    elif ":" in head and head.partition(":")[0] not in lookup.WITH_FILE:
+        subject = _of_user_code(head, lookup.parse_options(tail), changes)
     elif head in MODELS:
-        options = {**_length_of(head, changes.input), **parse_options(tail)}
+        options = {**_length_of(head, changes.input), **lookup.parse_options(tail)}
         subject = replace(_of_model(head, options), assumed=_assumed_of_model(head, options))
     else:
         subject = of_task(_task(text, head))
@@ -186,7 +178,7 @@ def _assumed_batch(num: int) -> str:
 
 def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
     """Return texts that tell which batch size and length were assumed for a Hugging Face config."""
-    is_given = changes.input is not None or "length" in parse_options(tail)
+    is_given = changes.input is not None or "length" in lookup.parse_options(tail)
     lengths = [f"length {batch['input_ids'].shape[1]} (--input tokens:N sets it)"] if "input_ids" in batch and not is_given else []
     return (_assumed_batch(CONFIG_BATCH), *lengths)
 
@@ -202,9 +194,9 @@ def find_any_task(text: str) -> Task:
     """Return the task that `text` names, which may be a function of an importable module."""
     head, _, tail = text.strip().partition("#")
     kind, _, function = head.strip().rpartition(":")
-    if not kind or ".py:" in head or head.partition(":")[0] in WITH_FILE:
+    if not kind or ".py:" in head or head.partition(":")[0] in lookup.WITH_FILE:
         return _task(text, head.strip())
-    task = call_user_function(kind, function, parse_options(tail))
+    task = lookup.call_user_function(kind, function, lookup.parse_options(tail))
     if not isinstance(task, Task):
         raise TaskError(
             f"{text}: {function} returned {type(task).__name__}; to train, it must return a paredown.Task (docs/tasks.md)."
@@ -221,16 +213,16 @@ def of_task(task: Task, device: str | None = None) -> Subject:
 
 
 def _task(text: str, head: str) -> Task:
-    known = head.partition(":")[0] in (*WITH_FILE, *WITHOUT_FILE) or ".py:" in head
+    known = head.partition(":")[0] in (*lookup.WITH_FILE, *lookup.WITHOUT_FILE) or ".py:" in head
     if not known:
-        check_has_function(head)
+        lookup.check_has_function(head)
         _check_is_no_config(head)
-        likely = closest(head, (*WITHOUT_FILE, *WITH_FILE, *MODELS))
+        likely = closest(head, (*lookup.WITHOUT_FILE, *lookup.WITH_FILE, *MODELS))
         raise TaskError(
-            f"{head!r} is neither a task nor a model. Closest: {likely}. Allowed: {', '.join(WITHOUT_FILE)}, images:FILE, text:FILE, "
-            f"{', '.join(MODELS)}, file.py:function, module:function, or a folder with a Hugging Face config.json."
+            f"{head!r} is neither a task nor a model. Closest: {likely}. Allowed: {', '.join(lookup.WITHOUT_FILE)}, images:FILE, "
+            f"text:FILE, {', '.join(MODELS)}, file.py:function, module:function, or a folder with a Hugging Face config.json."
         )
-    return find_task(text)
+    return lookup.find_task(text)
 
 
 def _check_is_no_config(head: str) -> None:
@@ -257,7 +249,7 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
     return replace(
         subject,
         optimizer=optimizer,
-        autocast=subject.autocast if changes.autocast is None else autocast_dtype(changes.autocast),
+        autocast=subject.autocast if changes.autocast is None else lookup.autocast_dtype(changes.autocast),
         device=changes.device,
         compiled=changes.compiled,
         chunked_loss=subject.chunked_loss if changes.chunked_loss is None else changes.chunked_loss,
@@ -289,7 +281,7 @@ def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions
     file, _, function = head.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         raise TaskError(f"{file}: there is no such file.")
-    made = call_user_function(Path(file) if file.endswith(".py") else file, function, options)
+    made = lookup.call_user_function(Path(file) if file.endswith(".py") else file, function, options)
     if isinstance(made, Task):
         return of_task(made)
     if isinstance(made, nn.Module):

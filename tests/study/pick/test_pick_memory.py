@@ -12,7 +12,8 @@ from paredown import Plan, Trial, pick
 from paredown.sizes import say_bytes
 from paredown.study.pick import pick as pick_module
 from paredown.study.pick.answer import Frontier, Point
-from paredown.study.pick.pick_loop import PickLoop, expected_peaks, explain_nothing_trains
+from paredown.study.pick.pick_loop import PickLoop, expected_peaks
+from paredown.study.pick.reasons import explain_nothing_trains
 from paredown.study.report.studies import study_of_pick
 from paredown.study.tasks.trial import Status
 from tests.study.pick.test_pick import PRIOR, as_in_prior, make_task, tried

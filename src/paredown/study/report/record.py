@@ -39,16 +39,7 @@ from paredown.plan.trace import Trace
 from paredown.serial import dump_dataclass, load_json, read_versioned, save_json
 from paredown.session.changes import Action, Change
 from paredown.study.pick.answer import Picked
-from paredown.study.report.studies import (
-    ReportedProgress,
-    ReportedTrial,
-    Study,
-    kept_under,
-    plans_to_show,
-    study_of_pick,
-    study_of_trials,
-    thin,
-)
+from paredown.study.report import studies as parts
 from paredown.study.sweeps.plan_labels import Labels, distinct, distinct_labels
 from paredown.study.tasks.trial import Status, Trial
 
@@ -141,12 +132,12 @@ class Record:
     """
 
     title: str
-    studies: tuple[Study, ...] = ()
-    runs: tuple[ReportedTrial, ...] = ()
+    studies: tuple[parts.Study, ...] = ()
+    runs: tuple[parts.ReportedTrial, ...] = ()
     actions: tuple[Action, ...] = ()
     changes: tuple[Change, ...] = ()
     given: tuple[Change, ...] = ()
-    progress: tuple[ReportedProgress, ...] = ()
+    progress: tuple[parts.ReportedProgress, ...] = ()
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     commit: str = ""
@@ -162,10 +153,10 @@ class Record:
 
         A `trace` of its step adds memory by plan; a `session` adds its changes and guard actions.
         """
-        study = study_of_pick(picked)
+        study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
-        record = record if trace is None else record.with_footprints(trace, plans_to_show(picked))
+        record = record if trace is None else record.with_footprints(trace, parts.plans_to_show(picked))
         return record if session is None else record.with_session(session)
 
     @staticmethod
@@ -184,7 +175,7 @@ class Record:
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
             by_task.setdefault(trial.task, []).append(trial)
-        studies = tuple(study_of_trials(task, of_task, names) for task, of_task in by_task.items())
+        studies = tuple(parts.study_of_trials(task, of_task, names) for task, of_task in by_task.items())
         return Record(title, studies=studies).with_trials(rows, names, times)
 
     @staticmethod
@@ -211,7 +202,9 @@ class Record:
             labels=labels,
             times=_times([row for row, _ in finished]),
         )
-        progress = tuple(ReportedProgress(counts.sweep, counts.waiting, counts.running, dict(counts.by_status)) for counts in shown)
+        progress = tuple(
+            parts.ReportedProgress(counts.sweep, counts.waiting, counts.running, dict(counts.by_status)) for counts in shown
+        )
         # listed, but in no study: they have no plan, and their label is that of a template
         infeasible = [run_of(trial, row["label"]) for row, trial in ended if trial.status is Status.INFEASIBLE]
         return replace(record, progress=progress, runs=(*record.runs, *infeasible))
@@ -242,11 +235,11 @@ class Record:
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
         """Return this record with the memory of a step under these plans, in the study of `task` (default: the first)."""
-        studies = self.studies or (Study(task or trace.model),)
+        studies = self.studies or (parts.Study(task or trace.model),)
         task = task or studies[0].task
         if task not in (study.task for study in studies):
             raise ReportError(f"the record has no task {task!r}. There are: {', '.join(study.task for study in studies)}.")
-        kept = kept_under(trace, plans)
+        kept = parts.kept_under(trace, plans)
         written = next((label for label, plan in plans.items() if plan.changes_nothing), "")
         full = next((row.peak_bytes for row in kept if row.label == written), None)
         return replace(
@@ -302,11 +295,11 @@ def _last(trials: list[Trial]) -> list[int]:
     return kept[::-1]
 
 
-def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
+def _runs(trials: list[Trial], names: Labels) -> list[parts.ReportedTrial]:
     """Return trials as rows of the report's table; the first of each plan on a task has its curve, MOST_CURVES at most in total."""
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
-    runs: list[ReportedTrial] = []
+    runs: list[parts.ReportedTrial] = []
     for trial in trials:
         label, labels = names.of(trial.plan, trial.task), drawn[trial.task]
         runs.append(run_of(trial, label, has_curve=label not in labels and len(labels) < most))
@@ -314,15 +307,15 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
     return runs
 
 
-def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
+def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> parts.ReportedTrial:
     """Return a trial as a row of the report's table; `label` is the name of its plan, `has_curve` adds its loss curve."""
     same = ("task", "seed", "error", "loss", "seconds", "step_seconds", "step_ratio", "reason", "device", "commit")
-    return ReportedTrial(
+    return parts.ReportedTrial(
         plan=label,
         status=trial.status.value,
         predicted_bytes=trial.predicted_peak_bytes,
         measured_bytes=trial.measured_peak_bytes,
-        curve=thin(trial.curve) if has_curve else (),
+        curve=parts.thin(trial.curve) if has_curve else (),
         **{name: getattr(trial, name) for name in same},
     )
 

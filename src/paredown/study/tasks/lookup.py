@@ -54,16 +54,8 @@ from torch import nn
 from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.plan.selectors import closest
+from paredown.study.tasks import data_files
 from paredown.study.tasks.data import NUM_BYTES, Data, Examples, PictureTransform, Text
-from paredown.study.tasks.data_files import (
-    load_weights,
-    read_arrays,
-    read_digits,
-    read_fashion_mnist,
-    read_folder,
-    read_text,
-    scaled,
-)
 from paredown.study.tasks.task import OptimizerSettings, Task
 
 __all__ = ["OptimizerSettings", "Task", "find_task"]
@@ -169,7 +161,7 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
 def _new_model(build: partial[nn.Module], start: str, seed: int) -> nn.Module:
     """Return `build()`, a new model, with the weights of the file `start` unless that is ""; the caller seeds torch for `seed`."""
     model = build()
-    return load_weights(model, find_file(start, None)) if start and not next(model.parameters()).is_meta else model
+    return data_files.load_weights(model, find_file(start, None)) if start and not next(model.parameters()).is_meta else model
 
 
 def _check_model(model: str, *, is_text: bool) -> None:
@@ -193,7 +185,7 @@ def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Example
     if "side" in options:
         if options["side"] < 1:
             raise TaskError(f"side is {options['side']}; pictures have at least one pixel.")
-        data = scaled(data, options["side"])
+        data = data_files.scaled(data, options["side"])
     if not 0 <= options.get("shift", 0) < min(data.x_train.shape[-2:]):
         raise TaskError(
             f"shift is {options['shift']}; it must be at least 0 and less than the sides of pictures, {tuple(data.x_train.shape[-2:])}."
@@ -306,7 +298,7 @@ def _on_sys_path(folder: Path) -> Generator[None]:
 SHOWN_FUNCTIONS = 8
 LENGTH = 64  # bytes of a training piece of a text
 ALLOWED = "digits, fashion_mnist, images:FILE.npz, images:FOLDER, text:FILE, or path/to/file.py:function"
-WITHOUT_FILE: dict[str, Callable[[], Examples]] = {"digits": read_digits, "fashion_mnist": read_fashion_mnist}
+WITHOUT_FILE: dict[str, Callable[[], Examples]] = {"digits": data_files.read_digits, "fashion_mnist": data_files.read_fashion_mnist}
 WITH_FILE = ("images", "text")
 DATA = "PAREDOWN_DATA"
 DATA_FOLDERS = ("", "images", "text")  # folders of PAREDOWN_DATA that are searched
@@ -385,7 +377,7 @@ def _task_of_file(kind: str, file: str, options: Mapping[str, Any], folder: Path
         return named_task(name, _arrays(path, options.get("superclass"), _stamp(path)), options)
     if "superclass" in options:
         raise TaskError("a folder of pictures has no superclasses.")
-    return named_task(name, read_folder(path, side=options.get("side")), options)
+    return named_task(name, data_files.read_folder(path, side=options.get("side")), options)
 
 
 def _text(path: Path, options: Mapping[str, Any]) -> Text:
@@ -394,13 +386,13 @@ def _text(path: Path, options: Mapping[str, Any]) -> Text:
     length = options.get("length", LENGTH)
     if length < 1:
         raise TaskError(f"length is {length}; a piece has at least one byte.")
-    return read_text(path, length)
+    return data_files.read_text(path, length)
 
 
 @lru_cache(maxsize=4)
 def _arrays(path: Path, superclass: int | None, stamp: Stamp) -> Examples:
     """Return the examples in an `.npz` file, cached until the file changes (its `stamp` is another)."""
-    return read_arrays(path, superclass=superclass)
+    return data_files.read_arrays(path, superclass=superclass)
 
 
 def _name(head: str, options: Mapping[str, Any]) -> str:

@@ -41,21 +41,7 @@ from paredown.check.out_of_memory import is_out_of_memory
 from paredown.codec.runtime_formats import is_live, is_narrow
 from paredown.plan.plan import Plan
 from paredown.simulate.rounded_values import MODES, Simulate
-from paredown.study.sweeps.engines.engine import (
-    PRELOAD,
-    Engine,
-    LocalEngine,
-    RunTrial,
-    TrialResources,
-    cause_of,
-    check_run,
-    deadline_of,
-    kill_group,
-    late,
-    of_error,
-    settle,
-    without_main,
-)
+from paredown.study.sweeps.engines import engine as processes
 from paredown.study.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
 from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.study.tasks.data import Pair
@@ -295,19 +281,19 @@ class GpuProcess:
 
 
 @final
-class GraphsEngine(Engine):
+class GraphsEngine(processes.Engine):
     """Runs simulated trials in parallel, `lanes` of them on each GPU, or on the CPU if there is none."""
 
-    def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
-        check_run(run)
+    def __init__(self, run: processes.RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
+        processes.check_run(run)
         self._run, self._lanes = run, lanes
         self._gpus: list[str | None] = [*gpus] or [None]
         self.slots = PER_LANE * lanes * len(self._gpus)
         self._children: dict[str | None, GpuProcess] = {}
-        self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus)
+        self._others = processes.LocalEngine(run, slots=len(self._gpus), gpus=gpus)
         self._later: deque[Claim] = deque()  # trials that will run in a process of their own, when a slot is free
         self._context: Any = get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD, __name__])
+        self._context.set_forkserver_preload([*processes.PRELOAD, __name__])
 
     def start(self, claim: Claim) -> None:
         """Start a claimed trial; `wait` returns it when it has ended."""
@@ -329,9 +315,9 @@ class GraphsEngine(Engine):
 
     def _child(self, gpu: str | None) -> GpuProcess:
         (parent_pipe, child_pipe), (life, child_life) = self._context.Pipe(), self._context.Pipe()
-        arguments = (child_pipe, child_life, self._run, TrialResources(gpu, 1), self._lanes)
+        arguments = (child_pipe, child_life, self._run, processes.TrialResources(gpu, 1), self._lanes)
         process = self._context.Process(target=serve, args=arguments, daemon=False)
-        with without_main():
+        with processes.without_main():
             process.start()
         child_pipe.close()
         child_life.close()
@@ -356,7 +342,7 @@ class GraphsEngine(Engine):
                 message = json.loads(child.pipe.recv_bytes())
                 claim = child.claims[message["key"]][0]
                 if message["event"] == BEGUN:
-                    child.claims[claim.key] = (claim, deadline_of(claim))
+                    child.claims[claim.key] = (claim, processes.deadline_of(claim))
                     continue
                 del child.claims[claim.key]
                 if message["event"] == ALONE:
@@ -365,18 +351,18 @@ class GraphsEngine(Engine):
                     ended.append(EndedTrial(claim, Trial.from_json(message["trial"])))
         except (EOFError, OSError):
             child.process.join()
-            return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
+            return [*ended, *self._drop(gpu, processes.cause_of(child.process.exitcode))]
         now = time.monotonic()
         overdue = [claim for claim, deadline in child.claims.values() if deadline is not None and now >= deadline]
         for claim in overdue:
             del child.claims[claim.key]
-            ended.append(late(claim))
+            ended.append(processes.late(claim))
         return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if overdue else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
         """Kill the child process of one GPU, and return its trials without results but with `reason`, so that they run again."""
         child = self._children.pop(gpu)
-        kill_group(child.process)
+        processes.kill_group(child.process)
         child.pipe.close()
         child.life.close()
         return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
@@ -389,12 +375,12 @@ class GraphsEngine(Engine):
         self._others.stop()
 
 
-def serve(pipe: Connection, life: Connection, run: Any, resources: TrialResources, lanes: int) -> None:
+def serve(pipe: Connection, life: Connection, run: Any, resources: processes.TrialResources, lanes: int) -> None:
     """Run trials that arrive through `pipe` on one GPU, in a process of its own, until it is closed.
 
     `run.setting(spec)` is the setup of a trial. The process also ends when the parent's end of `life` is closed.
     """
-    settle(life, resources)
+    processes.settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)
     os._exit(0)
@@ -409,7 +395,7 @@ def _serve(pipe: Connection, run: Any, lanes: int) -> None:
             try:
                 bench.add(key, run.setting(spec))
             except BaseException as error:
-                _send(pipe, key, ENDED, of_error(specs.pop(key), error))
+                _send(pipe, key, ENDED, processes.of_error(specs.pop(key), error))
         results = bench.turn()
         for key in bench.begun:
             _send(pipe, key, BEGUN)
