@@ -72,11 +72,6 @@ class Counted:
         """The role and name of the tensor."""
         return self.role, self.name
 
-    @property
-    def may_be_low(self) -> bool:
-        """Whether the tensor may have the low precision, which all tensors but gradients of parameters may."""
-        return self.role is not Role.GRADIENT
-
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -143,28 +138,10 @@ def memory_factor(ratio: float) -> float:
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
-def decreasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups in the paper's order, by falling size.
-
-    Like all orders it takes a seed, which only `shuffled` uses.
-    """
-    return sorted(groups, key=lambda group: (-group.numel, group.number))
-
-
-def increasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups of tensors in ascending order of their size."""
-    return sorted(groups, key=lambda group: (group.numel, group.number))
-
-
-def shuffled(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups of tensors in random order."""
-    return random.Random(seed).sample(list(groups), len(groups))
-
-
-ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
-    "decreasing": decreasing,
-    "increasing": increasing,
-    "random": shuffled,
+ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {  # of groups, with a seed
+    "decreasing": lambda groups, seed: sorted(groups, key=lambda group: (-group.numel, group.number)),  # the paper's
+    "increasing": lambda groups, seed: sorted(groups, key=lambda group: (group.numel, group.number)),
+    "random": lambda groups, seed: random.Random(seed).sample(groups, len(groups)),
 }
 
 
@@ -182,8 +159,9 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
     for group in groups:
         if reached >= needed:
             break
-        low |= {tensor.key for tensor in group.tensors if tensor.may_be_low}
-        reached += sum(tensor.numel for tensor in group.tensors if tensor.may_be_low)
+        lowered = [tensor for tensor in group.tensors if tensor.role is not Role.GRADIENT]
+        low |= {tensor.key for tensor in lowered}
+        reached += sum(tensor.numel for tensor in lowered)
     return frozenset(low)
 
 

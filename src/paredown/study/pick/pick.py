@@ -78,9 +78,10 @@ def pick(
     start = time.perf_counter()
     task = _checked_task(task, evaluations, mode)
     _check_margin(max_error_increase, confidence)
-    prior_data = _prior_data(prior, mode)
+    if not isinstance(prior, PriorData):
+        prior = priors.known_prior(PRIOR_MODES[mode]) if prior is None else priors.load(prior)
     torch_device = find_device(device)
-    step = task_step(task, torch_device.type, mode, prior_data)
+    step = task_step(task, torch_device.type, mode, prior)
     limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
     budget_bytes = parse_bytes(limit, whole=step.full_bytes)
     margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
@@ -89,7 +90,7 @@ def pick(
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
-        rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
+        rows = candidates(step, prior, BUDGET if budget is None else budget, tried_plans)
         loop = PickLoop(
             task=task.name,
             metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
@@ -97,7 +98,7 @@ def pick(
             budget_bytes=budget_bytes,
             step=step,
             candidates=rows,
-            task_prior=TaskPrior.of(prior_data),
+            task_prior=TaskPrior.of(prior),
             device=device_name(torch_device),
             max_error_increase=max_error_increase,
             confidence=confidence,
@@ -143,12 +144,6 @@ def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float 
         return known[plan.key]
 
     return predict
-
-
-def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:
-    if isinstance(prior, PriorData):
-        return prior
-    return priors.known_prior(PRIOR_MODES[mode]) if prior is None else priors.load(prior)
 
 
 def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:

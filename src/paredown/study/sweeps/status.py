@@ -194,7 +194,8 @@ def find_best(store: Store, sweep: str) -> list[BestPlan]:
         for (task, _), rows in groups.items():
             done = [row for row in rows if row.status == Status.DONE.value and row.error is not None]
             if done and (task not in best or fmean(row.error for row in done) < best[task].error):
-                best[task] = _best_plan(task, done, len(rows) - len(done))
+                plan, errors = parsed_plan(done[0].plan), {row.seed: row.error for row in done}
+                best[task] = BestPlan(task, done[0].label or label_of(plan), plan, errors, len(rows) - len(done))
     return [plan for _, plan in sorted(best.items())]
 
 
@@ -203,11 +204,6 @@ def _same_run(plan: str, settings: str) -> Hashable:
     """Return a key that is equal for trials of a task that differ only in their seed."""
     parsed = TrialSettings(**json.loads(settings))
     return parsed_plan(plan).key, parsed.mode, parsed.device
-
-
-def _best_plan(task: str, done: Sequence[Any], num_not_done: int) -> BestPlan:
-    plan = parsed_plan(done[0].plan)
-    return BestPlan(task, done[0].label or label_of(plan), plan, {row.seed: row.error for row in done}, num_not_done)
 
 
 def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
@@ -280,8 +276,7 @@ class SweepWatcher:
         if now < self._next and not is_due:
             return []
         self._next = now + self._seconds
-        return [self._progress(counts, now) for counts in count(self._store) if self._sweep in (None, counts.sweep)]
-
-    def _progress(self, counts: SweepCounts, now: float) -> SweepProgress:
-        pace = self._paces.setdefault(counts.sweep, Pace())
-        return SweepProgress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))
+        watched = [counts for counts in count(self._store) if self._sweep in (None, counts.sweep)]
+        paces = [self._paces.setdefault(counts.sweep, Pace()).add(counts.finished, now) for counts in watched]
+        best = [tuple(find_best(self._store, counts.sweep)) for counts in watched]
+        return [SweepProgress(*row) for row in zip(watched, paces, best, strict=True)]

@@ -344,9 +344,12 @@ NO_RESULT = {**FREE, **dict.fromkeys(name for name in RESULT if name not in FREE
 
 
 def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
-    spec = drawn.spec
+    spec, values = drawn.spec, NO_RESULT
+    if drawn.infeasible:  # no worker runs it, since no plan fits its budget
+        trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
+        values = {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}
     return {
-        **(_infeasible_values(drawn) if drawn.infeasible else NO_RESULT),
+        **values,
         "key": drawn.key(sweep),
         "sweep": sweep,
         "place": place,
@@ -357,12 +360,6 @@ def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
         "propensity": drawn.propensity,
         "label": drawn.label or None,
     }
-
-
-def _infeasible_values(drawn: DrawnTrial) -> dict[str, Any]:
-    spec = drawn.spec
-    trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
-    return {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}
 
 
 def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:

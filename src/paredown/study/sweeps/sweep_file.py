@@ -114,7 +114,8 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
         known = {plan.key for plan in plans}
         pairs = tuple((task, plan) for task, (of_task, _) in made for plan in of_task if plan.key not in known)
         sweep = replace(sweep, plans=plans, pairs=pairs, infeasible=tuple(pair for _, (_, without) in made for pair in without))
-    return SweepFile(sweep, _beside(value.get("store"), folder), folder)
+    store: str | None = value.get("store")
+    return SweepFile(sweep, store if store is None or "://" in store else str(folder / store), folder)  # beside the file, or a URL
 
 
 def _plans_of_templates(
@@ -197,10 +198,6 @@ def _names(table: dict[str, Any], word: str) -> list[str]:
     return names
 
 
-def _templates(table: dict[str, Any], folder: Path) -> list[PlanTemplate]:
-    return [PlanTemplate(str(choice["assign"]), choice.get("method", "role")) for choice in _crossed(table)]
-
-
 def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
     from paredown.simulate.peppp import parse_peppp, peppp_plan  # it imports torch, which other sweeps need in their trials alone
 
@@ -217,11 +214,9 @@ SOURCES: dict[
 ] = {  # key of a [[plans]] table: the function that makes its plans, and the keys that it allows beside it
     "preset": (lambda table, folder: [Plan.preset(name) for name in _names(table, "preset")], ()),
     "file": (lambda table, folder: [Plan.load(folder / name) for name in _names(table, "file")], ()),
-    "assign": (_templates, ("method",)),
+    "assign": (
+        lambda table, _: [PlanTemplate(str(row["assign"]), row.get("method", "role")) for row in _crossed(table)],
+        ("method",),
+    ),
     "peppp_low": (_peppp, ("peppp_high",)),
 }
-
-
-def _beside(store: str | None, folder: Path) -> str | None:
-    """Return the address of a store, with a relative path taken from the folder of the sweep file; a URL is unchanged."""
-    return store if store is None or "://" in store else str(folder / store)

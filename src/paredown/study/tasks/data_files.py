@@ -53,7 +53,7 @@ def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
     `superclass` keeps only the classes of one superclass, by the arrays `coarse_train` and `coarse_test`.
     """
     arrays = _loaded(path)
-    splits = _by_name(arrays) or _by_shape(arrays)
+    splits = {kind: array for name, array in arrays.items() if (kind := kind_of(name)) is not None} or _by_shape(arrays)
     missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in splits]
     if missing:
         present = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
@@ -92,20 +92,12 @@ def kind_of(name: str) -> tuple[str, str] | None:
     return (splits[0], kinds[0]) if len(splits) == len(kinds) == 1 else None
 
 
-def _by_name(arrays: Mapping[str, Array]) -> Arrays:
-    return {kind: array for name, array in arrays.items() if (kind := kind_of(name)) is not None}
-
-
 def _by_shape(arrays: Mapping[str, Array]) -> Arrays:
     """Return the only array of pictures and the only one of labels, split; empty if there are none or several."""
     pictures = [array for array in arrays.values() if array.ndim in (3, 4)]
-    labels = [a for a in arrays.values() if pictures and _are_labels(a, len(pictures[0]))]
+    num = len(pictures[0]) if pictures else -1
+    labels = [array for array in arrays.values() if array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"]
     return split(pictures[0], labels[0].reshape(-1)) if len(pictures) == len(labels) == 1 else {}
-
-
-def _are_labels(array: Array, num: int) -> bool:
-    """Return whether an array has one label for each of `num` pictures: (num,) or (num, 1)."""
-    return array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"
 
 
 def split(x: Array, y: Array) -> Arrays:

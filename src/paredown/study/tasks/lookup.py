@@ -142,7 +142,10 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
     is_text = isinstance(data, Text)
     model = options.get("model", "gpt" if is_text else "resnet18")
     _check_model(model, is_text=is_text)
-    _refuse(options, PICTURE_OPTIONS if is_text else ("length",), "text" if is_text else "pictures")
+    for option in PICTURE_OPTIONS if is_text else ("length",):
+        if option in options:
+            what = "text" if is_text else "pictures"
+            raise TaskError(f"option {option!r} does not apply to {what} ({OPTIONS[option].note}).")
     data = data if is_text else _prepared(data, model, options)
     build = partial(MODELS[model], **_keywords(model, data, options))
     _check_build(model, build, data)
@@ -172,12 +175,6 @@ def _check_model(model: str, *, is_text: bool) -> None:
     if (model in OF_TEXT) != is_text:
         fitting = [name for name in MODELS if (name in OF_TEXT) == is_text and name not in OF_PIXELS]
         raise TaskError(f"model {model!r} is not for {'text' if is_text else 'pictures'}. Allowed: {', '.join(fitting)}.")
-
-
-def _refuse(options: Mapping[str, Any], names: tuple[str, ...], what: str) -> None:
-    for name in names:
-        if name in options:
-            raise TaskError(f"option {name!r} does not apply to {what} ({OPTIONS[name].note}).")
 
 
 def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Examples:
@@ -319,7 +316,9 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
         if kind in WITH_FILE and file:
             return _task_of_file(kind, file, options, root)
         if kind in WITHOUT_FILE and not sign:
-            return named_task(_name(kind, options), _without_file(kind, options), options)
+            if "superclass" in options:
+                raise TaskError(f"{kind} has no superclasses.")
+            return named_task(_name(kind, options), WITHOUT_FILE[kind](), options)
     except TaskError as error:
         raise TaskError(
             str(error) if str(error).startswith("task ") else f"task {portable_text(text)!r}: {error}"
@@ -329,12 +328,6 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
     check_has_function(head.strip(), root)
     likely = closest(kind, (*WITHOUT_FILE, *WITH_FILE)).partition(",")[0]
     raise TaskError(f"task {portable_text(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
-
-
-def _without_file(kind: str, options: Mapping[str, Any]) -> Examples:
-    if "superclass" in options:
-        raise TaskError(f"{kind} has no superclasses.")
-    return WITHOUT_FILE[kind]()
 
 
 def check_has_function(head: str, folder: Path | None = None) -> None:

@@ -214,9 +214,7 @@ class TrainingSetup:
         """Return the session of the plan on `model`; a context that does nothing for the baseline in store mode."""
         if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
-        if self.mode != "store":
-            return apply(self.plan, model, seed=self.seed, mode=self.mode)
-        return apply(self.plan, model, seed=self.seed)
+        return apply(self.plan, model, seed=self.seed, mode=self.mode)
 
 
 @dataclass
