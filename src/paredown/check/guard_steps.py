@@ -94,10 +94,7 @@ class GuardRunner(SessionGuard):
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the forward pass that begins belongs to a probe, in which the session packs nothing.
-
-        Raises ApplyError while a CUDA graph is captured.
-        """
+        """Return whether the forward pass that begins is of a probe, which packs nothing; ApplyError while a graph is captured."""
         if is_capturing():
             raise ApplyError(
                 "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "

@@ -159,10 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, learning_rate: float | None = None) -> None:
-    """Add an explanation to the traceback of `error` if it is an out-of-memory error; leave any other error unchanged.
-
-    `trace` and `plan` describe the step that ran out of memory. `learning_rate`: that of the training, if known.
-    """
+    """Add an explanation to the traceback of `error` if it is an out-of-memory error of the step that `trace` and `plan` describe."""
     if not is_out_of_memory(error):
         return
     if trace is not None:
@@ -202,10 +199,7 @@ class LastCall:
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
-        """Trace the step of the last call, and add an explanation to `error` if it is an out-of-memory error.
-
-        `plan`: the plan of the step that ran out of memory.
-        """
+        """Trace the step of the last call under `plan`, and add an explanation to `error` if it is an out-of-memory error."""
         args, named = self._arguments
         if not is_out_of_memory(error):
             return

@@ -166,10 +166,7 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """The sums of squares ("energies") of an autograd node's gradients, and of how much rounding changes them.
-
-    `differences`: the energies of the changes of outgoing gradients, by the (slot, format) that was rounded.
-    """
+    """The sums of squares ("energies") of an autograd node's gradients, and of their changes by the (slot, format) that was rounded."""
 
     node: Any
     incoming: Tensor

@@ -217,10 +217,7 @@ class VerificationRuns:
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan.
-
-        `tolerance`: None for the one that follows from the formats.
-        """
+        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan."""
         with self.session.runs.restored() as self._rewind:
             self._measure_baseline()
             noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
@@ -258,10 +255,7 @@ class VerificationRuns:
     # --- runs -----------------------------------------------------------------------------------------------------------
 
     def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
-        """Return the gradients of a step in which the slots `names` are stored (None: all slots).
-
-        `is_exact` stores them in float32; `records_formats` fills `formats` and `errors`.
-        """
+        """Return the gradients of a step in which the slots `names` (None: all) are stored; `is_exact` stores them in float32."""
         observer = (lambda saved, _, form: self._record_format(saved.name, form)) if records_formats else None
         with self.session.runs.storing(names, is_exact=is_exact, on_packed=observer):
             return self._gradients()

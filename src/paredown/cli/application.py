@@ -228,10 +228,7 @@ def name_for_pip(package: str) -> str:
 
 
 def option(text: str, *names: str, **settings: Any) -> Any:
-    """Return `typer.Option` with the help `text` and the flags `names`; typer adds no default to the help.
-
-    The text itself says what a default of None means.
-    """
+    """Return `typer.Option` with the help `text`, which says what a default of None means, and the flags `names`."""
     return typer.Option(*names, help=text, show_default=False, **settings)
 
 

@@ -83,10 +83,7 @@ def demo(
 
 @dataclass(frozen=True, eq=False)
 class MeasuredFit:
-    """The step that does not fit the demo's budget, and the plan that does, each with its peak.
-
-    Peaks are measured where that is possible, otherwise predicted.
-    """
+    """The step that does not fit the demo's budget, and the plan that does, each with its peak: measured, or else predicted."""
 
     subject: Subject
     full_bytes: int

@@ -139,11 +139,7 @@ class EstimateRequest:
             )
 
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
-        """Return the plans to show by name, with the changes that options request.
-
-        Options request a format for frozen weights, checkpointed layers with packed inputs in host memory, and tiles, which also are shown
-        as a plan of their own.
-        """
+        """Return the plans to show by name, with what options request: checkpointing, offloading, tiles, formats of frozen weights."""
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
 
@@ -214,10 +210,7 @@ class PlannedStep:
         return footprint(trace, plan, world_size=self.request.world_size, strategy=self.request.strategy)
 
     def allowed(self, budget: Budget) -> int:
-        """Return the bytes of a budget.
-
-        A percentage is of the baseline's peak, with activation checkpointing if the plans have it.
-        """
+        """Return the bytes of a budget; percentages are of the baseline's peak, checkpointed if the plans are."""
         from paredown.plan.plan import Plan
 
         plan = Plan(recompute=next(iter(self.plans.values())).checkpointed)

@@ -81,10 +81,7 @@ class Subject:
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """Return the trace of this step, for predictions under `plan`; None for the baseline and for the step's own batch size.
-
-        For a task it is the trace that its trials use.
-        """
+        """Return the trace of this step, or of the task's trials, for predictions under `plan` (None: the baseline)."""
         has_state_formats = self.task is not None and formats_state(plan or Plan())  # only traces of tasks depend on the plan
         key = self.batch_size if batch_size is None else batch_size, has_state_formats
         if key not in self._traces:

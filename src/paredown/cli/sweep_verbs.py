@@ -122,10 +122,7 @@ class WorkRequest:
         return None if self.ray is None else RayOptions.load(self.ray)
 
     def work_on(self, opened: Store, sweep: str | None, folder: TaskFolder, engine: Engine, *, stays: bool = False) -> None:
-        """Run trials of `sweep` (None: of all sweeps) in the store `opened` whose tasks `folder` does not refuse, and show progress.
-
-        If `stays`, wait for new trials when all are finished.
-        """
+        """Run trials of `sweep` (None: of all) whose tasks `folder` does not refuse, show progress, and wait for new ones if `stays`."""
         from paredown.study.sweeps.status import SweepWatcher
         from paredown.study.sweeps.worker import WorkerOptions, work
 

@@ -109,10 +109,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         return (self.plan, self._options) == (other.plan, other._options)
 
     def put_on(self, model: Any) -> None:
-        """Apply the plan to `model`.
-
-        A session that an earlier `attach` opened on it is used again if plan and options are the same; otherwise it is closed first.
-        """
+        """Apply the plan to `model`; a session of an earlier `attach` is used again if plan and options are the same, else closed."""
         earlier = session_of(unwrapped(model))
         if earlier is not None and _ATTACHED.get(earlier) == (self.plan, self._options):
             self.go_on_with(earlier, unwrapped(model))

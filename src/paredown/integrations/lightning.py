@@ -75,10 +75,7 @@ class PareCallback(AppliedPlan, Callback):
         self.trace = trace or (guard.trace if guard is not None else None)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Apply the plan, before optimizers are configured and checkpoints are loaded.
-
-        If a session is open on this module already, it is used again.
-        """
+        """Apply the plan, before optimizers are configured and checkpoints are loaded; an open session on this module is used again."""
         if stage != "fit":
             return
         part = called_part(pl_module, self.module)
@@ -122,10 +119,7 @@ class PareCallback(AppliedPlan, Callback):
             pl_module.log_dict(self._monitor.numbers(trainer.optimizers[0] if trainer.optimizers else None))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Add an explanation to an out-of-memory error.
-
-        The session stays open: to decode all weights could need more memory.
-        """
+        """Add an explanation to an out-of-memory error; the session stays open, since decoding could need more memory."""
         add_explanation(exception, self.trace, self.plan)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -157,9 +151,7 @@ def _loss_of_step(output: Any) -> Tensor:
 
 
 def called_part(module: nn.Module, name: str | None) -> nn.Module:
-    """Return the part of a LightningModule that the plan is applied to: `name`, else the only child with parameters, else all of
-    it.
-    """
+    """Return the part of a LightningModule that the plan is applied to: `name`, else the only child with parameters, else all of it."""
     if name is not None:
         try:
             return module.get_submodule(name)

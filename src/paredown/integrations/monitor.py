@@ -41,10 +41,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """Return the numbers that a training logger shows, by name: memory by role, and statistics of updates.
-
-    Without a session (None) these are of the optimizer's parameters; without an optimizer, of the session's model alone.
-    """
+    """Return numbers for loggers by name; None: of the optimizer's parameters without a session, of the model without an optimizer."""
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -145,10 +142,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """A plan and the session that applies it to the model of a training library, with a monitor.
-
-    `options` are those of `apply`. If `prints_summary` is False, the session's summary is not printed when training ends.
-    """
+    """A plan and its session on the model of a training library, with a monitor; `options` are those of `apply`."""
 
     prints_summary = True
 

@@ -75,9 +75,7 @@ def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
 
 
 def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False) -> Trace:
-    """Return the trace of one training step of the trainer; `batch`: what its data collator returns, by default for the longest
-    examples.
-    """
+    """Return the trace of one step of the trainer on `batch`, as its data collator returns it; by default of the longest examples."""
     model = unwrapped(trainer.model)
     device = trainer.args.device.type
     arguments = model_arguments(trainer, batch)
@@ -150,10 +148,7 @@ def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
 
 
 def longest_batch(trainer: Any) -> Any:
-    """Return the batch that the data collator makes of the longest examples among the first 1024.
-
-    For trainers that generate, these are tokens of that length.
-    """
+    """Return the data collator's batch of the longest of 1024 examples; for trainers that generate, tokens of that length."""
     if getattr(trainer, "train_dataset", None) is None:
         raise ApplyError("the trainer has no train_dataset to make a batch of: attach(trainer, budget=..., batch={...}).")
     count = trainer.args.per_device_train_batch_size

@@ -98,16 +98,10 @@ class OperationListener(ABC):
 
     @abstractmethod
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> Any:
-        """Process one output of an operation; return the value to attach to it, which later operations receive.
-
-        `out` may be changed in place. `number`: its index among the outputs.
-        """
+        """Process output `number` of an operation, which may be changed in place, and return the value to attach to it."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Process a view or copy of a value, and return its value and the tensor that later operations use.
-
-        `name`: if `out` is a part of the value, such as half of the channels, the name of the part; else "".
-        """
+        """Process a view or copy of a value (its part `name`, or all for ""), and return its value and the tensor to use."""
         return value, out
 
 

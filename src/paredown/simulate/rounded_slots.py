@@ -57,10 +57,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """A slot in a simulated session: its format, and the wider format that replaces it after an overflow.
-
-    Promotion is the change to that format once too many values overflow.
-    """
+    """A slot in a simulated session: its format, and the wider format `raised` that it is promoted to after an overflow."""
 
     number: int
     names: tuple[str, ...]
@@ -194,10 +191,7 @@ class RoundedSlots:
             self._allocate(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
     def set_plan(self, plan: Plan, seed: int) -> None:
-        """Change to the formats of `plan` and the random bits of `seed`, also in a captured graph.
-
-        Rounding modes cannot change.
-        """
+        """Change to the formats of `plan` and the random bits of `seed`, also in a captured graph; roundings cannot change."""
         for slot in self._all:
             asked = plan.find(slot.names, slot.role)
             if self._table is not None and not (is_live(asked.format) and slot.is_live):
@@ -239,10 +233,7 @@ class RoundedSlots:
         self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Round `x` in place to the format of `slot`, without autograd noticing.
-
-        `counts_overflow`: overflowing values are counted before.
-        """
+        """Round `x` in place to the format of `slot`, without autograd noticing; overflowing values may be counted before."""
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
@@ -300,10 +291,7 @@ class RoundedSlots:
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """Return a context for capturing a CUDA graph in which many tensors are rounded in one launch.
-
-        The addresses of its tensors are copied to the device when the block ends.
-        """
+        """Return a context for capturing a CUDA graph that rounds many tensors in a launch; at its end addresses are copied."""
         if self._table is None:
             yield
             return
@@ -323,10 +311,7 @@ class RoundedSlots:
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """Return a warning for each role of gradients that vanish; each role is reported once.
-
-        Return nothing while a CUDA graph is captured, since reading the counts would synchronize.
-        """
+        """Return a warning for each role of gradients that vanish, once for each; none during a capture, since that would synchronize."""
         if is_capturing():
             return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
@@ -334,10 +319,7 @@ class RoundedSlots:
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Return whether this slot was promoted to its wider format because it overflowed.
-
-        Synchronizes with the device, unless promotion is off or the role cannot be promoted.
-        """
+        """Return whether this slot was promoted after an overflow; synchronizes with the device where promotion is possible."""
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
@@ -361,10 +343,7 @@ class RoundedSlots:
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Restore the promotions (slots with wider formats) of a saved state.
-
-        If a slot does not exist yet, it is promoted when it is added.
-        """
+        """Restore the promotions (slots with wider formats) of a saved state, also of slots that are added later."""
         self._pending = {str(key): (int(forward), float(share)) for key, forward, share in promotions}
         for slot in self._all:
             self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key, (NEVER, 0.0))

@@ -167,10 +167,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Return a view or copy of a value; a part of the value is rounded by its own rule, if there is one.
-
-        `name`: of the part; "" if `out` is the whole value.
-        """
+        """Return a view or copy of a value; a part, with a `name`, is rounded by its own rule, if there is one."""
         if not name:
             return value, out
         part = self._value(name)

@@ -111,17 +111,11 @@ class SimulatedSession:
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """Return a context in which operations outside of the model are rounded too, such as those of a loss.
-
-        `path`: the module path of these operations in slot names.
-        """
+        """Return a context in which operations outside of the model, such as a loss, are rounded too, under the module path `path`."""
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Change slots that overflowed in the last training pass to their wider format.
-
-        Each training pass begins with this, also in a captured graph.
-        """
+        """Change slots that overflowed in the last training pass to their wider format, as each training pass does first."""
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:

@@ -57,10 +57,7 @@ ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class Counted:
-    """A tensor that the paper counts among all numbers of a step: role, name, number of values, group.
-
-    `group` is the number of the group of tensors that are demoted together.
-    """
+    """A tensor that the paper counts: role, name, number of values, and the number of the group that is demoted together."""
 
     role: Role
     name: str
@@ -87,11 +84,7 @@ class TensorGroup:
 
 
 def tensors_of(outline: Outline) -> list[Counted]:
-    """Return every tensor of a step that the paper counts, with its group.
-
-    `outline` lists the tensors that each operation of the forward pass computes. A parameter belongs to the group of the first value that
-    it is applied to.
-    """
+    """Return every tensor of a step that the paper counts; a parameter is in the group of the first value that it is applied to."""
     group, groups, tensors = -1, list[int](), list[Counted]()
     counted_weights: set[str] = set()
     for value in outline.values:
@@ -106,10 +99,7 @@ def tensors_of(outline: Outline) -> list[Counted]:
 
 
 def groups_of(outline: Outline) -> list[TensorGroup]:
-    """Return the groups of tensors that the paper demotes together, in the order of their first tensors.
-
-    `outline` lists the tensors that each operation of the forward pass computes.
-    """
+    """Return the groups of tensors that the paper demotes together, in the order of their first tensors."""
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
     return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
@@ -226,10 +216,7 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """Return the tensors that torch.autocast would compute in low precision.
-
-    They are outputs of products, and outputs of operations on neither of autocast's lists if all their inputs are low.
-    """
+    """Return the tensors that torch.autocast computes low: outputs of products, and of other operations if all inputs are low."""
     is_low: list[bool] = []
     low: set[tuple[Role, str]] = set()
     for value in outline.values:

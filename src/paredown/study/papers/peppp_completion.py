@@ -32,10 +32,7 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """A completed matrix of errors, with the number of iterations that it took.
-
-    `residual`: the relative change of the last iteration, scaled to a step of length 1.
-    """
+    """A completed matrix of errors, the iterations that it took, and `residual`, the relative change of the last one."""
 
     values: Array
     num_steps: int
@@ -55,10 +52,7 @@ class Completion:
 
 
 def complete(errors: Array, *, propensities: Array | None = None, **how: float) -> Completed:
-    """Return `errors` with its NaNs filled in; `propensities` is the probability of each entry to be observed.
-
-    `how`: fields of `Completion`.
-    """
+    """Return `errors` with its NaNs filled in; `propensities`: of entries to be observed, `how`: fields of `Completion`."""
     options = Completion(**how)  # pyright: ignore[reportArgumentType]
     is_known = np.isfinite(errors)
     if errors.ndim != 2 or not is_known.any():

@@ -132,10 +132,7 @@ class TaskStep:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates, and the features of the prior's plans.
-
-    `points` (plans of the prior, features) has the features of the prior's plans, NaN where unknown.
-    """
+    """All candidates, and the features of the prior's plans, `points`, NaN where unknown."""
 
     rows: tuple[CandidatePlan, ...]
     points: Array  # (plans of the prior, features)
@@ -163,10 +160,7 @@ class Candidates:
 
 
 def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
-    """Return the plans to choose from: those of the prior, those for any task, and `others`, given with labels.
-
-    Templates for larger budgets than `budget` are left out: their plans would not fit, and making them takes most of the time.
-    """
+    """Return plans of the prior, those for any task, and `others`, with labels; templates above `budget` are left out to save time."""
     by_key: dict[object, CandidatePlan] = {}
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
     points = np.full((len(prior_data.plans), len(NAMES)), np.nan)

@@ -173,10 +173,7 @@ def _random_guess_error(task: Task) -> float | None:
 
 
 def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
-    """Return the step of a task, which predicts the peak bytes under each plan.
-
-    In simulate mode, with a prior of PEPPP's configurations, these are the bytes of PEPPP's memory model.
-    """
+    """Return the step of a task, which predicts peak bytes; in simulate mode with PEPPP's configurations by PEPPP's memory model."""
 
     def trace_of(plan: Plan) -> Trace:
         return trace_task(task, plan, device)

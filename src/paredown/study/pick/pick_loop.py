@@ -154,10 +154,7 @@ class PickLoop:
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
     def step_times(self) -> list[tuple[float | None, float | None, str]]:
-        """Return the step time of each plan, (seconds, ratio, source): measured on this device, else predicted, else that of prior tasks.
-
-        Of prior tasks it is the median ratio.
-        """
+        """Return (seconds, ratio, source) of each plan: measured on this device, predicted, or the median ratio of prior tasks."""
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
         predict = self.predict_seconds or (lambda plan: None)
@@ -209,10 +206,7 @@ class PickLoop:
         return next(number for number in count(seed) if number not in taken)
 
     def next_plan(self, num_left: int) -> int | None:
-        """Return the index of the plan to try next; None if no plan can fit, or no trial is worth its cost.
-
-        `num_left`: how many trials may still run.
-        """
+        """Return the index of the plan to try next; None if no plan can fit, or none of the `num_left` trials is worth its cost."""
         fits, runs, estimate = self.fits(), self.runs(), self.estimate()
         if not len(fits):
             return self._smallest_untried()
@@ -257,10 +251,7 @@ class PickLoop:
         return posterior.ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
     def choice(self) -> posterior.BudgetChoice:
-        """Return the plan of least expected error within the budget, or the smallest within the error margin if there is one.
-
-        Raise BudgetError if no plan fits.
-        """
+        """Return the plan of least expected error within the budget, or the smallest within the margin; BudgetError if none fits."""
         estimate, margin = self.estimate(), self.margin()
         return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 

@@ -221,10 +221,7 @@ def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ..
 
 
 def row_of_task(text: str, folder: Path | None) -> TaskRow:
-    """Return the row of the task with this text.
-
-    If it cannot be loaded, or is code and there is no `folder`, the row has what the text alone says.
-    """
+    """Return the row of a task; if it cannot be loaded, or is code without a `folder`, the row has what its text says."""
     portable = portable_text(text)
     head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name

@@ -173,10 +173,7 @@ def pooled_noise(runs: Array) -> Array:
 
 
 def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
-    """Return one prior with all tasks and all plans of `parts`.
-
-    A plan of several parts becomes one column; a task of two parts stays two rows.
-    """
+    """Return one prior with all tasks and plans of `parts`; a plan of several parts is one column, a task of two stays two rows."""
     modes = list(dict.fromkeys(part.mode for part in parts))
     if len(modes) != 1:
         raise PriorError(f"only priors of one mode can be joined; these have {', '.join(modes) or 'none'}.")

@@ -64,10 +64,7 @@ def embedded(value: dict[str, Any]) -> str:
 
 
 def policy(*, is_live: bool) -> str:
-    """Return the Content-Security-Policy of the page.
-
-    It allows the page's own script and style, and for a live page connections to its server.
-    """
+    """Return the Content-Security-Policy: the page's own script and style, and for a live page connections to its server."""
     allowed = [
         f"script-src '{_hash(script())}'",
         f"style-src '{_hash(style())}'",

@@ -149,10 +149,7 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record that shows the answer of a `pick`.
-
-        A `trace` of its step adds memory by plan; a `session` adds its changes and guard actions.
-        """
+        """Return the record that shows a pick; a `trace` adds memory by plan, a `session` its changes and guard actions."""
         study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
@@ -167,10 +164,7 @@ class Record:
         labels: Labels | Mapping[str, Plan] | None = None,
         times: Sequence[tuple[str, str]] = (),
     ) -> Record:
-        """Return the record that shows measured trials, with a study for each task.
-
-        `labels` names plans, `times` has the time of the end and the host of each trial.
-        """
+        """Return the record of measured trials, a study for each task; `labels` names plans, `times` has end and host of each trial."""
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
@@ -212,10 +206,7 @@ class Record:
     def with_trials(
         self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[tuple[str, str]] = ()
     ) -> Record:
-        """Return this record with further trials: rows, curves, versions and commit.
-
-        `times` is empty, or has the time and host of each.
-        """
+        """Return this record with further trials; `times` is empty, or has the time of the end and the host of each."""
         rows = list(trials)
         names = labels if isinstance(labels, Labels) else Labels(labels)
         last = _last(rows)

@@ -34,10 +34,7 @@ SEEDS = (
 
 @dataclass(frozen=True)
 class PlanMark:
-    """A plan in the report's chart: its peak memory and its mean error.
-
-    `error` is None if no run of it finished.
-    """
+    """A plan in the report's chart: its peak memory and its mean error, None if no run of it finished."""
 
     label: str
     nbytes: int  # what a budget is compared with
@@ -91,10 +88,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Study:
-    """The part of a report on one task: its plans, the pick, and memory.
-
-    `written`: the label of the baseline; `full_bytes`: its predicted peak memory.
-    """
+    """The part of a report on one task; `written`: the label of the baseline, `full_bytes`: its predicted peak."""
 
     task: str
     metric: str = "error"

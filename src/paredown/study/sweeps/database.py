@@ -200,10 +200,7 @@ PAUSE_SECONDS = (0.05, 2.0)  # the first and the longest pause between attempts
 
 
 class DatabaseTrouble(NamedTuple):
-    """A kind of database error: a `pattern` in the database's message, its meaning, and what the user can do.
-
-    `is_temporary`: whether a retry may succeed.
-    """
+    """A kind of database error: a pattern in the message, its meaning, whether a retry may succeed, and what the user can do."""
 
     pattern: str
     meaning: str
@@ -277,10 +274,7 @@ class Database:
         check_version(version, self.name)
 
     def why_missing(self) -> str | None:
-        """Return the reason why the address has no store: no file, server, database or tables.
-
-        None if there is a store, or if another error occurs.
-        """
+        """Return why the address has no store: no file, server, database or tables; None if there is one, or for other errors."""
         try:
             if self._may_exist and self._run(find_version, READS) is not None:
                 return None
@@ -355,10 +349,7 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """Return the entry of TROUBLES whose pattern occurs in the database's message; None if none does.
-
-    The row is SILENT if a server did not answer, and LOST if the connection was lost.
-    """
+    """Return the entry of TROUBLES for an error, SILENT or LOST if the server did not answer or was lost; None if none fits."""
     message = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):
         if row.pattern in message:

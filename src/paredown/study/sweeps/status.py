@@ -78,10 +78,7 @@ class SweepCounts:
 
 @dataclass(frozen=True)
 class BestPlan:
-    """The plan of least mean error on a task, with its errors by seed.
-
-    `num_not_done`: how many of its trials ended otherwise than DONE.
-    """
+    """The plan of least mean error on a task, its errors by seed, and how many of its trials did not end as DONE."""
 
     task: str
     label: str
@@ -114,10 +111,7 @@ class BestPlan:
 
 @dataclass(frozen=True)
 class InfeasibleTrials:
-    """Trials that do not run because no plan for their task fits the budget.
-
-    `label` is the label of the template, `reason` the text of the BudgetError.
-    """
+    """Trials that do not run, since no plan of the template `label` fits the budget; `reason` is the BudgetError's text."""
 
     task: str
     label: str
@@ -223,10 +217,7 @@ class Pace:
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add the count of trials `finished` at time `now`, and return trials per minute over the last WINDOW_SECONDS.
-
-        None if no trial has finished in them.
-        """
+        """Add a count of finished trials, and return trials per minute over the last WINDOW_SECONDS; None if none has finished."""
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()
@@ -268,10 +259,7 @@ class SweepWatcher:
         self._next = 0.0
 
     def look(self, *, is_due: bool = False) -> list[SweepProgress]:
-        """Return the progress of the sweeps.
-
-        It is empty if the previous reading was less than `seconds` ago, unless `is_due`.
-        """
+        """Return the progress of the sweeps; nothing if the last reading is less than `seconds` old, unless `is_due`."""
         now = time.monotonic()
         if now < self._next and not is_due:
             return []

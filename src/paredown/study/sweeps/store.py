@@ -142,10 +142,7 @@ def give_back(connection: Connection, claims: Sequence[Claim], statement: Update
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Remove a worker if its row meets the SQL `condition`, release its trials, and return how many were released.
-
-    After MAX_ATTEMPTS attempts a trial is not released but finished as killed.
-    """
+    """Remove a worker if `condition` holds, and return how many trials it released; after MAX_ATTEMPTS they end as killed."""
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
     is_its_trial = TRIALS.c.worker == worker

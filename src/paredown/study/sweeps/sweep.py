@@ -97,10 +97,7 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial that was drawn for a sweep, with the probability that it was drawn and the label of its plan.
-
-    `infeasible`: why no plan fits the budget; the trial does not run, and its plan has no rules.
-    """
+    """A trial that was drawn, its probability, the label of its plan, and why no plan fits the budget (then it does not run)."""
 
     spec: TrialSpec
     propensity: float
@@ -117,10 +114,7 @@ class DrawnTrial(NamedTuple):
 
 
 class InfeasiblePair(NamedTuple):
-    """A task and a template (`assign` with a budget) for which no plan fits.
-
-    `reason` is the text of the BudgetError.
-    """
+    """A task and a template (`assign` with a budget) for which no plan fits, and the text of the BudgetError."""
 
     task: str
     template: PlanTemplate
@@ -218,10 +212,7 @@ class Sweep:
         return len(self.tasks) * len(self.plans) + len(self.pairs) + len(self.infeasible)
 
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
-        """Return the trials to run, in their order, then the infeasible ones.
-
-        `cost(task, plan)` is the predicted bytes, which the method `cheap_first` needs.
-        """
+        """Return the trials to run, in order, then the infeasible ones; the method `cheap_first` needs `cost(task, plan)` in bytes."""
         propensities, order = self._propensities(cost)
         taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:
@@ -288,10 +279,7 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """Return the label of a plan: the one in `given`, or its template, its preset, or its formats.
-
-    `given` has labels by the key of a plan or by the text of a template.
-    """
+    """Return the label of a plan: by key or template in `given`, else its template, its preset, or its formats."""
     given = given or {}
     if plan.key in given:
         return given[plan.key]
@@ -300,10 +288,7 @@ def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """Return share * rank / (N - 1) for each pair: `share` for the fewest bytes, 0 for the most.
-
-    Of pairs with equal bytes, the first ranks higher.
-    """
+    """Return share * rank / (N - 1) of each pair: `share` for the fewest bytes, 0 for the most; equal ones by their order."""
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))
@@ -312,10 +297,7 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Return which pairs of task and plan are drawn, as booleans, for the probability of each pair.
-
-    With the method `full` all pairs are drawn.
-    """
+    """Return which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
     if method is SamplingMethod.FULL:
         return np.ones(len(propensities), dtype=bool)
     return np.random.RandomState(seed).uniform(size=len(propensities)) < propensities

@@ -105,10 +105,7 @@ LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0  # between two looks, and between two mess
 def wait_for_store(
     address: str | Path, *, seconds: float, sweep: str | None = None, needs_trials: bool = True, say: Callable[[str], object]
 ) -> Store:
-    """Return the store at this address, opened, once it exists; raise StoreError after `seconds`.
-
-    With `needs_trials` it also waits until the store has trials (of `sweep`, if given).
-    """
+    """Return the store once it exists, and with `needs_trials` has trials (of `sweep`); StoreError after `seconds`."""
     database = Database(address, say=say)
     deadline = time.monotonic() + seconds
     try:
@@ -126,10 +123,7 @@ def wait_for_store(
 
 
 def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable[[str], object]) -> None:
-    """Wait until `why_not()` returns None; while it returns a sentence, that is passed to `say` at intervals.
-
-    After `deadline`, a time of the monotonic clock, the sentence is raised as a StoreError.
-    """
+    """Wait until `why_not()` returns None, and pass its sentences to `say`; at `deadline` the sentence is a StoreError."""
     start, reported = time.monotonic(), -math.inf
     while (reason := why_not()) is not None:
         now = time.monotonic()
@@ -184,10 +178,7 @@ class WorkerOptions:
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials of a store until all are finished, and return how many this worker finished.
-
-    When interrupted, it releases its claims; `options` None means the defaults.
-    """
+    """Run trials until all are finished, and return how many this worker finished; an interruption releases its claims."""
     return Worker(store, engine, options or WorkerOptions()).run()
 
 

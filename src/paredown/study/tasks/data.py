@@ -94,10 +94,7 @@ NO_TRANSFORM = PictureTransform()
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Examples(Data):
-    """Data that consists of inputs and answers, for training and for testing.
-
-    uint8 inputs are pictures (num, channels, height, width); the model gets them normalized to mean 0 and standard deviation 1.
-    """
+    """Inputs and answers. uint8 inputs are pictures (num, channels, height, width), which the model gets normalized to mean 0 and std 1."""
 
     x_train: Tensor
     y_train: Tensor
@@ -157,10 +154,7 @@ class Examples(Data):
 
     @cached_property
     def normalization(self) -> Pair | None:
-        """The mean and the standard deviation of each channel of the training pictures, both (channels, 1, 1).
-
-        None unless the pictures are uint8.
-        """
+        """The mean and standard deviation of each channel of the training pictures, (channels, 1, 1); None unless they are uint8."""
         if self.x_train.dtype is not torch.uint8 or self.x_train.dim() != 4:
             return None
         counts = torch.stack([torch.bincount(x.flatten(), minlength=NUM_BYTES) for x in self.x_train.transpose(0, 1)]).double()

@@ -48,10 +48,7 @@ READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  #
 
 
 def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
-    """Return the pictures in the arrays of an `.npz` file.
-
-    `superclass` keeps only the classes of one superclass, by the arrays `coarse_train` and `coarse_test`.
-    """
+    """Return the pictures of an `.npz`; `superclass` keeps the classes of one, by the arrays `coarse_train` and `coarse_test`."""
     arrays = _loaded(path)
     splits = {kind: array for name, array in arrays.items() if (kind := kind_of(name)) is not None} or _by_shape(arrays)
     missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in splits]
@@ -123,10 +120,7 @@ def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, fil
 
 
 def examples_of(splits: Mapping[tuple[str, str], Array], file: str) -> Examples:
-    """Return arrays by (split, kind) as Examples, with classes numbered from 0 in the order of their labels.
-
-    `file` is the name for error messages.
-    """
+    """Return arrays by (split, kind) as Examples, with classes numbered from 0 in order; `file` is the name for errors."""
     labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)
@@ -334,10 +328,7 @@ SAVE_WEIGHTS = "Write it by torch.save(model.state_dict(), FILE), from a model o
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
-    """Return the model with the weights of a state dict that torch.save wrote.
-
-    Parameters of other names or shapes stay as they are, and are logged.
-    """
+    """Return the model with the weights of a saved state dict; parameters of other names or shapes stay, and are logged."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (*READ_ERRORS, RuntimeError, pickle.UnpicklingError) as error:

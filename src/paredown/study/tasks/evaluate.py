@@ -258,10 +258,7 @@ def trial_and_model(
 
 
 def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> float | None:
-    """Return the median seconds of an unmodified step, from NUM_STEPS steps without evaluation.
-
-    None if they run out of memory.
-    """
+    """Return the median seconds of an unmodified step, from NUM_STEPS steps; None if they run out of memory."""
     setting = make_setting(task, Plan(), seed=seed, device=device)
     timer = StepTimer(setting.device)
     try:

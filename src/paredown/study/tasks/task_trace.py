@@ -67,10 +67,7 @@ def trace_task(
 
 
 def formats_state(plan: Plan) -> bool:
-    """Return whether a plan has rules for weights, gradients or optimizer state.
-
-    The optimizer step of such a plan allocates no temporaries.
-    """
+    """Return whether a plan has formats for weights, gradients or state: its optimizer step allocates no temporaries."""
     return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR, Role.FROZEN) for key, _ in plan.rules)
 
 
@@ -90,10 +87,7 @@ def _trace(
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
-    """Return a batch (tensors in any nesting) with `new_batch_size` examples instead of `batch_size`.
-
-    Changed tensors are on the meta device, with shapes and without values.
-    """
+    """Return a batch (tensors in any nesting) with another number of examples: changed tensors are on the meta device."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim or len(tensor) != batch_size:

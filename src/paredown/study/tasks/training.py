@@ -56,10 +56,7 @@ class Verdict(NamedTuple):
 
 
 class LossCurve:
-    """The loss curve of a run, which also decides whether the run diverged or is hopeless.
-
-    Points are (step, mean loss since the point before), with steps counted from 1.
-    """
+    """The loss curve of a run, (step from 1, mean loss since the point before), which decides whether it diverged or is hopeless."""
 
     def __init__(self, steps: int, *, blind_loss: float | None = None, stops_early: bool = True) -> None:
         self.points: list[tuple[int, float]] = []
@@ -158,10 +155,7 @@ def task_learning_rate(task: Task, step: int) -> float:
 
 
 def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
-    """Return the optimizer that `settings` names.
-
-    In store mode it is one of `paredown.optim`, with the formats of the model's session.
-    """
+    """Return the optimizer of `settings`: in store mode one of `paredown.optim`, with the formats of the model's session."""
     kind, implied = RULES[settings.optimizer]
     options = {"lr": settings.lr, **implied, **settings.options}
     if kind == "Muon":
@@ -188,10 +182,7 @@ class TrainingSetup:
     mode: Any = "store"
 
     def model(self) -> nn.Module:
-        """Return a new model on the CPU.
-
-        torch is seeded first, so that its random state afterwards depends on the seed alone.
-        """
+        """Return a new model on the CPU. torch is seeded first, so that its random state afterwards depends on the seed alone."""
         torch.manual_seed(self.seed)
         return self.task.make_model(self.seed)
 

@@ -156,10 +156,7 @@ class GraphBench:
         return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
     def turn(self) -> dict[Any, Trial | LayoutMismatch]:
-        """Queue one step in every busy lane, and return the trials that have ended, by key.
-
-        A run that can share no graph has a LayoutMismatch in place of a trial.
-        """
+        """Queue one step in every busy lane, and return what has ended by key: trials, or a LayoutMismatch for runs without a graph."""
         self._fill()
         results: dict[Any, Trial | LayoutMismatch] = {}
         busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]

@@ -67,10 +67,7 @@ def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
 
 
 def of_error(spec: TrialSpec, error: BaseException) -> Trial:
-    """Return a trial whose status and reason describe an exception.
-
-    KeyboardInterrupt is raised again.
-    """
+    """Return a trial whose status and reason describe an exception; KeyboardInterrupt is raised again."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, MemoryError):
@@ -233,10 +230,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Prepare this process, a new child, for a trial: set its GPU and threads, and let it end when its parent does.
-
-    The parent holds the other end of `pipe`.
-    """
+    """Prepare a new child process for a trial: set GPU and threads, and end it when the parent, which holds `pipe`, ends."""
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

@@ -60,10 +60,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 @dataclass
 class LaneRun:
-    """One training in a lane, with its loss curve and how many steps are queued.
-
-    `num_queued` steps were queued on the device; `is_judged`: the evaluation was queued, too.
-    """
+    """One training in a lane: its loss curve, and what of it is queued on the device."""
 
     setting: TrainingSetup
     head: Trial
@@ -157,10 +154,7 @@ class Lane:
         self.run = run  # last: nothing raises after this
 
     def advance(self, *, blocks: bool) -> Trial | None:
-        """Queue the next step or the evaluation, and return the trial once its results are on the host.
-
-        `blocks`: wait until they are.
-        """
+        """Queue the next step or the evaluation, and return the trial once its results are on the host; `blocks` waits for them."""
         run = self.run
         assert run is not None
         task = run.setting.task

@@ -105,10 +105,7 @@ class RayTrial:
 
 @final
 class RayEngine(Engine):
-    """An engine that runs trials as Ray tasks, in a process each.
-
-    `slots`: trials in parallel; None: as many as the cluster's nodes have resources for.
-    """
+    """An engine that runs trials as Ray tasks, a process each; `slots` None: as many as the cluster's nodes have resources for."""
 
     def __init__(self, run: RunTrial, *, slots: int | None = None, options: RayOptions | None = None) -> None:
         options = options or RayOptions()
