@@ -410,16 +410,6 @@ def test_out_of_memory_in_train_is_explained_without_a_context(kind: str, tmp_pa
     assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
 
 
-def test_other_errors_of_train_have_no_note(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-    callback = attach(trainer, pare.Plan.preset("frozen8"))
-    raise_in(trainer.model.base_model.model.model.layers[1], RuntimeError("a shape is wrong"))
-    with pytest.raises(RuntimeError, match="a shape is wrong") as caught:
-        trainer.train()
-    assert not hasattr(caught.value, "__notes__")
-    callback.close()
-
-
 # --- the example and its page ---------------------------------------------------------------------------------------------------------
 
 
