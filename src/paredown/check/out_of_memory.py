@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -120,17 +120,13 @@ def explain_shortage(
     role = grown_role(foot)
     largest = sorted(foot.at_peak.items(), key=lambda row: -row[1])
     parts = tuple((part, size) for part, size in largest if size >= SHARE_AT_PEAK * foot.peak_bytes)
-    places = tuple((module, part, size) for (module, part), size in islice(_named_places(foot), SHOWN_PLACES))
+    named = ((module, part, size) for (module, part), size in foot.places_at_peak().items() if module)
+    places = tuple(islice(named, SHOWN_PLACES))
     shortage = Shortage(role, foot.at_peak.get(role, 0), foot.peak_bytes, _phase(foot), at_peak=parts, places=places)
     if not smaller:
         return shortage
     label = max(smaller, key=lambda name: smaller[name])
     return replace(shortage, label=label, next_bytes=smaller[label])
-
-
-def _named_places(foot: Footprint) -> Iterator[tuple[tuple[str, Role], int]]:
-    """Yield ((module, role), bytes) of tensors in memory at the peak, the largest first, without those that belong to no module."""
-    return ((place, size) for place, size in foot.places_at_peak().items() if place[0])
 
 
 def grown_role(foot: Footprint) -> Role:
@@ -229,14 +225,11 @@ class LastCall:
     def _record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        self._arguments = tree_map_only(Tensor, _without_values, (args, dict(named)))
+        to_shape = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # noqa: E731
+        self._arguments = tree_map_only(Tensor, to_shape, (args, dict(named)))
         device = next((p.device.type for p in module.parameters()), "cpu")
         is_cast = torch.is_autocast_enabled(device)
         self._context = {"device": device, "autocast": torch.get_autocast_dtype(device) if is_cast else None}
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @contextmanager

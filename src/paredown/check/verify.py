@@ -226,7 +226,8 @@ class VerificationRuns:
             moved = self._error_of_random_weights()
             expected = sqrt(sum(error * error for error in (*self.errors.values(), *self._product_errors().values())))
             bound = hypot(SAFETY * expected, SAFETY_OF_RANDOM * moved)
-            widened = NOISE * max(noise, self._order_of_sums())
+            eps = ORDER_OF_SUMS * max(torch.finfo(p.dtype).eps for p in self.parameters) if self.session.plan.tiles else 0.0
+            widened = NOISE * max(noise, eps)
             limits = {True: widened, False: (bound if tolerance is None else tolerance) + widened}
             rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, errors, strict=True)]
             worst = {True: max(exact, default=0.0), False: max(errors, default=0.0)}
@@ -248,10 +249,6 @@ class VerificationRuns:
             notes=tuple(notes),
         )
 
-    def _order_of_sums(self) -> float:
-        """Return the gradient error that tiled modules may cause by adding in another order; 0 without tiles."""
-        return ORDER_OF_SUMS * max(torch.finfo(p.dtype).eps for p in self.parameters) if self.session.plan.tiles else 0.0
-
     # --- runs -----------------------------------------------------------------------------------------------------------
 
     def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
@@ -260,13 +257,10 @@ class VerificationRuns:
         with self.session.runs.storing(names, is_exact=is_exact, on_packed=observer):
             return self._gradients()
 
-    def _weight_errors(self) -> dict[str, float]:
-        weights = self.session.runs.packed_weights
-        return {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
-
     def _error_of_random_weights(self) -> float:
         """Return the largest gradient error in runs whose weights have random errors, also for the rounded inputs of products."""
-        errors = self._weight_errors()
+        weights = self.session.runs.packed_weights
+        errors = {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
         seeds = iter(range(NUM_DRAWS * sum(1 for _ in self.model.parameters())))
         for slot, error in self._product_errors().items():
             name = f"{slot.removeprefix('product=')}.weight"

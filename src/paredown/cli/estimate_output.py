@@ -178,7 +178,8 @@ class EstimatedStep:
         step, *details = self.step_lines()
         head = [styled_verdict(self.verdict(requested=requested)), "", *bars_shown, "", heading(step), *details]
         head += [] if budget is None else [f"The budget is {budget.say(self.budget_bytes or 0)}."]
-        reasons = [*_reasons(self.plans), *_untimed(self.plans)]
+        untimed = [row.step_seconds_reason for row in self.plans if row.step_seconds is None]
+        reasons = [*_reasons(self.plans), *([f"Step time: not predicted, {untimed[0]}"] if untimed else [])]
         notes = [f"note: {note}" for note in self.notes[:SHOWN_NOTES]]
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
@@ -200,7 +201,8 @@ def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool
     It names another plan that fits if the first does not; without a budget (None), it says what the step needs.
     """
     if allowed is None:
-        return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
+        span = f"{_size(rows[0])} ({say_bytes(rows[0].low_bytes)} to {say_bytes(rows[0].high_bytes)})"
+        return f"Needs {span}.{_smaller(rows, device)}"
     if rows[0].largest_batch is not None:
         sizes = ", ".join(f"{row.largest_batch or 'none'} ({row.plan})" for row in rows)
         return f"Largest batch within {say_bytes(allowed)}: {sizes}."
@@ -230,10 +232,6 @@ def _share(nbytes: int, allowed: int) -> str:
 
 def _size(row: EstimateRow) -> str:
     return say_bytes(row.peak_bytes)
-
-
-def _span(row: EstimateRow) -> str:
-    return f"{_size(row)} ({say_bytes(row.low_bytes)} to {say_bytes(row.high_bytes)})"
 
 
 def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
@@ -371,11 +369,6 @@ def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str,
     if rows[0].largest_batch is not None:
         lines.append(("largest batch", *(str(row.largest_batch) for row in rows)))
     return lines
-
-
-def _untimed(rows: Sequence[EstimateRow]) -> list[str]:
-    reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
-    return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
 
 
 def _reasons(rows: Sequence[EstimateRow]) -> list[str]:

@@ -53,7 +53,8 @@ def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -
         values["memory/activation_gib"] = session.stored_bytes
     if optimizer is not None:
         values["memory/gradient_gib"] = sum(_gradient_bytes(p, optimizer) for p in parameters if p.requires_grad)
-        values["memory/optimizer_gib"] = sum(map(_state_bytes, optimizer.state.values()))
+        state = [item for part in optimizer.state.values() for item in part.items()]
+        values["memory/optimizer_gib"] = sum(v.nbytes for name, v in state if isinstance(v, Tensor) and not name.startswith(WEIGHT))
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     if devices:
         values["memory/peak_gib"] = max(torch.cuda.max_memory_allocated(device) for device in devices)
@@ -115,10 +116,6 @@ def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:
         return entry.gradient.nbytes
     is_released = isinstance(optimizer, Optimizer) and optimizer.memory.release
     return 0 if is_released else parameter.numel() * parameter.element_size()
-
-
-def _state_bytes(state: dict[str, Any]) -> int:
-    return sum(value.nbytes for name, value in state.items() if isinstance(value, Tensor) and not name.startswith(WEIGHT))
 
 
 def _arrivals(optimizer: Any) -> dict[str, float]:

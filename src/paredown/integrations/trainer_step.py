@@ -210,7 +210,8 @@ def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
         return batch
     reason = "it does not call the model"
     try:
-        _run_loss(trainer, dict(batch))
+        with torch.enable_grad():
+            trainer.compute_loss(_Recorder(unwrapped(trainer.model)), trainer._prepare_input(dict(batch)))
     except _Called as call:
         if call.arguments:
             return call.arguments
@@ -219,8 +220,3 @@ def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
         reason = f"it raises {type(error).__name__} before it calls the model: {error}"
     log.warning(NOT_SEEN, type(trainer).__name__, reason)
     return batch
-
-
-def _run_loss(trainer: Any, batch: dict[str, Any]) -> None:
-    with torch.enable_grad():
-        trainer.compute_loss(_Recorder(unwrapped(trainer.model)), trainer._prepare_input(batch))

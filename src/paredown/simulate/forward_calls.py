@@ -159,14 +159,10 @@ def op_of(func: Any) -> str:
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
     """Return a copy of a Python function of torch whose inner calls a function mode can see."""
-    checks = {name: _always_false for name in func.__globals__ if CHECKS.fullmatch(name)}
+    checks = {name: lambda *_: False for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
     return unchecked
-
-
-def _always_false(*args: Any) -> bool:
-    return False
 
 
 # --- following a forward pass ------------------------------------------------------------------------------------------------------

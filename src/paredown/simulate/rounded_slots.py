@@ -130,7 +130,10 @@ class RoundedSlots:
         """Return the slot of a tensor, identified by the first of its `names`; None if the tensor is never rounded."""
         key = (names[0], role)
         if key not in self._by_name:
-            slot = self._new_slot(tuple(names), role)
+            asked, raised = self.plan.find(names, role), UNMODIFIED
+            if self.raised is not None and role in FORWARD:
+                raised = self.raised.find(names, role)
+            slot = RoundedSlot(len(self._all), tuple(names), role, asked, raised, asked.rounding_in(role))
             self._by_name[key] = None if slot.is_plain and not self.all_live else slot
             if self._by_name[key] is not None:
                 self._all.append(slot)
@@ -140,11 +143,6 @@ class RoundedSlots:
                     self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key)
                 self._write([slot])
         return self._by_name[key]
-
-    def _new_slot(self, names: tuple[str, ...], role: Role) -> RoundedSlot:
-        asked = self.plan.find(names, role)
-        raised = self.raised.find(names, role) if self.raised is not None and role in FORWARD else UNMODIFIED
-        return RoundedSlot(len(self._all), names, role, asked, raised, asked.rounding_in(role))
 
     def _write(self, slots: Sequence[RoundedSlot]) -> None:
         for slot in slots if self.raised is not None else ():

@@ -258,13 +258,10 @@ class SimulatedSession:
             self._outline = Outline((), {})
             self._notes.append(f"the forward pass fails on fake tensors ({type(error).__name__}: {error})"[:200])
             return
-        self._missing = tuple(self.plan.check([*self._outline.slots(), *self._slots_of_loss()]))
+        named = [key.partition("=")[2] or key for key, _ in self.plan.rules]  # slots of a loss outside of the model among them
+        of_loss = [((n,), role) for n in named if n.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
+        self._missing = tuple(self.plan.check([*self._outline.slots(), *of_loss]))
         self._values.set_outline(self._outline)
-
-    def _slots_of_loss(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return the slots of a loss outside of the model that the plan has rules for."""
-        names = [key.partition("=")[2] or key for key, _ in self.plan.rules]
-        return [((name,), role) for name in names if name.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
 
     def _hook_parameters(self, model: nn.Module) -> None:
         for parameter in model.parameters() if self.how.gradients == "backward" else ():

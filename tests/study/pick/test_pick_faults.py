@@ -244,7 +244,7 @@ def test_failed_trials_of_a_store_run_again(tried: Any, tmp_path: Path) -> None:
     assert pick(make_task(), "60%", 2, prior=PRIOR, device="cpu", store=tmp_path / "trials.db").plan is not None
 
 
-# --- plans that a prior does not tell apart ----------------------------------------------------------------------------------------------------------
+# --- plans that a prior does not tell apart ---------------------------------------------------------------------------
 
 
 def test_plans_that_a_prior_has_twice_are_one(tried: Any) -> None:

@@ -195,15 +195,13 @@ class PickLoop:
 
             if progress is not None:
                 progress(done, evaluations, f"trying {label}")
-            trials = measurer.measure(self.candidates.rows[plan].plan, self._fresh_seed(plan, seed), step)
+            taken = {trial.seed for other, trial in self.known if other == plan}
+            fresh_seed = next(number for number in count(seed) if number not in taken)
+            trials = measurer.measure(self.candidates.rows[plan].plan, fresh_seed, step)
             self.learn(trials)
             if progress is not None:
                 progress(self.num_done, evaluations, "; ".join(f"{label}: {_outcome(trial)}" for trial in trials))
         self._stop_if_all_failed(1)
-
-    def _fresh_seed(self, plan: int, seed: int) -> int:
-        taken = {trial.seed for other, trial in self.known if other == plan}
-        return next(number for number in count(seed) if number not in taken)
 
     def next_plan(self, num_left: int) -> int | None:
         """Return the index of the plan to try next; None if no plan can fit, or none of the `num_left` trials is worth its cost."""

@@ -67,16 +67,13 @@ class CollectedTrial(NamedTuple):
 
 def read_rows(source: str | Path) -> Rows:
     """Return the trials of an export (.json) or of a store."""
-    if str(source).endswith(".json"):
-        return _exported(Path(source))
-    from paredown.study.sweeps.export import rows  # SQLAlchemy is an extra
-    from paredown.study.sweeps.store import Store
+    if not str(source).endswith(".json"):
+        from paredown.study.sweeps.export import rows as rows_of  # SQLAlchemy is an extra
+        from paredown.study.sweeps.store import Store
 
-    with Store(source, may_create=False) as store:
-        return rows(store)
-
-
-def _exported(path: Path) -> Rows:
+        with Store(source, may_create=False) as store:
+            return rows_of(store)
+    path = Path(source)
     rows = read_json(path, "export of a sweep", PriorError, name=path.name)
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= set(REQUIRED) for row in rows):
         raise PriorError(f"{path.name} is not an export of a sweep, which paredown sweep export {path.name} --store FILE writes.")
@@ -118,7 +115,10 @@ def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
-        trial = _trial(row)
+        try:
+            trial = Trial.from_json(row["trial"])
+        except ParedownError as error:
+            raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
         if trial.status not in COUNTED:
             continue
         for column in [PlanRow(text, None, text) for text in templates_of(trial.plan)] or [
@@ -133,13 +133,6 @@ def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
     if not entries:
         raise PriorError(f"no prior can be made: of {len(rows)} trials none has an error and none diverged.")
     return list(entries.values()), plans
-
-
-def _trial(row: Mapping[str, Any]) -> Trial:
-    try:
-        return Trial.from_json(row["trial"])
-    except ParedownError as error:
-        raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
 
 
 def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict[str, PlanRow], folder: Path | None) -> PriorData:

@@ -450,11 +450,7 @@ def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
     points = picked.frontier.points
     plans = {point.label: point.plan for point in points if point.plan.changes_nothing} or {BASELINE: Plan()}
     plans |= {picked.label: picked.plan} if picked.plan is not None else {}
-    plans |= {point.label: point.plan for point in _spread(picked.frontier.front(), most) if point.label not in plans}
-    return plans
-
-
-def _spread(points: Sequence[Point], most: int) -> Iterable[Point]:
-    if len(points) <= most:
-        return points
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+    front = picked.frontier.front()
+    if len(front) > most:  # evenly spaced, from the first to the last
+        front = tuple(front[round(i * (len(front) - 1) / (most - 1))] for i in range(most))
+    return plans | {point.label: point.plan for point in front if point.label not in plans}

@@ -211,7 +211,9 @@ class Worker:
             heart.stop()
         self._engine.stop()  # no trial runs; ends idle processes of the engine
         self._store.leave(self._id)
-        self._check_refused()
+        if self._refused and (left := count_open(self._store, self._options.sweep)):
+            task, reason = next(iter(self._refused.items()))
+            raise SweepError(f"{left} trial{'s' * (left > 1)} left to other workers; task {task!r}: {reason}")
         return self._num_finished
 
     def _turn(self) -> bool:
@@ -220,7 +222,9 @@ class Worker:
         for claim in self._accepted(claims):
             self._engine.start(claim)
         self._options.idle()
-        return bool(self._claims or claims) or not self._is_over()
+        if self._claims or claims or self._options.stays:
+            return True
+        return bool(count_open(self._store, self._options.sweep, without=tuple(self._refused)))
 
     def _write(self, num_free: int) -> list[Claim]:
         """Write results to the store, report them, and return up to `num_free` new claims."""
@@ -264,18 +268,8 @@ class Worker:
             del self._claims[claim.key]
         return [claim for claim in claims if claim not in refused]
 
-    def _is_over(self) -> bool:
-        """Return whether every trial that this worker could run is finished; False if it stays for new trials."""
-        return not self._options.stays and not count_open(self._store, self._options.sweep, without=tuple(self._refused))
-
     def _give_up(self) -> None:
         self._engine.stop()
         self._write(0)
         self._store.give_back(list(self._claims.values()))
         self._store.leave(self._id)
-
-    def _check_refused(self) -> None:
-        left = count_open(self._store, self._options.sweep) if self._refused else 0
-        if left:
-            task, reason = next(iter(self._refused.items()))
-            raise SweepError(f"{left} trial{'s' * (left > 1)} left to other workers; task {task!r}: {reason}")

@@ -144,8 +144,12 @@ class GraphBench:
         """Queue a training; `turn` returns its trial under `key`."""
         queued, reason = QueuedTraining(key, setting), why_alone(setting)
         kind = kind_of(setting) if reason is None else None
-        if kind is None or not _is_hashable(kind):
-            self._leave(queued, reason or "arguments of its model are not hashable, and graphs are found by them")
+        try:
+            hash(kind)
+        except TypeError:  # an argument of the model is a list
+            reason = "arguments of its model are not hashable, and graphs are found by them"
+        if reason is not None:
+            self._leave(queued, reason)
             return
         self._groups.setdefault(kind, GraphGroup()).queue.append(queued)
         self._groups.move_to_end(kind)
@@ -250,15 +254,6 @@ class GraphBench:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
-
-
-def _is_hashable(kind: Any) -> bool:
-    """Return whether the key of a group is hashable; it is not if an argument of the model is a list."""
-    try:
-        hash(kind)
-    except TypeError:
-        return False
-    return True
 
 
 # --- The graphs engine ---

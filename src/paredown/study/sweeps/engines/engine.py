@@ -177,7 +177,9 @@ def check_run(run: RunTrial) -> None:
 def _ended(running: TrialProcess) -> EndedTrial | None:
     spec = running.claim.spec
     if running.pipe.poll():
-        trial = _receive(running)
+        trial = None
+        with suppress(EOFError, OSError):  # the pipe was closed without a result
+            trial = Trial.from_json(json.loads(running.pipe.recv_bytes()))
         running.process.join(END_SECONDS)
         reason = "" if trial else cause_of(running.process.exitcode)
         exited = trial is None and (running.process.exitcode or 0) >= 0
@@ -187,13 +189,6 @@ def _ended(running: TrialProcess) -> EndedTrial | None:
         _kill(running)
         return late(running.claim)
     return None
-
-
-def _receive(running: TrialProcess) -> Trial | None:
-    try:
-        return Trial.from_json(json.loads(running.pipe.recv_bytes()))
-    except (EOFError, OSError):
-        return None
 
 
 def cause_of(exitcode: int | None) -> str:

@@ -161,7 +161,7 @@ class Lane:
         with self._in_stream():
             if run.curve.verdict is None and run.num_queued < task.steps:
                 self._queue_step(run)
-            elif self._needs_judging(run):
+            elif not run.is_judged and (run.curve.verdict is None or run.curve.verdict.status is Status.STOPPED):
                 self._queue_judging(run)
             elif self._has_arrived(run, blocks=blocks):
                 self.run = None
@@ -184,10 +184,6 @@ class Lane:
         limit = 0 if run.curve.may_stop(run.num_queued) else MAX_PENDING
         while self._points and run.curve.verdict is None and (len(self._points) > limit or _is_ready(self._points[0])):
             run.curve.point(_received(self._points.popleft()).item())
-
-    def _needs_judging(self, run: LaneRun) -> bool:
-        verdict = run.curve.verdict
-        return not run.is_judged and (verdict is None or verdict.status is Status.STOPPED)
 
     def _queue_judging(self, run: LaneRun) -> None:
         run.is_judged = True
