@@ -206,18 +206,14 @@ class Sweep:
         )
         return f"sweep {self.name!r} has nothing to run: {pairs} infeasible. Task {first.task!r}, {first.template}: {first.reason}"
 
-    @property
-    def num_pairs(self) -> int:
-        """The number of pairs of task and plan, drawn or not, infeasible ones included."""
-        return len(self.tasks) * len(self.plans) + len(self.pairs) + len(self.infeasible)
-
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
         """Return the trials to run, in order, then the infeasible ones; the method `cheap_first` needs `cost(task, plan)` in bytes."""
         propensities, order = self._propensities(cost)
         taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:
+            num_pairs = len(self.tasks) * len(self.plans) + len(self.infeasible)
             raise SweepError(
-                f"none of {self.num_pairs} pairs was drawn (share {self.share:g}, draw_seed {self.draw_seed}). "
+                f"none of {num_pairs} pairs was drawn (share {self.share:g}, draw_seed {self.draw_seed}). "
                 "Raise share, or change draw_seed."
             )
         pairs = [

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count
 from typing import final
@@ -35,20 +35,9 @@ MAX_TEST_PIECES = 512  # of a text
 class Data(ABC):
     """The interface of a task's data: training examples in random order, and test examples."""
 
-    @property
-    @abstractmethod
-    def num_train(self) -> int:
-        """The number of training examples."""
-
-    @property
-    @abstractmethod
-    def num_test(self) -> int:
-        """The number of test examples."""
-
-    @property
-    @abstractmethod
-    def num_answers(self) -> int | None:
-        """The number of classes, or 256 for a text; None if answers are not classes."""
+    num_train: int  # training examples
+    num_test: int  # test examples
+    num_answers: int | None  # classes, or 256 for a text; None if answers are not classes
 
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
@@ -101,6 +90,9 @@ class Examples(Data):
     x_test: Tensor
     y_test: Tensor
     look: PictureTransform = NO_TRANSFORM
+    num_train: int = field(init=False)
+    num_test: int = field(init=False)
+    num_answers: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
@@ -112,6 +104,8 @@ class Examples(Data):
                 raise TaskError(f"there are {len(x)} {split} examples and {len(y)} answers; each example needs one answer.")
             if not len(x):
                 raise TaskError(f"the {split} split is empty: a task trains on one split and is evaluated on the other.")
+        object.__setattr__(self, "num_train", len(self.x_train))
+        object.__setattr__(self, "num_test", len(self.x_test))
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             shapes = f"{tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
             raise TaskError(f"a training example and a test example have different shapes: {shapes}.")
@@ -119,6 +113,7 @@ class Examples(Data):
             object.__setattr__(self, "y_train", self.y_train.long())  # as cross entropy takes classes
             object.__setattr__(self, "y_test", self.y_test.long())
             self._check_classes()
+            object.__setattr__(self, "num_answers", int(self.y_train.max()) + 1)
         if self.look != NO_TRANSFORM and self.x_train.dim() != 4:
             raise TaskError(f"{self.look} is for pictures (num, channels, height, width); these are {tuple(self.x_train.shape)}.")
 
@@ -131,26 +126,6 @@ class Examples(Data):
         unknown = sorted(set(tested) - set(trained))
         if unknown:
             raise TaskError(f"the test split has class {unknown[0]}, of which there is no training example.")
-
-    @property
-    def has_classes(self) -> bool:
-        """Whether the answer to each example is one class number (int64)."""
-        return self.y_train.dim() == 1 and self.y_train.dtype is torch.int64
-
-    @property
-    def num_train(self) -> int:
-        """The number of training examples."""
-        return len(self.x_train)
-
-    @property
-    def num_test(self) -> int:
-        """The number of test examples."""
-        return len(self.x_test)
-
-    @cached_property
-    def num_answers(self) -> int | None:  # type: ignore[override]
-        """The number of classes; None if answers are not classes."""
-        return int(self.y_train.max()) + 1 if self.has_classes else None
 
     @cached_property
     def normalization(self) -> Pair | None:
@@ -235,6 +210,10 @@ class Text(Data):
 
     read: Tensor  # (num_bytes,) uint8
     length: int = 64  # bytes of a piece
+    cut: int = field(init=False)  # the first byte of the test split
+    num_train: int = field(init=False)  # positions at which a training piece may start
+    num_test: int = field(init=False)
+    num_answers: int | None = field(init=False, default=NUM_BYTES)
 
     def __post_init__(self) -> None:
         least = TEST_PART * (self.length + 1)
@@ -243,25 +222,10 @@ class Text(Data):
                 f"the text has {len(self.read)} bytes; pieces of {self.length} bytes, a tenth of them for tests, need at least {least}."
             )
 
-    @property
-    def cut(self) -> int:
-        """The index of the first byte of the test split."""
-        return len(self.read) - len(self.read) // TEST_PART
-
-    @property
-    def num_train(self) -> int:
-        """The number of positions at which a training piece may start."""
-        return self.cut - self.length
-
-    @property
-    def num_test(self) -> int:
-        """The number of test pieces."""
-        return min(MAX_TEST_PIECES, (len(self.read) - self.cut) // (self.length + 1))
-
-    @property
-    def num_answers(self) -> int:
-        """The number 256, since the model predicts the next byte."""
-        return NUM_BYTES
+        num_tested = len(self.read) // TEST_PART
+        object.__setattr__(self, "cut", len(self.read) - num_tested)
+        object.__setattr__(self, "num_train", self.cut - self.length)
+        object.__setattr__(self, "num_test", min(MAX_TEST_PIECES, num_tested // (self.length + 1)))
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
         """Return an endless iterator of batches of training pieces."""

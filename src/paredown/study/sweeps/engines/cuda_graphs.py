@@ -288,7 +288,6 @@ class GraphsEngine(processes.Engine):
         self._context.set_forkserver_preload([*processes.PRELOAD, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Start a claimed trial; `wait` returns it when it has ended."""
         if claim.spec.settings.mode == "store" or claim.attempt > 1:
             self._start_alone(claim)
             return
@@ -316,7 +315,6 @@ class GraphsEngine(processes.Engine):
         return GpuProcess(process, parent_pipe, life)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, after at most `seconds`; empty if none has."""
         pipes = [child.pipe for child in self._children.values()]
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
         left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
@@ -360,7 +358,6 @@ class GraphsEngine(processes.Engine):
         return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
 
     def stop(self) -> None:
-        """Kill all trials that this engine runs."""
         for gpu in list(self._children):
             self._drop(gpu, "")
         self._later.clear()

@@ -135,7 +135,6 @@ class LocalEngine(Engine):
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Start a claimed trial; `wait` returns it when it has ended."""
         parent_pipe, child_pipe = self._context.Pipe()
         gpu = min(self._gpus, key=[running.gpu for running in self._running].count) if self._gpus else None
         process = self._context.Process(
@@ -152,7 +151,6 @@ class LocalEngine(Engine):
         return [running.pipe for running in self._running]
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, as soon as there are any; empty after `seconds` without one."""
         left = [running.deadline - time.monotonic() for running in self._running if running.deadline is not None]
         connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
         checked = [(running, _ended(running)) for running in self._running]
@@ -160,7 +158,6 @@ class LocalEngine(Engine):
         return [ended for _, ended in checked if ended is not None]
 
     def stop(self) -> None:
-        """Kill all trials that this engine runs."""
         for running in self._running:
             _kill(running)
         self._running = []
@@ -266,11 +263,9 @@ class InlineEngine(Engine):
         self._next: Claim | None = None
 
     def start(self, claim: Claim) -> None:
-        """Store a claimed trial, which the next call of `wait` runs."""
         self._next = claim
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Run the trial that was started, if there is one, and return it."""
         if self._next is None:
             return []
         ended = EndedTrial(self._next, run_safely(self._run, self._next.spec))
@@ -278,5 +273,4 @@ class InlineEngine(Engine):
         return [ended]
 
     def stop(self) -> None:
-        """Forget a trial that was started and has not run."""
         self._next = None

@@ -120,11 +120,9 @@ class RayEngine(Engine):
         self._running: dict[Any, RayTrial] = {}
 
     def start(self, claim: Claim) -> None:
-        """Start a trial, or queue it until a node of the cluster has the resources."""
         self._running[self._remote.remote(self._run, claim.spec)] = RayTrial(claim)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, as soon as there are any; empty after `seconds` without one."""
         end = time.monotonic() + seconds
         while True:
             deadlines = [trial.deadline for trial in self._running.values() if trial.deadline is not None]
@@ -135,7 +133,6 @@ class RayEngine(Engine):
                 return ended
 
     def stop(self) -> None:
-        """Kill all trials that this engine runs."""
         for values in self._running:
             self._ray.cancel(values, force=True)
         self._running = {}
