@@ -223,7 +223,3 @@ def test_a_store_that_is_lost_ends_the_worker_with_a_sentence(store: Store, monk
     with pytest.raises(StoreError, match="gone"):
         work(store, engine, WorkerOptions(on_result=lambda *result: results.append(result)))
     assert not results and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
-
-
-def test_the_helper_that_looks_for_processes_sees_a_living_one() -> None:
-    assert not is_gone(os.getpid(), seconds=0.2)

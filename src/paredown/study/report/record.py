@@ -41,6 +41,7 @@ from paredown.session.changes import Action, Change
 from paredown.study.pick.answer import Picked
 from paredown.study.report import studies as parts
 from paredown.study.sweeps.plan_labels import Labels, distinct, distinct_labels
+from paredown.study.sweeps.sweep import SweepCounts
 from paredown.study.tasks.trial import Status, Trial
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Record:
     actions: tuple[Action, ...] = ()
     changes: tuple[Change, ...] = ()
     given: tuple[Change, ...] = ()
-    progress: tuple[parts.ReportedProgress, ...] = ()
+    progress: tuple[SweepCounts, ...] = ()
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     commit: str = ""
@@ -196,12 +197,9 @@ class Record:
             labels=labels,
             times=_times([row for row, _ in finished]),
         )
-        progress = tuple(
-            parts.ReportedProgress(counts.sweep, counts.waiting, counts.running, dict(counts.by_status)) for counts in shown
-        )
         # listed, but in no study: they have no plan, and their label is that of a template
         infeasible = [run_of(trial, row["label"]) for row, trial in ended if trial.status is Status.INFEASIBLE]
-        return replace(record, progress=progress, runs=(*record.runs, *infeasible))
+        return replace(record, progress=tuple(shown), runs=(*record.runs, *infeasible))
 
     def with_trials(
         self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[tuple[str, str]] = ()

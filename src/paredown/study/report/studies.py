@@ -2,7 +2,6 @@
 
     Study             one task: its plans on a chart (PlanMark), the best plan for each budget (BudgetPick), memory by plan (MemoryUse)
     ReportedTrial     a trial, with the label of its plan instead of the plan
-    ReportedProgress  numbers of waiting, running and finished trials of a sweep
 
 SlotRow and BudgetPick are NamedTuples, which are lists in JSON, since a record has many of them.
 """
@@ -175,16 +174,6 @@ class ReportedTrial:
     curve: tuple[tuple[int, float], ...] = ()  # (step, training loss)
     finished_at: str = ""  # ISO 8601, UTC; empty: unknown
     host: str = ""  # "host 1" and so on, since a page can be shared
-
-
-@dataclass(frozen=True)
-class ReportedProgress:
-    """A row of the report's table of sweeps: numbers of trials waiting, running and finished."""
-
-    sweep: str
-    waiting: int = 0
-    running: int = 0
-    by_status: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
 
 
 def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ...]:

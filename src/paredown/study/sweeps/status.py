@@ -42,38 +42,8 @@ from paredown.plan.plan import Plan
 from paredown.sizes import say_seconds
 from paredown.study.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
 from paredown.study.sweeps.store import Store, parsed_plan
-from paredown.study.sweeps.sweep import TrialSettings, label_of
+from paredown.study.sweeps.sweep import SweepCounts, TrialSettings, label_of
 from paredown.study.tasks.trial import Status, Trial, standard_error
-
-
-@dataclass(frozen=True)
-class SweepCounts:
-    """The numbers of trials of one sweep by state, and of finished trials by status."""
-
-    sweep: str
-    waiting: int = 0
-    running: int = 0
-    by_status: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def finished(self) -> int:
-        """The number of trials with a result."""
-        return sum(self.by_status.values())
-
-    @property
-    def total(self) -> int:
-        """The number of all trials."""
-        return self.waiting + self.running + self.finished
-
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{num} {status}" for status, num in self.by_status.items())
-        finished = f"{self.finished} of {self.total} finished" + (f" ({kinds})" if kinds else "")
-        return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
-        counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
-        return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
 
 @dataclass(frozen=True)
