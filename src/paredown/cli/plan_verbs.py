@@ -14,6 +14,8 @@ from paredown.cli.output import emit, heading, spinner, table, tell
 from paredown.sizes import parse_bytes, say_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paredown.cli.subject import Subject
     from paredown.plan.explanation import PlannedSlot
     from paredown.plan.plan import Plan
@@ -125,46 +127,34 @@ def explain(
     """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
     from paredown.cli.subject import read_plan
 
-    parsed, told = read_plan(plan), None
+    parsed, on_model, lines = read_plan(plan), dict[str, Any](), list[str]()
     if model is not None:
         with spinner("tracing one step"):
             from paredown.cli.subject import find_subject
+            from paredown.plan.explanation import explain_slots
+            from paredown.plan.footprint import footprint
 
-            told = ExplainedStep.of(find_subject(model, replace(step, batch=batch)), parsed)
+            subject = find_subject(model, replace(step, batch=batch))
+            trace = subject.trace(parsed)
+            slots = explain_slots(trace, parsed)
+            baseline, peak = footprint(subject.trace()).peak_bytes, footprint(trace, parsed).peak_bytes
+        on_model = {"model": subject.name, "baseline_bytes": baseline, "peak_bytes": peak, "slots": [asdict(row) for row in slots]}
+        peaks = f"Peak {say_bytes(peak)} instead of {say_bytes(baseline)}, predicted."
+        lines = ["", heading(f"On {subject.name}"), peaks, "", *_slot_lines(slots)]
     words = parsed.explain().splitlines()
     if is_json:
-        emit({"words": words, "plan": parsed.to_json(), **({} if told is None else asdict(told))})
+        emit({"words": words, "plan": parsed.to_json(), **on_model})
     else:
-        tell(*words, *(() if told is None else told.lines()))
+        tell(*words, *lines)
 
 
-@dataclass(frozen=True)
-class ExplainedStep:
-    """The result of `paredown explain --model`: how a plan stores each slot of a step."""
-
-    model: str
-    baseline_bytes: int
-    peak_bytes: int
-    slots: tuple[PlannedSlot, ...]
-
-    @staticmethod
-    def of(subject: Subject, plan: Plan) -> ExplainedStep:
-        """Return how the plan stores each slot of a step, with the predicted peak under the plan and without it."""
-        from paredown.plan.explanation import explain_slots
-        from paredown.plan.footprint import footprint
-
-        trace = subject.trace(plan)
-        peaks = footprint(subject.trace()).peak_bytes, footprint(trace, plan).peak_bytes
-        return ExplainedStep(subject.name, *peaks, tuple(explain_slots(trace, plan)))
-
-    def lines(self) -> list[str]:
-        """Return the peaks and a table of the slots, the largest first."""
-        rows = sorted(self.slots, key=lambda row: -row.baseline_bytes)
-        cells = [
-            (row.slot, row.role.value, say_bytes(row.baseline_bytes), say_bytes(row.nbytes), row.format, row.what, row.why)
-            for row in rows[:SHOWN_SLOTS]
-        ]
-        printed = table(("slot", "role", "baseline", "stored", "format", "what", "why"), cells, left=2)
-        more = [f"... {len(rows) - SHOWN_SLOTS} smaller slots; --json prints all"] if len(rows) > SHOWN_SLOTS else []
-        peaks = f"Peak {say_bytes(self.peak_bytes)} instead of {say_bytes(self.baseline_bytes)}, predicted."
-        return ["", heading(f"On {self.model}"), peaks, "", *printed, *more]
+def _slot_lines(slots: Sequence[PlannedSlot]) -> list[str]:
+    """Return a table of the slots, the largest first."""
+    rows = sorted(slots, key=lambda row: -row.baseline_bytes)
+    cells = [
+        (row.slot, row.role.value, say_bytes(row.baseline_bytes), say_bytes(row.nbytes), row.format, row.what, row.why)
+        for row in rows[:SHOWN_SLOTS]
+    ]
+    printed = table(("slot", "role", "baseline", "stored", "format", "what", "why"), cells, left=2)
+    more = [f"... {len(rows) - SHOWN_SLOTS} smaller slots; --json prints all"] if len(rows) > SHOWN_SLOTS else []
+    return [*printed, *more]

@@ -185,7 +185,7 @@ class TrainingRun:
 
         front = {point.label: point.predicted_bytes for point in frontier.front()} if frontier else None
         available = cuda.mem_get_info()[1] if cuda.is_available() else None
-        return str(explain_shortage(of_task(task).trace(self.plan), self.plan, candidates=front, available_bytes=available))
+        return explain_shortage(of_task(task).trace(self.plan), self.plan, candidates=front, available_bytes=available)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value: the trial and its name."""

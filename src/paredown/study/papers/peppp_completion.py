@@ -16,7 +16,9 @@ the rank there is more than one minimum: the result is the one that is reached f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +63,7 @@ def complete(errors: Array, *, propensities: Array | None = None, **how: float) 
     known = np.where(is_known, errors, 0.0)
     completed = _descend(known, weights, options, _Carried(options.rank))
     if completed.is_converged and options.rank + NUM_SPARE < min(errors.shape) and errors.size <= LARGE:
-        completed = _descend(known, weights, options, _Exact(options.rank), start=completed)  # with full decompositions
+        completed = _descend(known, weights, options, partial(_exact, options.rank), start=completed)  # with full decompositions
     return completed
 
 
@@ -72,7 +74,7 @@ def _inverse(propensities: Array, is_known: NDArray[np.bool_]) -> Array:
 
 
 def _descend(
-    known: Array, weights: Array, options: Completion, shrink: _Carried | _Exact, start: Completed | None = None
+    known: Array, weights: Array, options: Completion, shrink: Callable[[Array, float], Array], start: Completed | None = None
 ) -> Completed:
     """Return the matrix completed by proximal gradient descent with momentum and restarts, from `start` or from zeros."""
     current = np.zeros_like(known) if start is None else start.values
@@ -92,19 +94,14 @@ def _descend(
     return Completed(current, step, residual, residual < options.tolerance)
 
 
-class _Exact:
-    """The projection of a matrix to a rank, with singular values shrunk by the penalty, by a full decomposition."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __call__(self, matrix: Array, amount: float) -> Array:
-        left, values, right = np.linalg.svd(matrix, full_matrices=False)
-        return (left[:, : self.rank] * np.maximum(values[: self.rank] - amount, 0)) @ right[: self.rank]
+def _exact(rank: int, matrix: Array, amount: float) -> Array:
+    """Return the projection of a matrix to a rank, with singular values shrunk by `amount`, by a full decomposition."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    return (left[:, :rank] * np.maximum(values[:rank] - amount, 0)) @ right[:rank]
 
 
 class _Carried:
-    """An approximation of `_Exact` that starts from the singular vectors of the last iteration."""
+    """An approximation of `_exact` that starts from the singular vectors of the last iteration."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -98,10 +98,6 @@ class RayTrial:
     host: str | None = None
     deadline: float | None = None
 
-    def started(self, host: str) -> RayTrial:
-        """Return this trial as one that starts now on `host`."""
-        return replace(self, host=host, deadline=deadline_of(self.claim))
-
 
 @final
 class RayEngine(Engine):
@@ -148,7 +144,7 @@ class RayEngine(Engine):
         except exceptions.RayError as error:
             return self._died(values, f"Ray lost it, as when its node dies: {type(error).__name__}")
         if result is None:
-            self._running[values] = trial.started(host)
+            self._running[values] = replace(trial, host=host, deadline=deadline_of(trial.claim))
             return None
         del self._running[values]
         return EndedTrial(trial.claim, Trial.from_json(result), host=host)
