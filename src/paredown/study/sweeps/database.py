@@ -56,6 +56,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sql
+from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 
 from paredown.errors import ParedownError, StoreError
@@ -391,8 +392,8 @@ def _make_engine(url: sql.URL, name: str, connect_seconds: int) -> sql.Engine:
     except ModuleNotFoundError:
         raise StoreError(f"the store {name} needs psycopg: pip install 'paredown[postgres]'.") from None
     if url.drivername == "sqlite":
-        sql.event.listen(engine, "connect", _set_up_sqlite)
-        sql.event.listen(engine, "begin", _begin_sqlite)
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
